@@ -1,0 +1,46 @@
+"""Octavo serves language models with PagedAttention, as a scheduler and workers that talk over gRPC.
+
+The names below are all a user needs. They are imported when first touched: `import octavo` by itself loads neither
+grpc nor a model, so that the `octavo` command answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.client import AsyncClient, Client
+    from octavo.llm import LLM
+    from octavo.llm_engine import LLMEngine
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncClient", "Client", "CompletionOutput", "LLMEngine", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "octavo.llm",
+    "LLMEngine": "octavo.llm_engine",
+    "SamplingParams": "octavo.sampling_params",
+    "Client": "octavo.client",
+    "AsyncClient": "octavo.client",
+    "RequestOutput": "octavo.outputs",
+    "CompletionOutput": "octavo.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("octavo")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,74 @@
+"""What a request gives back in Python: `RequestOutput` with its `CompletionOutput`s, from `LLM` and from a client.
+
+Plain data; token ids are Python ints, times are nanoseconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Natural logarithm of a token's probability under the model's own logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs at one position: of the token that is there, and of the most likely ones, best first."""
+
+    token: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n outputs of a request.
+
+    `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the token id or
+    the stop string that ended it, None for the end-of-text token of the model and for other reasons.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    cumulative_logprob: float | None = None  # when logprobs were asked for
+    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None  # of a beam
+    error: str | None = None  # with finish_reason "error": what happened
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to one request, by the clock of the side that measured it."""
+
+    arrival_ns: int = 0
+    first_token_ns: int | None = None
+    finished_ns: int | None = None
+    token_times_ns: list[int] = field(default_factory=list)  # of output 0: one a delivery that brought tokens
+    num_cached_tokens: int = 0
+    times_preempted: int = 0
+    times_moved: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request as far as it has come: the whole of it in `LLM.generate`, what is new in a client's stream."""
+
+    request_id: str
+    prompt: str | None = None
+    prompt_token_ids: Sequence[int] = ()
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    seed: int | None = None
+    model: str = ""
