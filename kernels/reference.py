@@ -1,0 +1,134 @@
+"""What every kernel must compute, in plain torch: the oracles of tests, with the launchers' own signatures.
+
+Written to be read, not to be fast. Each computes in its inputs' type, but at least in float32, so that a test can pass
+float64 and have the truth. Shapes: T new tokens of S sequences; a cache is `[num_blocks, num_kv_heads, block_size,
+head_size]`. Results are written to `out` or in place, as named.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None = None,
+    sliding_window: int = 0,
+    logit_soft_cap: float = 0.0,
+) -> None:
+    """Causal attention of new tokens over a paged cache that already holds their own keys and values.
+
+        out[t, h] = sum_j softmax_j(bias(cap(scale * query[t, h] . key[j, h // group]))) value[j, h // group]
+
+    where `j` runs over positions `0..p` of the token's sequence and `p` is its own; with a sliding window of `w > 0`
+    over the last `w` of them. `cap(x) = c tanh(x / c)`; the bias of ALiBi is `slope[h] * (j - p)`.
+
+    out, query [T, num_heads, head_size]; block_tables i32[S, max_blocks]; seq_lens i32[S]; query_starts i32[S + 1];
+    alibi_slopes f32[num_heads]. The last `query_starts[s + 1] - query_starts[s]` positions of sequence `s` are its
+    queries. `max_query_len` and `max_seq_len` bound both lengths, for kernels that size a grid by them.
+    """
+    _, num_heads, head_size = query.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    compute = _compute_dtype(query)
+    for sequence in range(seq_lens.numel()):
+        start, end = int(query_starts[sequence]), int(query_starts[sequence + 1])
+        seq_len = int(seq_lens[sequence])
+        blocks = block_tables[sequence, : -(-seq_len // block_size)].long()
+
+        def gather(cache: torch.Tensor, blocks: torch.Tensor = blocks, seq_len: int = seq_len) -> torch.Tensor:
+            tokens = cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)[:, :seq_len]
+            return tokens.to(compute).repeat_interleave(num_heads // num_kv_heads, dim=0)
+
+        scores = scale * query[start:end].to(compute).transpose(0, 1) @ gather(key_cache).transpose(1, 2)
+        if logit_soft_cap > 0:
+            scores = logit_soft_cap * torch.tanh(scores / logit_soft_cap)
+        # Key position minus query position, [query_len, seq_len].
+        positions = torch.arange(seq_len, device=query.device)
+        distance = positions[None, :] - positions[seq_len - (end - start) :, None]
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.to(compute)[:, None, None] * distance
+        visible = distance <= 0
+        if sliding_window > 0:
+            visible &= distance > -sliding_window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        out[start:end] = (weights @ gather(value_cache)).transpose(0, 1).to(out.dtype)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write key and value [T, num_kv_heads, head_size] of new tokens to their slots, `block_id * block_size + offset`.
+
+    slot_mapping i64[T]; a token with a negative slot is padding and is not written.
+    """
+    block_size = key_cache.shape[2]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key[kept].to(key_cache.dtype)
+    value_cache[blocks, :, offsets] = value[kept].to(value_cache.dtype)
+
+
+def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy whole blocks in every layer: pairs i64[n, 2] of (block of `source`, block of `destination`).
+
+    Both stores are [num_layers, 2, num_blocks, num_kv_heads, block_size, head_size]; they may lie on different devices, or
+    be the same one, as no block is source and destination at once.
+    """
+    if pairs.numel():
+        blocks = source[:, :, pairs[:, 0].to(source.device)]
+        destination[:, :, pairs[:, 1].to(destination.device)] = blocks.to(destination.device)
+
+
+def rms_norm(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+) -> None:
+    """out = y / sqrt(mean(y^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    `y` is `x`, or `x + residual`, which then also replaces `residual`. out, x, residual [T, n]; weight [n].
+    """
+    if residual is not None:
+        residual += x
+        x = residual
+    y = x.to(_compute_dtype(x))
+    y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps)
+    out.copy_(y.to(out.dtype) * weight)
+
+
+def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotate query and key in place by their positions (Su et al. 2021, arXiv:2104.09864; halves, not pairs).
+
+        x1, x2 = first and second half of a head;  (x1, x2) <- (x1 cos - x2 sin, x2 cos + x1 sin)
+
+    query [T, num_heads, head_size]; key [T, num_kv_heads, head_size]; positions i64[T]; cos_sin [max positions,
+    head_size], the cosines of a position's angles and then their sines.
+    """
+    cos, sin = (part[:, None, :] for part in cos_sin[positions].chunk(2, dim=-1))
+    for x in (query, key):
+        compute = torch.promote_types(_compute_dtype(x), cos_sin.dtype)
+        x1, x2 = (half.to(compute) for half in x.chunk(2, dim=-1))
+        x.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
+
+
+def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    """out = silu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
+    gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
+    out.copy_(gate * torch.sigmoid(gate) * up)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

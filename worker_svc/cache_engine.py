@@ -1,0 +1,59 @@
+"""The key/value cache of one worker: blocks on the device, blocks in host memory, and the copies between them.
+
+Knows nothing of sequences: the scheduler says which block goes where. All layers of a kind live in one tensor
+
+    store [num_layers, 2 (key, value), num_blocks, num_kv_heads, block_size, head_size]
+
+so that moving a block moves it in every layer with one call, while a layer's key cache is still one contiguous
+`[num_blocks, num_kv_heads, block_size, head_size]`: the tokens that one head attends to lie next to each other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from worker_svc.models.config import ModelConfig
+
+
+class CacheEngine:
+    """Blocks of `block_size` tokens; a block id names the same block in every layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+
+        def store(num_blocks: int, where: str | torch.device, pinned: bool = False) -> torch.Tensor:
+            shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
+            # Zeros, not empty: a cache that cannot be had must fail here and not at the first step that touches it.
+            return torch.zeros(shape, dtype=dtype, device=where, pin_memory=pinned)
+
+        self._device_store = store(num_device_blocks, device)
+        self._host_store = store(num_host_blocks, "cpu", pinned=torch.device(device).type == "cuda")
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in self._device_store]
+
+    @staticmethod
+    def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one block over all layers."""
+        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_size * dtype.itemsize
+
+    def copy(self, pairs: torch.Tensor) -> None:
+        """Device to device; `pairs` i64[n, 2] of (source, destination), no block being both."""
+        reference.copy_blocks(self._device_store, self._device_store, pairs)
+
+    def swap_out(self, pairs: torch.Tensor) -> None:
+        """Device to host; `pairs` i64[n, 2] of (device block, host block)."""
+        reference.copy_blocks(self._device_store, self._host_store, pairs)
+
+    def swap_in(self, pairs: torch.Tensor) -> None:
+        """Host to device; `pairs` i64[n, 2] of (host block, device block)."""
+        reference.copy_blocks(self._host_store, self._device_store, pairs)
