@@ -1,0 +1,48 @@
+"""Logging of every Octavo process: structlog to stderr, for people on a terminal, as JSON lines otherwise.
+
+`structlog.get_logger().info("event name", key=value)`; bind `request_id` with `structlog.contextvars` and every line of
+that task carries it. Lines of the standard library's loggers (asyncio, grpc) come out in the same shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def configure(level: str = "info") -> None:
+    """Sets up logging of this process, once, before its first line. Raises ValueError for a level that is not one."""
+    if level.lower() not in LEVELS:
+        raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    rendering: list[Any]
+    if sys.stderr.isatty():
+        # Plain tracebacks: the fancy ones print the values of locals, and prompts belong to users.
+        rendering = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    else:
+        rendering = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+    structlog.configure(
+        processors=[*shared, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)

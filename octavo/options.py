@@ -1,0 +1,272 @@
+"""Options of a service: one frozen dataclass, from which flags, variables and file keys follow.
+
+A field made with `option()` named `max_num_seqs` can be set, the first found winning, by
+    --max-num-seqs 64           a flag
+    OCTAVO_MAX_NUM_SEQS=64      a variable
+    max_num_seqs: 64            a key in the file of `--config FILE.yaml`
+and has the field's default otherwise. Whatever names no option of the command is an error, so that a typo is never a
+default. Field types: bool, int, float, str, Path, `tuple[T, ...]`, `list[T]`, and unions of these with None.
+Knows nothing of any particular service, and reads the environment only when asked to parse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+PREFIX = "OCTAVO_"
+NOT_OPTIONS = frozenset({"OCTAVO_CACHE"})  # read elsewhere: the cache folder, shared by every command
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_KNOWN = "known_options"  # attribute of a parsed namespace: the names of all options of the command
+_KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+
+C = TypeVar("C")
+
+
+class OptionError(ValueError):
+    """A flag, variable or key that names no option or has no acceptable value. The message is one line for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports bad usage in one line, exit code 2, and completes no abbreviated flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def option(default: Any, help: str, *, choices: Sequence[str] | None = None, metavar: str | None = None) -> Any:
+    """A dataclass field that users can set. `help` is one sentence; `choices` restricts what text is accepted."""
+    metadata = {"help": help, "choices": tuple(choices) if choices else None, "metavar": metavar}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds the flags of `cls`, and `--config`. With several classes, the first to name an option defines its flag."""
+    parser.allow_abbrev = False
+    taken = {action.dest for action in parser._actions}
+    hints = typing.get_type_hints(cls)
+    for field in _options_of(cls):
+        if field.name not in taken:
+            _add_flag(parser, field, hints[field.name])
+    if "config" not in taken | set(hints):
+        parser.add_argument(
+            "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="read options from this file"
+        )
+    known = parser.get_default(_KNOWN) or frozenset()
+    parser.set_defaults(**{_KNOWN: known | {field.name for field in _options_of(cls)} | {"config"}})
+
+
+def from_namespace(cls: type[C], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> C:
+    """Builds `cls` from a namespace of a parser that `add_arguments` filled, the environment and the config file.
+
+    Raises OptionError; a ValueError of the class's own `__post_init__` (options that contradict) becomes one.
+    """
+    environ = os.environ if environ is None else environ
+    fields = {field.name: field for field in _options_of(cls)}
+    hints = typing.get_type_hints(cls)
+    known = getattr(namespace, _KNOWN, frozenset(fields) | {"config"})
+    variables = _variables(environ, known)
+    file_name = getattr(namespace, "config", None) or variables.get("config")
+    keys = _read_file(Path(file_name), known) if file_name else {}
+
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if hasattr(namespace, name):
+            values[name] = _collected(hints[name], getattr(namespace, name))
+        elif name in variables:
+            values[name] = _from_text(field, hints[name], variables[name], PREFIX + name.upper())
+        elif name in keys:
+            values[name] = _from_key(field, hints[name], keys[name], f"{file_name}: {name}")
+    try:
+        return cls(**values)
+    except OptionError:
+        raise
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+
+
+def parse(cls: type[C], argv: Sequence[str] | None, prog: str) -> C:
+    """Parses a command line of `cls` alone (None: this process's). Bad usage ends the process: one line, code 2."""
+    parser = Parser(prog=prog)
+    add_arguments(parser, cls)
+    namespace = parser.parse_args(argv)
+    try:
+        return from_namespace(cls, namespace)
+    except OptionError as error:
+        parser.error(str(error))
+
+
+def to_arguments(options: Any) -> list[str]:
+    """The flags that give another process these very options: the inverse of `parse`, defaults left out."""
+    flags: list[str] = []
+    for field in _options_of(type(options)):
+        value, flag = getattr(options, field.name), _flag(field.name)
+        if value == _default_of(field):
+            continue
+        if isinstance(value, bool):
+            flags.append(flag if value else _flag(f"no_{field.name}"))
+        else:
+            items = value if isinstance(value, (list, tuple)) else [value]
+            flags.extend(f"{flag}={'' if item is None else item}" for item in items)
+    return flags
+
+
+def environment_without_options(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child that gets its options as flags: variables meant for its parent would be errors."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in NOT_OPTIONS}
+
+
+# ---- fields ----
+
+
+def _options_of(cls: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _item_hint(hint: Any) -> Any:
+    """The type of the items where `hint` is a list or a tuple of any length, else None."""
+    return typing.get_args(hint)[0] if typing.get_origin(hint) in (list, tuple) else None
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "none" if default in (None, "", (), []) else str(default)
+
+
+def _collected(hint: Any, value: Any) -> Any:
+    return tuple(value) if typing.get_origin(hint) is tuple else value
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
+    text = f"{field.metadata['help']} (default: {_shown(_default_of(field))})".replace("%", "%%")
+    settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    if bool in _members(hint):
+        parser.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **settings)
+        return
+    item = _item_hint(hint)
+
+    def convert(value: str) -> Any:
+        try:
+            return _convert(field, hint if item is None else item, value)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    choices = field.metadata["choices"]
+    settings["metavar"] = field.metadata["metavar"] or ("{" + ",".join(choices) + "}" if choices else None)
+    parser.add_argument(_flag(field.name), type=convert, action="store" if item is None else "append", **settings)
+
+
+# ---- values ----
+
+
+def _convert(field: dataclasses.Field[Any], hint: Any, text: str) -> Any:
+    """Reads one value from text: the first member of a union that accepts it."""
+    choices = field.metadata["choices"]
+    members = _members(hint)
+    if text == "" and type(None) in members:
+        return None
+    if choices and text not in choices:
+        raise OptionError(f"{text!r} is none of {', '.join(choices)}")
+    kinds = sorted((kind for kind in members if kind is not type(None)), key=lambda kind: kind is str)  # text last
+    for kind in kinds:
+        if kind is bool and text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        try:
+            if kind is not bool:
+                return kind(text)
+        except ValueError:
+            continue
+    raise OptionError(f"{text!r} is not {' or '.join(_KIND_NAMES.get(kind, kind.__name__) for kind in kinds)}")
+
+
+def _from_text(field: dataclasses.Field[Any], hint: Any, text: str, where: str) -> Any:
+    """Reads a variable; a repeatable option's items are parted by commas."""
+    item = _item_hint(hint)
+    try:
+        if item is None:
+            return _convert(field, hint, text)
+        return _collected(hint, [_convert(field, item, part.strip()) for part in text.split(",") if part.strip()])
+    except OptionError as error:
+        raise OptionError(f"{where}: {error}") from error
+
+
+def _from_key(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+    """Reads a YAML value by the same rules as text; a boolean is accepted where the option is one, and nowhere else."""
+    item = _item_hint(hint)
+    if item is not None:
+        values = value if isinstance(value, list) else [value]
+        return _collected(hint, [_from_key(field, item, each, where) for each in values])
+    if isinstance(value, bool):
+        if bool in _members(hint):
+            return value
+        raise OptionError(f"{where}: {value} is not accepted (YAML reads a bare yes, no, on, off as true or false)")
+    if isinstance(value, (list, dict)):
+        raise OptionError(f"{where}: one value is wanted, not a {type(value).__name__}")
+    try:
+        return _convert(field, hint, "" if value is None else str(value))
+    except OptionError as error:
+        raise OptionError(f"{where}: {error}") from error
+
+
+# ---- sources ----
+
+
+def _variables(environ: Mapping[str, str], known: frozenset[str]) -> dict[str, str]:
+    """Option name to text, for every OCTAVO_ variable of the environment."""
+    found = {name: text for name, text in environ.items() if name.startswith(PREFIX) and name not in NOT_OPTIONS}
+    options = {name.removeprefix(PREFIX).lower(): text for name, text in found.items()}
+    unknown = sorted(name for name in found if name.removeprefix(PREFIX).lower() not in known or not name.isupper())
+    if unknown:
+        hint = ""
+        if any("_SERVICE_" in name or text.startswith("tcp://") for name, text in found.items()):
+            hint = " (Kubernetes sets such for its Services: enableServiceLinks: false in the pod)"
+        raise OptionError(f"{', '.join(unknown)}: no option of this command has that name{hint}")
+    return options
+
+
+def _read_file(path: Path, known: frozenset[str]) -> dict[str, Any]:
+    import yaml  # only a command that was given a file needs it
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"--config {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"--config {path}: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise OptionError(f"--config {path}: a mapping of option names to values is wanted")
+    keys = {str(key).replace("-", "_"): value for key, value in content.items()}
+    unknown = sorted(key for key in keys if key not in known - {"config"})
+    if unknown:
+        raise OptionError(f"--config {path}: {', '.join(unknown)}: no option of this command has that name")
+    return keys

@@ -1,0 +1,170 @@
+"""What every gRPC server and channel of Octavo shares: limits, keepalive, health, reflection, channelz, binding.
+
+Knows nothing of any particular service. Health follows grpc.health.v1: the empty name is liveness, a full service name
+is readiness. Reflection answers as v1 and as v1alpha, because clients of either age are in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's own 4 MiB is less than first-time metadata of 256 long prompts
+
+_SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # 0: no bound; a quiet stream is pinged for as long as it lives
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_SHARED_OPTIONS,
+    ("grpc.enable_retries", 0),  # a step or a generation sent twice is not the same as sent once
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_SHARED_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # half of what our channels do, or they are cut off
+    ("grpc.so_reuseport", 0),  # two servers must not share a port by accident
+)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+
+class BindError(Exception):
+    """A server cannot listen where it was told to. The message is one line for the user."""
+
+
+class PortInUse(BindError):
+    """Another process listens on that port."""
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1, with any number of watchers a service.
+
+    grpcio's own asyncio servicer forgets all watchers of a service as soon as one of them leaves.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._statuses = {"": _SERVING, **dict.fromkeys(service_names, _NOT_SERVING)}
+        self._changed = asyncio.Condition()
+        self._closed = False
+
+    async def set_ready(self, ready: bool, service_name: str | None = None) -> None:
+        """Sets readiness of all services, or of the one named. Without effect after `shut_down`."""
+        names = [name for name in self._statuses if name] if service_name is None else [service_name]
+        await self._update(dict.fromkeys(names, _SERVING if ready else _NOT_SERVING))
+
+    async def shut_down(self) -> None:
+        """Sets everything, liveness too, to NOT_SERVING for good and ends the watchers' streams.
+
+        For the very end, so that watchers do not hold up `stop(grace)`. While draining, `set_ready(False)` is right: a
+        process that drains is alive, and an orchestrator that reads otherwise kills it.
+        """
+        await self._update(dict.fromkeys(self._statuses, _NOT_SERVING), close=True)
+
+    async def _update(self, statuses: dict[str, int], close: bool = False) -> None:
+        async with self._changed:
+            if not self._closed:
+                self._statuses.update(statuses)
+                self._closed = close
+                self._changed.notify_all()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._statuses:
+            known = ", ".join(sorted(filter(None, self._statuses)))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}; there are {known}")
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        status, closed = self._status(request.service), self._closed
+        yield health_pb2.HealthCheckResponse(status=status)
+        while not closed:
+            last = status
+            async with self._changed:
+                while (status := self._status(request.service)) == last and not self._closed:
+                    await self._changed.wait()
+                closed = self._closed
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+
+    def _status(self, service_name: str) -> int:
+        return self._statuses.get(service_name, _SERVICE_UNKNOWN)
+
+
+def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> Health:
+    """Adds health, reflection and channelz to a server that is not started yet. Services are not ready at first.
+
+    `service_names` are full names (`octavo.v1.Inference`) of services whose descriptors are imported.
+    """
+    health = Health(service_names)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    channelz.add_channelz_servicer(server)
+    _describe_reflection_v1()
+    introspection = (
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        "grpc.channelz.v1.Channelz",
+        reflection.SERVICE_NAME,
+        _REFLECTION_V1,
+    )
+    servicer = reflection.aio.ReflectionServicer([*service_names, *introspection])
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    # The messages of v1 are those of v1alpha under another package name, so one servicer answers both.
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler}),)
+    )
+    return health
+
+
+def _describe_reflection_v1() -> None:
+    """Puts v1's descriptor into the default pool, so that what `list` shows can also be described."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileContainingSymbol(_REFLECTION_V1)
+    except KeyError:
+        alpha = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+        pool.Add(text_format.Parse(text_format.MessageToString(alpha).replace("v1alpha", "v1"), type(alpha)()))
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Lets `server` listen on host:port without TLS and returns the port (0 takes a free one). Raises BindError."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:  # grpc does not say why; the socket itself does
+        raise _why_not(host, port, address) from error
+
+
+def _why_not(host: str, port: int, address: str) -> BindError:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as grpc does: old connections are no listener
+            probe.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return PortInUse(f"port {port} on {host} is in use by another process; --port chooses another")
+        return BindError(f"cannot listen on {address}: {error.strerror or error}")
+    return BindError(f"cannot listen on {address}")
