@@ -1,0 +1,398 @@
+"""The worker's mirror of what the scheduler knows about every slot: the tested inverse of the step encoder.
+
+Columns by slot (a slot is a row of the persistent batch), changed only by `apply_blocks`, `apply_rows`,
+`record_samples` and `roll_back`. Decides nothing, computes no tokens, knows neither torch nor gRPC. A steady decode
+step builds no Python object a sequence; only new metadata and forks are looped over.
+
+A step is applied in two halves, so that block operations run before anything that can fail:
+
+    apply_blocks   fields 3 to 9: released slots, forks, metadata, (swaps and copies, given back), block tables
+    apply_rows     field 10: rows are resolved, their slots' computed tokens move on
+
+Either half happens whole or raises ProtocolError and leaves the columns as they were. Tokens of one slot:
+
+    0 ........ num_computed_tokens ........ num_tokens ........ max_model_len
+    | K and V in cache  | known, not computed  | the next sample goes to num_tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from protos import inference_pb2, worker_pb2
+from worker_svc.errors import ProtocolError
+from worker_svc.sampling_columns import SamplingColumns, check_supported
+from worker_svc.step_columns import (
+    BlockOperations,
+    Ints,
+    RowColumns,
+    TableChange,
+    check_below,
+    ragged_offsets,
+    read_operations,
+    read_rows,
+    read_slots,
+    read_table_change,
+)
+
+__all__ = ["AppliedRows", "AppliedStep", "BlockOperations", "ProtocolError", "SequenceStates"]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRows:
+    """The rows of a step, resolved against the mirror. R rows, N samples in the order of the rows."""
+
+    slots: Ints  # [R]
+    context_lens: Ints  # [R], tokens in the cache before this step
+    query_lens: Ints  # [R], tokens that this step computes
+    num_samples: Ints  # [R]
+    uses_last_sampled: npt.NDArray[np.bool_]  # [R]
+    sample_rows: Ints  # [N], the row whose last token's logits the sample is drawn from
+    sample_slots: Ints  # [N], the slot that the sampled token is appended to
+    sample_indices: Ints  # [N], index of that slot's sequence in its group
+    sample_positions: Ints  # [N], absolute position that the sampled token gets
+    touched_slots: Ints  # slots whose columns the rows changed, for `roll_back`
+    computed_before: Ints  # of touched_slots
+    tokens_before: Ints  # of touched_slots
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedStep:
+    """Both halves of a step."""
+
+    operations: BlockOperations
+    rows: AppliedRows
+
+
+@dataclass(frozen=True, slots=True)
+class _NewSequence:
+    """A sequence of full metadata, read and checked."""
+
+    slot: int
+    index: int
+    request_id: str
+    params: inference_pb2.SamplingParams
+    token_ids: Ints
+    num_computed_tokens: int
+    block_table: Ints
+
+
+class SequenceStates:
+    """Columns by slot. Arrays are public to read; an unoccupied slot has zero tokens and blocks."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int = 0,
+    ) -> None:
+        """Sizes in sequences, tokens, tokens a block, blocks."""
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+        self.max_blocks = -(-max_model_len // block_size)
+        self.occupied = np.zeros(max_num_seqs, np.bool_)  # [slots]
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # [slots, max_model_len]
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)  # [slots], prompt and generated, as far as drawn
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)  # [slots]
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)  # [slots]
+        self.block_tables = np.zeros((max_num_seqs, self.max_blocks), np.int32)  # [slots, max_blocks]
+        self.sequence_index = np.zeros(max_num_seqs, np.int64)  # [slots], in the group
+        self.sampling = SamplingColumns(max_num_seqs)
+        self.request_ids: list[str | None] = [None] * max_num_seqs
+        self.sampling_params: list[inference_pb2.SamplingParams | None] = [None] * max_num_seqs
+
+    def apply(self, step: worker_pb2.Step) -> AppliedStep:
+        """Both halves at once, for callers without a cache to operate on."""
+        operations = self.apply_blocks(step)
+        return AppliedStep(operations, self.apply_rows(step))
+
+    # ---- Fields 3 to 9 ----------------------------------------------------------------------------------------------
+
+    def apply_blocks(self, step: worker_pb2.Step) -> BlockOperations:
+        """Applies everything but the rows; gives back what the cache engine has to do.
+
+        After a failure (`resume_after` is set) released slots may be empty: their metadata may have been in a step
+        that was skipped.
+        """
+        occupied, num_blocks = self.occupied.copy(), self.num_blocks.copy()
+        released = self._check_released(step, occupied)
+        num_blocks[released] = 0
+        forks = self._check_forks(step, occupied)
+        for parent, child in forks:
+            num_blocks[child] = num_blocks[parent]
+        sequences = self._check_groups(step, occupied)
+        for sequence in sequences:
+            num_blocks[sequence.slot] = sequence.block_table.size
+        operations = read_operations(step, self.num_device_blocks, self.num_host_blocks)
+        changes = self._check_tables(step, occupied, num_blocks)
+
+        if released.size:
+            self._release(released)
+        for parent, child in forks:
+            self._fork(parent, child)
+        for sequence in sequences:
+            self._add(sequence)
+        for change in changes:
+            self._change_tables(change)
+        return operations
+
+    def _check_released(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> Ints:
+        released = read_slots(step.released_slots_u16, self.max_num_seqs, "released_slots")
+        empty = released[~occupied[released]]
+        if empty.size and not step.HasField("resume_after"):
+            raise ProtocolError(f"released slot {empty[0]} is not occupied")
+        occupied[released] = False
+        return released
+
+    def _check_forks(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+        slots = read_slots(step.forks_u16, self.max_num_seqs, "forks", unique=False)
+        if slots.size % 2:
+            raise ProtocolError(f"forks holds {slots.size} slots, which are no pairs")
+        forks = [(int(parent), int(child)) for parent, child in slots.reshape(-1, 2)]
+        for parent, child in forks:
+            if not occupied[parent]:
+                raise ProtocolError(f"fork of slot {parent}, which is not occupied")
+            if occupied[child]:
+                raise ProtocolError(f"fork into slot {child}, which is occupied")
+            occupied[child] = True
+        return forks
+
+    def _check_groups(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[_NewSequence]:
+        sequences = []
+        for group in step.groups:
+            check_supported(group.sampling_params)
+            if group.adapter:
+                raise ProtocolError(f"adapter {group.adapter!r} is not loaded")
+            for data in group.sequences:
+                sequence = self._read_sequence(group, data)
+                if occupied[sequence.slot]:
+                    raise ProtocolError(f"metadata of {group.request_id!r} for slot {sequence.slot}, which is occupied")
+                occupied[sequence.slot] = True
+                sequences.append(sequence)
+        return sequences
+
+    def _read_sequence(self, group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData) -> _NewSequence:
+        name = f"metadata of {group.request_id!r}"
+        if data.slot >= self.max_num_seqs:
+            raise ProtocolError(f"{name} for slot {data.slot} of {self.max_num_seqs}")
+        token_ids = np.fromiter(data.token_ids, np.int64, len(data.token_ids))
+        block_table = np.fromiter(data.block_table, np.int64, len(data.block_table))
+        if not 0 < token_ids.size <= self.max_model_len:
+            raise ProtocolError(f"{name} brings {token_ids.size} tokens, not 1 to {self.max_model_len}")
+        check_below(token_ids, 1 << 31, f"token_ids in {name}")
+        check_below(block_table, self.num_device_blocks, f"block_table in {name}")
+        if block_table.size > self.max_blocks:
+            raise ProtocolError(f"{name} brings {block_table.size} blocks, more than {self.max_blocks}")
+        if data.num_computed_tokens > min(token_ids.size, block_table.size * self.block_size):
+            raise ProtocolError(
+                f"{name} says {data.num_computed_tokens} tokens computed of {token_ids.size} "
+                f"in {block_table.size} blocks"
+            )
+        return _NewSequence(
+            slot=data.slot,
+            index=data.index,
+            request_id=group.request_id,
+            params=group.sampling_params,
+            token_ids=token_ids,
+            num_computed_tokens=data.num_computed_tokens,
+            block_table=block_table,
+        )
+
+    def _check_tables(
+        self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_], num_blocks: Ints
+    ) -> list[TableChange]:
+        changes = []
+        for update in step.block_tables:
+            change = read_table_change(update, self.max_num_seqs, self.num_device_blocks)
+            slots = change.slots
+            if not occupied[slots].all():
+                raise ProtocolError(f"block table of slot {slots[~occupied[slots]][0]}, which is not occupied")
+            num_blocks[slots] = change.counts if change.replaces else num_blocks[slots] + change.counts
+            if (too_long := num_blocks[slots] > self.max_blocks).any():
+                slot = slots[too_long][0]
+                raise ProtocolError(f"slot {slot} gets {num_blocks[slot]} blocks, more than {self.max_blocks}")
+            changes.append(change)
+        return changes
+
+    def _release(self, slots: Ints) -> None:
+        self.occupied[slots] = False
+        self.num_tokens[slots] = 0
+        self.num_computed_tokens[slots] = 0
+        self.num_blocks[slots] = 0
+        for slot in slots.tolist():
+            self.request_ids[slot] = None
+            self.sampling_params[slot] = None
+
+    def _fork(self, parent: int, child: int) -> None:
+        self.occupied[child] = True
+        num_tokens, num_blocks = int(self.num_tokens[parent]), int(self.num_blocks[parent])
+        self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
+        self.block_tables[child, :num_blocks] = self.block_tables[parent, :num_blocks]
+        for column in (self.num_tokens, self.num_computed_tokens, self.num_blocks, self.sequence_index):
+            column[child] = column[parent]
+        self.sampling.copy(parent, child)
+        self.request_ids[child] = self.request_ids[parent]
+        self.sampling_params[child] = self.sampling_params[parent]
+
+    def _add(self, sequence: _NewSequence) -> None:
+        slot = sequence.slot
+        self.occupied[slot] = True
+        self.token_ids[slot, : sequence.token_ids.size] = sequence.token_ids
+        self.block_tables[slot, : sequence.block_table.size] = sequence.block_table
+        self.num_tokens[slot] = sequence.token_ids.size
+        self.num_computed_tokens[slot] = sequence.num_computed_tokens
+        self.num_blocks[slot] = sequence.block_table.size
+        self.sequence_index[slot] = sequence.index
+        self.sampling.set(slot, sequence.params)
+        self.request_ids[slot] = sequence.request_id
+        self.sampling_params[slot] = sequence.params
+
+    def _change_tables(self, change: TableChange) -> None:
+        slots, counts = change.slots, change.counts
+        starts = np.zeros_like(counts) if change.replaces else self.num_blocks[slots]
+        columns = np.repeat(starts, counts) + ragged_offsets(counts)
+        self.block_tables[np.repeat(slots, counts), columns] = change.block_ids
+        self.num_blocks[slots] = starts + counts
+
+    # ---- Field 10 and what follows from it --------------------------------------------------------------------------
+
+    def apply_rows(self, step: worker_pb2.Step) -> AppliedRows:
+        """Resolves the rows and moves their slots' computed tokens on; given tokens enter the history."""
+        columns = read_rows(step.rows, self.max_num_seqs)
+        slots, query_lens, num_samples = columns.slots, columns.query_lens, columns.num_samples
+        context_lens, tokens_before = self.num_computed_tokens[slots], self.num_tokens[slots]
+        uses_last_sampled = columns.inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED
+        is_given = columns.inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
+        num_tokens = np.where(is_given, context_lens + query_lens, tokens_before)
+        self._check_rows(columns, context_lens, tokens_before, num_tokens)
+
+        sample_rows = np.repeat(np.arange(slots.size), num_samples)
+        sample_slots, sample_indices = slots[sample_rows], self.sequence_index[slots[sample_rows]]
+        touched_slots, computed_before = slots, context_lens
+        is_child = num_samples[sample_rows] > 1
+        if columns.child_slots.size:
+            sample_slots[is_child] = columns.child_slots
+            sample_indices[is_child] = ragged_offsets(num_samples[num_samples > 1])
+            touched_slots = np.union1d(slots, columns.child_slots)
+            computed_before, tokens_before = self.num_computed_tokens[touched_slots], self.num_tokens[touched_slots]
+
+        if is_given.any():
+            self._take_given(columns, is_given, context_lens)
+        self.num_tokens[slots] = num_tokens
+        self.num_computed_tokens[slots] = context_lens + query_lens
+        if columns.child_slots.size:
+            self._follow_parents(columns.child_slots, slots[sample_rows[is_child]], sample_indices[is_child])
+        return AppliedRows(
+            slots=slots,
+            context_lens=context_lens,
+            query_lens=query_lens,
+            num_samples=num_samples,
+            uses_last_sampled=uses_last_sampled,
+            sample_rows=sample_rows,
+            sample_slots=sample_slots,
+            sample_indices=sample_indices,
+            sample_positions=self.num_tokens[sample_slots],
+            touched_slots=touched_slots,
+            computed_before=computed_before,
+            tokens_before=tokens_before,
+        )
+
+    def _check_rows(self, columns: RowColumns, context_lens: Ints, tokens_before: Ints, num_tokens: Ints) -> None:
+        slots, inputs = columns.slots, columns.inputs
+        seq_lens = context_lens + columns.query_lens
+        samples = columns.num_samples > 0
+        is_last = inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED
+        _refuse(slots, ~self.occupied[slots], "which is not occupied")
+        _refuse(slots, inputs > worker_pb2.ROW_INPUT_GIVEN_TOKENS, "whose input is unknown")
+        _refuse(slots, is_last & (columns.query_lens > 1), "which looks ahead; this worker cannot")
+        _refuse(slots, is_last & (context_lens + 1 != tokens_before), "which has no sampled token to go on from")
+        computes_unknown = (context_lens > tokens_before) | (seq_lens > num_tokens)
+        _refuse(slots, computes_unknown, "which computes beyond its known tokens")
+        _refuse(slots, seq_lens > self.max_model_len, f"which computes beyond {self.max_model_len} tokens")
+        _refuse(slots, seq_lens > self.num_blocks[slots] * self.block_size, "whose block table is too short")
+        _refuse(slots, samples & (seq_lens != num_tokens), "which samples before its last known token")
+        _refuse(slots, samples & (seq_lens >= self.max_model_len), "which samples beyond the model's length")
+        num_given = int(columns.query_lens[inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS].sum())
+        if num_given != columns.given_token_ids.size:
+            raise ProtocolError(f"{columns.given_token_ids.size} given tokens for rows that compute {num_given}")
+        self._check_children(columns, seq_lens)
+
+    def _check_children(self, columns: RowColumns, seq_lens: Ints) -> None:
+        parents = np.flatnonzero(columns.num_samples > 1)
+        counts = columns.num_samples[parents]
+        children = columns.child_slots
+        if int(counts.sum()) != children.size:
+            raise ProtocolError(f"{children.size} child slots for rows that sample {int(counts.sum())} of them")
+        if children.size == 0:
+            return
+        _refuse(children, ~self.occupied[children], "a child that is not occupied")
+        is_parent = children == np.repeat(columns.slots[parents], counts)
+        _refuse(children, ~is_parent & np.isin(children, columns.slots), "a child that has a row of its own")
+        lens = np.repeat(seq_lens[parents], counts)
+        _refuse(children, lens > self.num_blocks[children] * self.block_size, "a child whose block table is too short")
+
+    def _take_given(self, columns: RowColumns, is_given: npt.NDArray[np.bool_], context_lens: Ints) -> None:
+        counts = columns.query_lens[is_given]
+        positions = np.repeat(context_lens[is_given], counts) + ragged_offsets(counts)
+        self.token_ids[np.repeat(columns.slots[is_given], counts), positions] = columns.given_token_ids
+
+    def _follow_parents(self, child_slots: Ints, parent_slots: Ints, indices: Ints) -> None:
+        """Children stand where the row that they are drawn from stands, each with its own index."""
+        for child, parent, index in zip(child_slots.tolist(), parent_slots.tolist(), indices.tolist(), strict=True):
+            self.sequence_index[child] = index
+            if child != parent:
+                num_tokens = int(self.num_tokens[parent])
+                self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
+                self.num_tokens[child] = num_tokens
+                self.num_computed_tokens[child] = self.num_computed_tokens[parent]
+
+    def record_samples(self, rows: AppliedRows, token_ids: npt.NDArray[np.integer]) -> None:
+        """Appends the drawn tokens, int [N] in the order of the samples, to their slots.
+
+        A row that could not be drawn still gets a token (any): its slot keeps step with the scheduler, which may have
+        sent the next row already and drops the answer of both.
+        """
+        slots = rows.sample_slots
+        self.token_ids[slots, rows.sample_positions] = token_ids
+        self.num_tokens[slots] = rows.sample_positions + 1
+
+    def roll_back(self, rows: AppliedRows) -> None:
+        """Undoes `apply_rows` after a failure; to be called before `record_samples`, with no step in between."""
+        self.num_computed_tokens[rows.touched_slots] = rows.computed_before
+        self.num_tokens[rows.touched_slots] = rows.tokens_before
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError, naming the slot, when the columns contradict each other."""
+        empty = ~self.occupied
+        columns = (self.num_tokens, self.num_computed_tokens, self.num_blocks)
+        self._demand(np.logical_and.reduce([column[empty] == 0 for column in columns]), empty, "is empty but has state")
+        tokens, computed, blocks = (column[self.occupied] for column in columns)
+        self._demand((tokens > 0) & (tokens <= self.max_model_len), self.occupied, "has an impossible number of tokens")
+        self._demand((computed >= 0) & (computed <= tokens), self.occupied, "has computed more than its tokens")
+        self._demand(computed <= blocks * self.block_size, self.occupied, "has computed more than its blocks hold")
+        for slot in np.flatnonzero(self.occupied).tolist():
+            table = self.block_tables[slot, : self.num_blocks[slot]]
+            if table.size and (table.min() < 0 or table.max() >= self.num_device_blocks):
+                raise AssertionError(f"slot {slot} names a block out of range")
+            if np.unique(table).size != table.size:
+                raise AssertionError(f"slot {slot} names a block twice")
+        for slot, request_id in enumerate(self.request_ids):
+            if (request_id is not None) != bool(self.occupied[slot]):
+                raise AssertionError(f"slot {slot} and its request {request_id!r} disagree")
+
+    def _demand(self, holds: npt.NDArray[np.bool_], where: npt.NDArray[np.bool_], complaint: str) -> None:
+        if not holds.all():
+            raise AssertionError(f"slot {np.flatnonzero(where)[~holds][0]} {complaint}")
+
+
+def _refuse(slots: Ints, is_wrong: npt.NDArray[np.bool_], complaint: str) -> None:
+    if is_wrong.any():
+        raise ProtocolError(f"a row for slot {slots[is_wrong][0]}, {complaint}")
