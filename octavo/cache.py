@@ -1,0 +1,49 @@
+"""Where models live on this machine, and how a name given by a user becomes a folder.
+
+`OCTAVO_CACHE` names the cache; without it the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`) + `/octavo`.
+Models are folders under `models/`, in the layout of the Hugging Face hub. Nothing here writes or downloads.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class ModelNotFound(LookupError):
+    """No folder for this name. The message is one line and says what to run."""
+
+
+def cache_dir() -> Path:
+    """The cache folder; it may not exist yet."""
+    if given := os.environ.get("OCTAVO_CACHE"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "octavo"
+
+
+def models_dir(download_dir: str | Path | None = None) -> Path:
+    """The folder that holds a folder a model: `download_dir` where given, else `models/` in the cache."""
+    return Path(download_dir).expanduser() if download_dir else cache_dir() / "models"
+
+
+def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = None) -> Path:
+    """The folder of a model.
+
+    A path to a folder is taken as it is. A name is looked up in `download_dir` (where given), then in the cache.
+    Raises `ModelNotFound`.
+    """
+    folder = Path(name_or_dir).expanduser()
+    name = str(name_or_dir)
+    if folder.is_dir():
+        return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise ModelNotFound(f"{name} is a GGUF file: convert it once with `octavo model fetch {name}`")
+    # What looks like a path was meant as one; looking a path up as a name would only give a puzzling message.
+    if folder.is_absolute() or name.startswith(("./", "../", "~")):
+        raise ModelNotFound(f"there is no model folder {folder}")
+    for parent in dict.fromkeys((models_dir(download_dir), models_dir())):
+        if (parent / name / "config.json").is_file():
+            return parent / name
+    raise ModelNotFound(f"model {name!r} is neither a folder nor in {models_dir(download_dir)}: "
+                        f"run `octavo model fetch {name}` first")

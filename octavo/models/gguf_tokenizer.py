@@ -1,0 +1,140 @@
+"""Builds the tokenizer files of a Hugging Face folder from the metadata of a GGUF file.
+
+A GGUF file has the vocabulary, merges or scores, token types, special token ids and the chat template, and names its
+pre-tokenizer by one word. What such a word means is the table below, taken from the models' own tokenizer.json; a
+word that is not there is refused, because splitting text in another way gives wrong ids in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from octavo.models.errors import GGUFError
+
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS_ALONE = ("smollm", "starcoder")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+
+
+def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str, str]:
+    """File name -> text of tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+
+    `metadata` is GGUF key -> value. Raises `GGUFError`.
+    """
+    try:
+        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+        tokenizer = _build(metadata, tokens)
+    except KeyError as error:
+        raise GGUFError(f"the file lacks {error.args[0]!r}") from None
+    _add_tokens(tokenizer, metadata, tokens)
+    _add_bos(tokenizer, metadata, tokens)
+
+    special = _special_tokens(metadata, tokens)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model_max_length,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    files = {"tokenizer.json": tokenizer.to_str(pretty=False), "special_tokens_map.json": _json(special)}
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+        files["chat_template.jinja"] = template
+    files["tokenizer_config.json"] = _json(config)
+    return files
+
+
+def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    kind = metadata["tokenizer.ggml.model"]
+    if kind == "gpt2":
+        merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+        return _byte_level(tokens, merges, metadata.get("tokenizer.ggml.pre", "default"))
+    if kind == "llama":
+        unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+        merges = _merges_from_scores(tokens, metadata["tokenizer.ggml.scores"])
+        return _sentencepiece(tokens, merges, unknown, metadata.get("tokenizer.ggml.add_space_prefix", True))
+    raise GGUFError(f"tokenizer model {kind!r} cannot be converted; 'gpt2' and 'llama' can")
+
+
+def _byte_level(tokens: list[str], merges: list[tuple[str, ...]], pre: str) -> Tokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _DIGITS_ALONE:
+        splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    elif pre in _LLAMA3:
+        splitter = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])
+    elif pre == "gpt-2":
+        splitter = byte_level
+    else:
+        known = ", ".join((*_DIGITS_ALONE, *_LLAMA3, "gpt-2"))
+        raise GGUFError(f"pre-tokenizer {pre!r} is not known; known are {known}")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(tokens: list[str], merges: list[tuple[str, str]], unknown: str, space_prefix: bool) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    scheme = "first" if space_prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_prefix:
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece BPE vocabulary, which stores none: every way to cut a token into two others, best
+    score first; among equal scores the longer left part first, as `transformers` orders them."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    found = [
+        (score, token[:cut], token[cut:])
+        for token, score in zip(tokens, scores, strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
+    """Control tokens are special; user-defined ones are matched whole but stay text."""
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    of_type = {wanted: [t for t, kind in zip(tokens, types, strict=False) if kind == wanted] for wanted in (_CONTROL, _USER_DEFINED)}
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in of_type[_CONTROL]])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in of_type[_USER_DEFINED]])
+
+
+def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
+    """Prompts begin with the BOS token where the file says so; sentencepiece files do unless they deny it."""
+    index = metadata.get("tokenizer.ggml.bos_token_id")
+    wanted = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
+    if wanted and index is not None:
+        bos = tokens[index]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, index)]
+        )
+
+
+def _special_tokens(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return {name: tokens[index] for name, index in ids.items() if index is not None}
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
