@@ -54,7 +54,10 @@ class RequestMetrics:
     first_token_ns: int | None = None
     finished_ns: int | None = None
     token_times_ns: list[int] = field(default_factory=list)  # of output 0: one a delivery that brought tokens
-    num_cached_tokens: int = 0
+    queue_ns: int | None = None  # waited before its first step
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # over all outputs, those not returned included
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     times_preempted: int = 0
     times_moved: int = 0
 

@@ -1,0 +1,60 @@
+"""What a server's refusal looks like to a Python caller: `RequestFailed`, made from a gRPC status and its details."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import grpc
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class FieldViolation(NamedTuple):
+    """One field of a request that the server does not accept."""
+
+    field: str
+    description: str
+
+
+class RequestFailed(Exception):
+    """A call that ended with another status than OK.
+
+    `violations` names the fields of an INVALID_ARGUMENT; `retry_after_s` is the server's hint with RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def from_rpc_error(cls, error: grpc.RpcError) -> RequestFailed:
+        """Reads status and details of what `grpc` or `grpc.aio` raised."""
+        metadata = error.trailing_metadata() or ()
+        details = next((value for key, value in metadata if key == _DETAILS_KEY), b"")
+        return cls(error.code(), error.details() or "", *_read_details(details))
+
+
+def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float | None]:
+    if not serialized:
+        return (), None
+    # Only a failed call pays for this import.
+    from google.rpc import error_details_pb2, status_pb2
+
+    violations: list[FieldViolation] = []
+    retry_after_s = None
+    for detail in status_pb2.Status.FromString(serialized).details:
+        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request):
+            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+    return tuple(violations), retry_after_s

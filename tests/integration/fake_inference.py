@@ -1,0 +1,118 @@
+"""An Inference service of known answers: token k of output i is a function of the seed, i and k.
+
+It takes up resumed requests as a scheduler does, and can be told to break streams off.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
+
+
+def token_at(seed: int, index: int, position: int) -> int:
+    return (seed * 31 + index * 17 + position * 7) % 1000
+
+
+def text_of(token_ids: list[int]) -> str:
+    return "".join(f"t{token_id} " for token_id in token_ids)
+
+
+def expected_tokens(seed: int, index: int, count: int) -> list[int]:
+    return [token_at(seed, index, position) for position in range(count)]
+
+
+class FakeInference(pb_grpc.InferenceServicer):
+    """`losses`: for each attempt that is to be lost, after how many tokens, and with which status."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+        self.losses: list[tuple[int, grpc.StatusCode]] = []
+        self.refusal: tuple[grpc.StatusCode, str, tuple[Any, ...]] | None = None
+        self.can_resume = True
+        self.token_delay_s = 0.0
+        self.cancelled = threading.Event()
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        context.add_callback(lambda: None if context.code() else self.cancelled.set())
+        if self.refusal:
+            code, message, trailing = self.refusal
+            context.set_trailing_metadata(trailing)
+            context.abort(code, message)
+        if request.resume and not self.can_resume:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "resume is not built yet")
+        lost_after, lost_with = self.losses.pop(0) if self.losses else (-1, None)
+        sampling = request.sampling_params
+        held = {output.index: len(output.token_ids) for output in request.resume}
+        yield pb.GenerateResponse(
+            admission=pb.Admission(num_prompt_tokens=3), request_id=request.request_id, seed=sampling.seed, model="fake"
+        )
+        count = sampling.max_tokens or 4
+        sent = 0
+        for position in range(count):
+            for index in range(max(1, sampling.n)):
+                if position < held.get(index, 0):
+                    continue
+                if sent == lost_after:
+                    context.abort(lost_with, "lost on purpose")
+                time.sleep(self.token_delay_s)
+                token_id = token_at(sampling.seed, index, position)
+                delta = pb.OutputDelta(index=index, text=text_of([token_id]), token_ids=[token_id])
+                if position == count - 1:
+                    delta.finish_reason = pb.FINISH_REASON_LENGTH
+                yield pb.GenerateResponse(outputs=[delta])
+                sent += 1
+        usage = pb.Usage(prompt_tokens=3, completion_tokens=count * max(1, sampling.n), cached_tokens=1)
+        yield pb.GenerateResponse(usage=usage, timings=pb.Timings(queue_ns=5, first_token_ns=6, total_ns=7))
+
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
+        return pb.AbortResponse(found=request.request_id == "known")
+
+    def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfo:
+        return pb.ModelInfo(model="fake", vocab_size=1000, max_model_len=2048, has_chat_template=True)
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
+        text = request.prompt or "".join(message.content for message in request.messages.messages)
+        return pb.TokenizeResponse(token_ids=text.encode())
+
+    def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+
+class FakeServer:
+    """A gRPC server around `FakeInference` on a free port, with health; a context manager."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.inference = FakeInference()
+        self.health = health.HealthServicer()
+        self._server = grpc.server(ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
+        pb_grpc.add_InferenceServicer_to_server(self.inference, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{self.port}"
+        self.set_ready(True)
+
+    def set_ready(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        self.health.set("octavo.v1.Inference", status)
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+    def __enter__(self) -> FakeServer:
+        self._server.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()

@@ -1,0 +1,251 @@
+"""Both clients against a server of known answers: streaming, resuming, refusals, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from octavo import AsyncClient, Client, SamplingParams
+from octavo.errors import RequestFailed
+from octavo.generation import RetryPolicy
+from octavo.outputs import RequestOutput
+from protos import inference_pb2 as pb
+from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+
+QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05)
+LOST = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as running:
+        yield running
+
+
+@pytest.fixture(params=["sync", "async"])
+def generate(request: pytest.FixtureRequest, server: FakeServer) -> Any:
+    """Collects a whole stream, through either client."""
+
+    def with_client(*args: Any, **kwargs: Any) -> list[RequestOutput]:
+        with Client(server.address, retry=QUICK, api_key="secret") as client:
+            return list(client.generate(*args, **kwargs))
+
+    def with_async_client(*args: Any, **kwargs: Any) -> list[RequestOutput]:
+        async def collect() -> list[RequestOutput]:
+            async with AsyncClient(server.address, retry=QUICK, api_key="secret") as client:
+                return [output async for output in client.generate(*args, **kwargs)]
+
+        return asyncio.run(collect())
+
+    return with_client if request.param == "sync" else with_async_client
+
+
+def tokens_of(outputs: list[RequestOutput], index: int = 0) -> list[int]:
+    return [t for output in outputs for part in output.outputs if part.index == index for t in part.token_ids]
+
+
+def text_in(outputs: list[RequestOutput], index: int = 0) -> str:
+    return "".join(part.text for output in outputs for part in output.outputs if part.index == index)
+
+
+def test_streams_deltas_and_ends_with_the_figures(server: FakeServer, generate: Any) -> None:
+    outputs = generate("hello", SamplingParams(seed=5, max_tokens=6), request_id="r1", priority=-2, model="fake")
+    assert tokens_of(outputs) == expected_tokens(5, 0, 6)
+    assert [output.finished for output in outputs] == [False] * 6 + [True]
+    assert [part.finish_reason for output in outputs for part in output.outputs] == [None] * 5 + ["length"]
+    last = outputs[-1]
+    assert (last.request_id, last.seed, last.model, last.prompt) == ("r1", 5, "fake", "hello")
+    metrics = last.metrics
+    assert (metrics.num_prompt_tokens, metrics.num_output_tokens, metrics.num_cached_tokens) == (3, 6, 1)
+    assert metrics.first_token_ns is not None and metrics.finished_ns is not None
+    assert metrics.arrival_ns <= metrics.first_token_ns <= metrics.finished_ns
+    assert len(metrics.token_times_ns) == 6
+    (request,) = server.inference.requests
+    assert (request.priority, request.model, request.HasField("stream")) == (-2, "fake", False)
+    assert server.inference.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_every_kind_of_prompt(server: FakeServer, generate: Any) -> None:
+    generate(prompt_token_ids=[1, 2])
+    generate(messages=[{"role": "user", "content": "hi"}], add_generation_prompt=False)
+    by_ids, by_messages = server.inference.requests
+    assert list(by_ids.prompt_token_ids.ids) == [1, 2]
+    assert by_messages.messages.messages[0] == pb.ChatMessage(role="user", content="hi")
+    assert by_messages.messages.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"prompt": "a", "prompt_token_ids": [1]},
+        {"prompt_token_ids": [-1]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "image": "x"}]},
+        {"prompt": "a", "mood": "good"},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sent_is_a_value_error(server: FakeServer, generate: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        generate(**arguments)
+    assert server.inference.requests == []
+
+
+@pytest.mark.parametrize("status", [LOST, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN], ids=str)
+def test_a_broken_stream_goes_on_where_it_stopped(server: FakeServer, generate: Any, status: grpc.StatusCode) -> None:
+    server.inference.losses = [(5, status), (0, status), (1, status)]
+    outputs = generate("hello", SamplingParams(n=2, max_tokens=6))
+    seed = outputs[-1].seed
+    assert seed is not None
+    for index in (0, 1):
+        assert tokens_of(outputs, index) == expected_tokens(seed, index, 6)
+        assert text_in(outputs, index) == text_of(expected_tokens(seed, index, 6))
+    attempts = server.inference.requests
+    assert [attempt.attempt for attempt in attempts] == [0, 1, 2, 3]
+    assert {attempt.request_id for attempt in attempts} == {outputs[0].request_id}
+    assert {attempt.sampling_params.seed for attempt in attempts} == {seed}
+    assert [[len(held.token_ids) for held in attempt.resume] for attempt in attempts] == [[], [3, 2], [3, 2], [3, 3]]
+
+
+def test_an_output_that_had_ended_is_resumed_as_ended(server: FakeServer, generate: Any) -> None:
+    server.inference.losses = [(7, LOST)]
+    outputs = generate("hello", SamplingParams(n=2, max_tokens=4))
+    reasons = [held.finish_reason for held in server.inference.requests[1].resume]
+    assert reasons == [pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_UNSPECIFIED]
+    assert len(tokens_of(outputs, 1)) == 4 and outputs[-1].finished
+
+
+def test_the_loss_is_raised_where_the_server_cannot_resume(server: FakeServer, generate: Any) -> None:
+    server.inference.losses = [(2, LOST)]
+    server.inference.can_resume = False
+    with pytest.raises(RequestFailed, match="lost on purpose") as caught:
+        generate("hello", SamplingParams(max_tokens=4))
+    assert caught.value.code is LOST
+
+
+def test_gives_up_after_the_policy_s_retries(server: FakeServer, generate: Any) -> None:
+    server.inference.losses = [(0, LOST)] * 50
+    with pytest.raises(RequestFailed, match="lost on purpose"):
+        generate("hello", SamplingParams(max_tokens=4), timeout=0.3)
+    server.inference.requests.clear()
+    server.inference.refusal = (LOST, "no worker yet", ())
+    with pytest.raises(RequestFailed, match="no worker yet"):
+        generate("hello")
+    assert len(server.inference.requests) == 1 + QUICK.retries_before_admission
+
+
+def test_a_scheduler_that_comes_back_is_found(server: FakeServer) -> None:
+    """Nobody listens for a while; then another process's worth of scheduler has the port."""
+    server.inference.token_delay_s = 0.02
+    received: list[RequestOutput] = []
+    another = FakeServer.__new__(FakeServer)
+
+    def restart() -> None:
+        server.stop()
+        time.sleep(0.5)
+        another.__init__(server.port)  # type: ignore[misc]
+        another.__enter__()
+
+    thread = threading.Thread(target=restart)
+    with Client(server.address) as client:
+        for output in client.generate("hello", SamplingParams(max_tokens=30, seed=1)):
+            received.append(output)
+            if len(received) == 5:
+                thread.start()
+    thread.join()
+    another.stop()
+    assert tokens_of(received) == expected_tokens(1, 0, 30)
+    assert another.inference.requests[0].attempt >= 1
+
+
+def test_refusals_carry_status_fields_and_hint(server: FakeServer, generate: Any) -> None:
+    bad = error_details_pb2.BadRequest(
+        field_violations=[{"field": "sampling_params.top_p", "description": "got 7; accepted: above 0, up to 1"}]
+    )
+    retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500_000_000))
+    details = status_pb2.Status(code=3, message="no")
+    for detail in (bad, retry):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        details.details.append(packed)
+    trailing = (("grpc-status-details-bin", details.SerializeToString()),)
+    server.inference.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "no", trailing)
+    with pytest.raises(RequestFailed, match="INVALID_ARGUMENT: no") as caught:
+        generate("hello")
+    assert caught.value.violations[0].field == "sampling_params.top_p"
+    assert caught.value.retry_after_s == 1.5
+    assert len(server.inference.requests) == 1
+
+
+def test_a_full_queue_is_the_caller_s_business(server: FakeServer, generate: Any) -> None:
+    server.inference.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full", ())
+    with pytest.raises(RequestFailed) as caught:
+        generate("hello")
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(server.inference.requests) == 1
+
+
+def test_timeout_covers_the_whole_call(server: FakeServer, generate: Any) -> None:
+    server.inference.token_delay_s = 0.1
+    started = time.monotonic()
+    with pytest.raises(RequestFailed) as caught:
+        generate("hello", SamplingParams(max_tokens=100), timeout=0.35)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert time.monotonic() - started < 1
+
+
+def test_leaving_the_iterator_cancels_the_request(server: FakeServer) -> None:
+    server.inference.token_delay_s = 0.02
+    with Client(server.address) as client:
+        stream = client.generate("hello", SamplingParams(max_tokens=1000))
+        next(stream)
+        stream.close()
+        assert server.inference.cancelled.wait(2)
+
+
+async def test_cancelling_the_task_cancels_the_request(server: FakeServer) -> None:
+    server.inference.token_delay_s = 0.02
+    async with AsyncClient(server.address) as client:
+
+        async def consume() -> None:
+            async for _ in client.generate("hello", SamplingParams(max_tokens=1000)):
+                pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(server.inference.cancelled.wait, 2)
+
+
+async def test_the_other_calls(server: FakeServer) -> None:
+    async with AsyncClient(server.address) as client:
+        assert (await client.model_info()).model == "fake"
+        assert await client.tokenize("ab") == [97, 98]
+        assert await client.tokenize([{"role": "user", "content": "c"}]) == [99]
+        assert await client.detokenize([97, 98]) == "ab"
+        assert await client.abort("known") and not await client.abort("unknown")
+    with Client(server.address) as client:
+        assert client.model_info().model == "fake"
+        assert client.detokenize(client.tokenize("héllo")) == "héllo"
+        assert client.abort("known") and not client.abort("unknown")
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with Client("127.0.0.1:1", retry=QUICK) as client:
+        with pytest.raises(RequestFailed) as caught:
+            client.model_info()
+        assert caught.value.code is LOST
+        with pytest.raises(RequestFailed) as caught:
+            list(client.generate("hello"))
+        assert caught.value.code is LOST
