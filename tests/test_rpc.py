@@ -1,0 +1,137 @@
+"""Health, reflection, channelz and binding, asked over real sockets, by grpcurl where a plain client matters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from octavo import rpc
+from protos import inference_pb2, inference_pb2_grpc
+from tests.grpcurl import grpcurl
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+CONTROL = inference_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+
+
+@dataclass
+class Running:
+    server: grpc.aio.Server
+    health: rpc.Health
+    address: str
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Running]:
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
+    inference_pb2_grpc.add_ControlServicer_to_server(inference_pb2_grpc.ControlServicer(), server)
+    health = rpc.add_introspection(server, [INFERENCE, CONTROL])
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    yield Running(server, health, f"127.0.0.1:{port}")
+    await server.stop(None)
+
+
+async def test_grpcurl_lists_describes_and_sees_the_status_of_a_refused_call(running: Running) -> None:
+    listed = (await grpcurl("list", address=running.address)).stdout.split()
+    assert listed == [
+        "grpc.channelz.v1.Channelz",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+        CONTROL,
+        INFERENCE,
+    ]
+    described = await grpcurl("describe", f"{INFERENCE}.Generate", address=running.address)
+    assert (
+        "rpc Generate ( .octavo.v1.GenerateRequest ) returns ( stream .octavo.v1.GenerateResponse )" in described.stdout
+    )
+    unknown = await grpcurl("describe", f"{INFERENCE}.Nothing", address=running.address)
+    assert unknown.code and "Symbol not found" in unknown.stderr
+    everything = await grpcurl("describe", address=running.address)  # fails if any listed service has no descriptor
+    assert everything.code == 0 and "grpc.reflection.v1.ServerReflection is a service" in everything.stdout
+    refused = await grpcurl(f"{INFERENCE}/Generate", address=running.address, data={"prompt": "x"})
+    assert refused.code == 64 + grpc.StatusCode.UNIMPLEMENTED.value[0]
+    servers = await grpcurl("grpc.channelz.v1.Channelz/GetServers", address=running.address)
+    assert servers.messages[0]["server"]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_answers_in_both_versions(running: Running, version: str) -> None:
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        ask = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await call.read()
+        assert INFERENCE in [service.name for service in answer.list_services_response.service]
+
+
+async def test_liveness_is_there_at_once_and_readiness_when_it_is_set(running: Running) -> None:
+    async def check(service: str) -> str:
+        answer = await grpcurl("grpc.health.v1.Health/Check", address=running.address, data={"service": service})
+        return answer.messages[0]["status"] if answer.code == 0 else str(answer.code)
+
+    assert [await check(name) for name in ("", INFERENCE, CONTROL)] == ["SERVING", "NOT_SERVING", "NOT_SERVING"]
+    await running.health.set_ready(True)
+    assert [await check(name) for name in ("", INFERENCE, CONTROL)] == ["SERVING", "SERVING", "SERVING"]
+    await running.health.set_ready(False, INFERENCE)
+    assert [await check(name) for name in ("", INFERENCE, CONTROL)] == ["SERVING", "NOT_SERVING", "SERVING"]
+    assert await check("octavo.v1.Nothing") == str(64 + grpc.StatusCode.NOT_FOUND.value[0])
+
+
+async def test_watch_pushes_changes_to_those_who_stay_when_another_leaves(running: Running) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    request = health_pb2.HealthCheckRequest(service=INFERENCE)
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        stays, leaves = stub.Watch(request), stub.Watch(request)
+        assert (await stays.read()).status == (await leaves.read()).status == not_serving
+        leaves.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaves.read()
+        await running.health.set_ready(True)
+        assert (await stays.read()).status == serving
+        await running.health.shut_down()
+        assert (await stays.read()).status == not_serving
+        assert await stays.read() is grpc.aio.EOF
+        await running.health.set_ready(True)  # too late
+        assert (await stub.Check(request)).status == not_serving
+
+
+async def test_messages_beyond_grpcs_own_limit_pass() -> None:
+    async def echo(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return request
+
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", handlers),))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.CHANNEL_OPTIONS) as channel:
+        call = channel.unary_unary("/test.Echo/Echo")
+        assert len(await call(bytes(8 * 1024 * 1024))) == 8 * 1024 * 1024
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(bytes(rpc.MAX_MESSAGE_BYTES + 1))
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop(None)
+
+
+async def test_a_port_in_use_is_one_clear_line(running: Running) -> None:
+    port = int(running.address.rpartition(":")[2])
+    with pytest.raises(rpc.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
+        rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "127.0.0.1", port)
+
+
+async def test_a_host_that_is_not_ours_is_one_clear_line() -> None:
+    with pytest.raises(rpc.BindError, match=r"cannot listen on 192\.0\.2\.1:50051: ") as refused:
+        rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "192.0.2.1", 50051)
+    assert not isinstance(refused.value, rpc.PortInUse) and "\n" not in str(refused.value)
