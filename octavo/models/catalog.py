@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octavo.cache import models_dir
 
@@ -60,11 +61,13 @@ def _entry(name: str, path: Path | None) -> ModelEntry:
     if path is None:
         return ModelEntry(name, description, None, None, 0)
     size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return ModelEntry(name, description, path, _source(path), size_bytes)
+    return ModelEntry(name, description, path, read_source(path).get("source"), size_bytes)
 
 
-def _source(path: Path) -> str | None:
+def read_source(folder: Path) -> dict[str, Any]:
+    """What the fetch recorded about a folder; empty for a folder that was put there by hand."""
     try:
-        return json.loads((path / SOURCE_FILE).read_text()).get("source")
+        record = json.loads((folder / SOURCE_FILE).read_text())
     except (OSError, ValueError):
-        return None
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from octavo.cache import models_dir
 from octavo.models import hub
-from octavo.models.catalog import KNOWN_MODELS, SOURCE_FILE, KnownModel
+from octavo.models.catalog import KNOWN_MODELS, SOURCE_FILE, KnownModel, read_source
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
 from octavo.models.gguf_convert import write_model_folder
 
@@ -86,7 +86,7 @@ def convert(
         return {"source": "gguf", "file": gguf_path.name, "sha256": sha256}
 
     folder = _install(name, models_dir(download_dir), write, report)
-    if json.loads((folder / SOURCE_FILE).read_text()).get("sha256") != sha256:
+    if read_source(folder).get("sha256") != sha256:
         raise FetchError(f"{folder} was made from another file: remove it or choose another name")
     return folder
 

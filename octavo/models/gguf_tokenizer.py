@@ -113,10 +113,11 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
 
 def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
     """Control tokens are special; user-defined ones are matched whole but stay text."""
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    of_type = {wanted: [t for t, kind in zip(tokens, types, strict=False) if kind == wanted] for wanted in (_CONTROL, _USER_DEFINED)}
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in of_type[_CONTROL]])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in of_type[_USER_DEFINED]])
+    typed = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
+    special = [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == _CONTROL]
+    plain = [AddedToken(token, normalized=False, special=False) for token, kind in typed if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
 
 
 def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:

