@@ -1,0 +1,346 @@
+"""The step loop: one thread that owns the waiting queue and every worker's scheduler.
+
+Everything that happens to it (a request, an abort, an answer, a worker that joins or is lost) is a function put into its
+inbox; nothing else touches scheduler state. Tokens leave through an `OutputSink`. Knows nothing of text or of how
+messages travel.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import structlog
+
+from protos import worker_pb2
+from scheduler_svc.errors import DuplicateRequest, QueueFull
+from scheduler_svc.policy import POLICIES
+from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.step_encoder import decode, encode
+from scheduler_svc.step_plan import NewTokens
+from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.worker_handle import StepInFlight, WorkerHandle, WorkerLink
+
+log = structlog.get_logger()
+
+WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
+
+
+class OutputSink(Protocol):
+    """Where tokens and ends go, in order. Called on the step loop's thread: must not block."""
+
+    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None: ...
+
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    scheduling_policy: str = "fcfs"
+    steps_in_flight: int = 2
+    max_waiting_requests: int = 4096
+    max_waiting_tokens: int = 4_194_304
+    max_worker_losses: int = 3
+
+
+class Engine:
+    """Start it, let workers join, submit groups. Methods without underscore may be called from any thread."""
+
+    def __init__(self, settings: EngineSettings, sink: OutputSink) -> None:
+        self.settings = settings
+        self.sink = sink
+        self.workers: list[WorkerHandle] = []
+        self._policy = POLICIES[settings.scheduling_policy]
+        self._waiting = WaitingQueue(self._policy)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._is_stopping = False
+        self._admission = threading.Lock()  # guards what callers change before the loop sees their group
+        self._live: dict[tuple[str, str], SequenceGroup] = {}
+        self._num_submitted = 0  # groups and their prompt tokens that are on their way to the waiting queue
+        self._num_submitted_tokens = 0
+
+    # ---- from any thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop and closes every worker's stream; what is unfinished is aborted."""
+        self._inbox.put(self._on_stop)
+        self._thread.join()
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Queues a group.
+
+        Raises:
+            QueueFull: the waiting queue is at its bound.
+            DuplicateRequest: its tenant has a live request of this id.
+        """
+        settings = self.settings
+        with self._admission:
+            if (group.tenant, group.request_id) in self._live:
+                raise DuplicateRequest(f"request {group.request_id!r} is live already")
+            if self.num_waiting >= settings.max_waiting_requests:
+                raise QueueFull(f"{self.num_waiting} requests wait, at most {settings.max_waiting_requests} may", 1.0)
+            num_tokens = self.num_waiting_tokens + group.num_prompt_tokens
+            if num_tokens > settings.max_waiting_tokens:
+                raise QueueFull(f"{num_tokens} prompt tokens would wait, at most {settings.max_waiting_tokens} may", 1.0)
+            self._live[group.tenant, group.request_id] = group
+            self._num_submitted += 1
+            self._num_submitted_tokens += group.num_prompt_tokens
+        self._inbox.put(partial(self._on_submitted, group))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends all live requests of this id with ABORT; False when there is none."""
+        groups = [group for (_, live_id), group in list(self._live.items()) if live_id == request_id]
+        for group in groups:
+            self.abort_group(group)
+        return bool(groups)
+
+    def abort_group(self, group: SequenceGroup) -> None:
+        self._inbox.put(partial(self._on_end, group, FinishReason.ABORT, ""))
+
+    def finish_sequence(self, sequence: Sequence) -> None:
+        """The layer above found the end of a sequence's text: it wants no more tokens of it."""
+        self._inbox.put(partial(self._on_finished_above, sequence))
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
+        future: Future[Any] = Future()
+        self._inbox.put(partial(_fulfil, future, function))
+        return future
+
+    def live_groups(self) -> list[SequenceGroup]:
+        return list(self._live.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + self._num_submitted
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.num_tokens + self._num_submitted_tokens
+
+    # ---- from worker clients ----------------------------------------------------------------------------------------
+
+    def worker_joined(
+        self,
+        link: WorkerLink,
+        info: worker_pb2.WorkerInfo,
+        sizes: worker_pb2.InitializeResponse,
+        lease: worker_pb2.LeaseGranted,
+    ) -> None:
+        self._inbox.put(partial(self._on_joined, WorkerHandle(link, info, sizes, lease, self._policy)))
+
+    def worker_said(self, link: WorkerLink, data: bytes) -> None:
+        """A `StepResponse`, still in bytes, so that the thread which reads the socket does nothing else."""
+        self._inbox.put(partial(self._on_message, link, data))
+
+    def worker_lost(self, link: WorkerLink, reason: str) -> None:
+        self._inbox.put(partial(self._on_lost, link, reason))
+
+    # ---- the step loop ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._take_events()
+            for worker in list(self.workers):
+                with self._fencing(worker):
+                    self._fill(worker)
+
+    def _take_events(self) -> None:
+        """Waits for something to happen, then takes all that has: one schedule answers many events."""
+        try:
+            event = self._inbox.get(timeout=WATCH_INTERVAL_S)
+            while True:
+                event()
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            self._watch()
+
+    @contextmanager
+    def _fencing(self, worker: WorkerHandle) -> Iterator[None]:
+        """A fault of our own in one worker's state costs that state, not the loop: its groups start over elsewhere."""
+        try:
+            yield
+        except Exception:
+            log.exception("the step loop failed over a worker", worker=worker.link.address)
+            self._on_lost(worker.link, "the scheduler's state of it broke")
+
+    def _fill(self, worker: WorkerHandle) -> None:
+        """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
+        statistics = worker.statistics
+        while worker.can_take_step(self.settings.steps_in_flight):
+            started_ns = time.monotonic_ns()
+            outputs = worker.scheduler.schedule(self._waiting, started_ns)
+            if outputs is None:
+                return
+            scheduled_ns = time.monotonic_ns()
+            resume_after = worker.failed_step.step_id if worker.failed_step else None
+            step = encode(outputs, worker.next_step_id(), resume_after)
+            data = worker_pb2.StepRequest(epoch=worker.epoch, step=step).SerializeToString()
+            worker.failed_step = None
+            sent_ns = time.monotonic_ns()
+            worker.sent(step.step_id, outputs.rows, sent_ns)
+            worker.link.send(data)
+            statistics.schedule_ns += scheduled_ns - started_ns
+            statistics.encode_ns += sent_ns - scheduled_ns
+            statistics.bytes_sent += len(data)
+            statistics.num_preempted += outputs.num_preempted
+
+    def _on_message(self, link: WorkerLink, data: bytes) -> None:
+        worker = self._worker_of(link)
+        if worker is None:
+            return
+        received_ns = time.monotonic_ns()
+        response = worker_pb2.StepResponse.FromString(data)
+        if response.epoch != worker.epoch:
+            return
+        kind = response.WhichOneof("kind")
+        if kind == "result":
+            worker.statistics.bytes_received += len(data)
+            worker.statistics.decode_ns += time.monotonic_ns() - received_ns
+            with self._fencing(worker):
+                self._on_result(worker, response.result, received_ns)
+        elif kind == "notice" and response.notice.WhichOneof("notice") == "draining":
+            log.info("worker is draining", worker=link.address)
+            worker.is_draining = True
+
+    def _on_result(self, worker: WorkerHandle, result: worker_pb2.StepResult, received_ns: int) -> None:
+        if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
+            self._on_lost(worker.link, f"answered step {result.step_id}, which was not next")
+            return
+        sent = worker.in_flight.popleft()
+        if result.status != worker_pb2.STEP_STATUS_OK:
+            self._on_failed_step(worker, sent, result)
+            return
+        started_ns = time.monotonic_ns()
+        tokens = worker.scheduler.process_outputs(sent.rows, *decode(result.outputs, sent.rows.num_samples))
+        self.sink.put_tokens(tokens, result.outputs)
+        for group, message in tokens.errors:
+            self._end(group, FinishReason.ERROR, message)
+        for entry in tokens.finish_reasons.nonzero()[0]:
+            self._forget(tokens.sequences[entry].group)
+        self._count(worker, sent, result, received_ns, time.monotonic_ns() - started_ns)
+
+    def _on_failed_step(self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult) -> None:
+        """Rolls the step back. Once every step in flight is: starts over, each group of the failed step by itself."""
+        worker.scheduler.roll_back(sent.rows)
+        if result.status == worker_pb2.STEP_STATUS_FAILED:
+            worker.failed_step = sent
+            worker.statistics.num_failed += 1
+            code = worker_pb2.StepErrorCode.Name(result.error.code)
+            log.warning("step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message)
+            groups = {sequence.group for sequence in sent.rows.sequences}
+            if len(groups) == 1:
+                self._on_end(groups.pop(), FinishReason.ERROR, f"the worker could not run it: {result.error.message}")
+        if worker.failed_step and not worker.in_flight:
+            worker.scheduler.resume(worker.failed_step.rows)
+
+    def _count(
+        self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult, received_ns: int, process_ns: int
+    ) -> None:
+        statistics, timings = worker.statistics, result.timings
+        statistics.num_steps += 1
+        statistics.num_rows += len(sent.rows)
+        statistics.num_tokens += int(sent.rows.query_lens.sum())
+        statistics.process_ns += process_ns
+        statistics.wire_ns += max(0, received_ns - sent.sent_ns - timings.total_ns)
+        for phase in statistics.worker_ns:
+            statistics.worker_ns[phase] += getattr(timings, f"{phase}_ns")
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def _on_submitted(self, group: SequenceGroup) -> None:
+        self._waiting.push(group)
+        with self._admission:
+            self._num_submitted -= 1
+            self._num_submitted_tokens -= group.num_prompt_tokens
+
+    def _on_joined(self, worker: WorkerHandle) -> None:
+        self.workers.append(worker)
+        log.info(
+            "worker joined",
+            worker=worker.link.address,
+            instance=worker.info.instance_id,
+            epoch=worker.epoch,
+            blocks=worker.sizes.num_device_blocks,
+        )
+
+    def _on_lost(self, link: WorkerLink, reason: str) -> None:
+        """Its groups go back to the queue, at the places they had, with every token that has arrived."""
+        worker = self._worker_of(link)
+        if worker is None:
+            return
+        self.workers.remove(worker)
+        link.close()
+        in_flight = {sequence.group for step in worker.in_flight for sequence in step.rows.sequences}
+        groups = worker.scheduler.evacuate()
+        log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
+        for group in groups:
+            group.num_moves += 1
+            group.num_worker_losses += group in in_flight
+            if group.num_worker_losses >= self.settings.max_worker_losses:
+                self._on_end(group, FinishReason.ERROR, f"{group.num_worker_losses} workers were lost while running it")
+            else:
+                self._waiting.push(group)
+
+    def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """Ends a group that has not ended by itself, wherever it is."""
+        if group.is_finished:
+            return
+        self._release(group)
+        self._end(group, reason, message)
+
+    def _on_finished_above(self, sequence: Sequence) -> None:
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._release(sequence.group, only=sequence)
+            self._forget(sequence.group)
+
+    def _release(self, group: SequenceGroup, only: Sequence | None = None) -> None:
+        self._waiting.remove(group)
+        for sequence in [only] if only else group.unfinished():
+            for worker in self.workers:
+                if group in worker.scheduler.running or group in worker.scheduler.preempted:
+                    worker.scheduler.finish(sequence)
+            sequence.status = SequenceStatus.FINISHED
+
+    def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        self._forget(group)
+        self.sink.put_end(group, reason, message)
+
+    def _forget(self, group: SequenceGroup) -> None:
+        if group.is_finished:
+            with self._admission:
+                self._live.pop((group.tenant, group.request_id), None)
+
+    def _on_stop(self) -> None:
+        for group in self.live_groups():
+            self._on_end(group, FinishReason.ABORT, "the server is shutting down")
+        for worker in self.workers:
+            worker.link.close()
+        self._is_stopping = True
+
+    def _watch(self) -> None:
+        now_ns = time.monotonic_ns()
+        for worker in list(self.workers):
+            if (reason := worker.problem(now_ns)) is not None:
+                self._on_lost(worker.link, reason)
+
+    def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
+        return next((worker for worker in self.workers if worker.link is link), None)
+
+
+def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

@@ -1,0 +1,49 @@
+"""Why a request is refused: a small tree, one class a kind of refusal. `status.py` maps it to gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One wrong field: its name, and the value with what is accepted."""
+
+    field: str
+    description: str
+
+
+class RequestRefused(Exception):
+    """Base of all refusals. The message is meant for the client."""
+
+
+class InvalidRequest(RequestRefused):
+    """The request contradicts itself, the model or the limits."""
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{violation.field}: {violation.description}" for violation in violations))
+        self.violations = violations
+
+
+class Unsupported(RequestRefused):
+    """Valid, but this server cannot do it."""
+
+
+class UnknownName(RequestRefused):
+    """A model, adapter, request or worker that does not exist."""
+
+
+class DuplicateRequest(RequestRefused):
+    """A live request has this id already."""
+
+
+class QueueFull(RequestRefused):
+    """The waiting queue is at its bound; `retry_after_s` is when trying again makes sense."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotReady(RequestRefused):
+    """There never was a worker, or the server drains."""

@@ -1,0 +1,111 @@
+"""State of all sequences that run on one worker, in arrays by slot: the only copy of what they hold.
+
+A slot is a row of the worker's persistent batch. `Sequence` reads through these arrays while it has a slot, and a step
+reads and writes them as whole columns, so that a decode step costs the same few array operations however many sequences
+take part. Knows nothing of queues, blocks' owners or the wire.
+
+One sequence's tokens, in half-open intervals of positions:
+
+    0            num_computed                 num_tokens              num_tokens + num_placeholders
+    |--in cache--|--known, not yet computed---|--drawn by steps in flight, value not yet here------|
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from scheduler_svc.sequence import Sequence
+
+Ints = npt.NDArray[np.int64]
+TokenIds = npt.NDArray[np.int32]
+
+
+class SequenceColumns:
+    """Arrays over `max_num_seqs` slots.
+
+    Attributes (shape [slots] unless noted):
+        token_ids: [slots, max_model_len], prompt and generated tokens.
+        num_tokens: tokens whose value is known here.
+        num_computed_tokens: tokens whose K and V are in the cache once every step sent so far has run.
+        num_placeholders: tokens that steps in flight will draw.
+        num_known_tokens: tokens that the worker was told; beyond them its own last draw is the next input.
+        max_num_tokens: a sequence is never scheduled to draw beyond this length.
+        block_tables: [slots, max_blocks], ids of device blocks; `num_blocks` entries of a row count.
+        generation: rises whenever the slot is taken or released; names one tenancy of the slot.
+        eos_token_id: ends the sequence when drawn; -1 for none.
+        has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
+        owner: the Sequence in the slot, or None.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids: TokenIds = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_tables: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_tokens: Ints = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens: Ints = np.zeros(max_num_seqs, np.int64)
+        self.num_placeholders: Ints = np.zeros(max_num_seqs, np.int64)
+        self.num_known_tokens: Ints = np.zeros(max_num_seqs, np.int64)
+        self.max_num_tokens: Ints = np.zeros(max_num_seqs, np.int64)
+        self.num_blocks: Ints = np.zeros(max_num_seqs, np.int64)
+        self.generation: Ints = np.zeros(max_num_seqs, np.int64)
+        self.eos_token_id: Ints = np.full(max_num_seqs, -1, np.int64)
+        self.has_stop_token_ids: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.occupied: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.owner: npt.NDArray[np.object_] = np.full(max_num_seqs, None, object)
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def take_slot(self, sequence: Sequence, token_ids: TokenIds, max_num_tokens: int) -> int:
+        """Seats a sequence, none of whose tokens is computed yet; the caller asked `num_free_slots` before."""
+        slot = self._free_slots.pop()
+        self.token_ids[slot, : len(token_ids)] = token_ids
+        self.num_tokens[slot] = self.num_known_tokens[slot] = len(token_ids)
+        self.num_computed_tokens[slot] = 0
+        self.num_placeholders[slot] = 0
+        self.max_num_tokens[slot] = max_num_tokens
+        self.num_blocks[slot] = 0
+        self.generation[slot] += 1
+        self.eos_token_id[slot] = -1 if sequence.group.eos_token_id is None else sequence.group.eos_token_id
+        self.has_stop_token_ids[slot] = bool(sequence.group.stop_token_ids)
+        self.occupied[slot] = True
+        self.owner[slot] = sequence
+        return slot
+
+    def release_slot(self, slot: int) -> None:
+        self.generation[slot] += 1
+        self.occupied[slot] = False
+        self.owner[slot] = None
+        self.num_blocks[slot] = 0
+        self._free_slots.append(slot)
+
+    def decodable_slots(self) -> Ints:
+        """Slots, ascending, whose next token is one decode away: everything but the last draw is computed."""
+        reach = self.num_tokens + self.num_placeholders
+        ready = self.occupied & (self.num_computed_tokens >= self.num_known_tokens) & (reach < self.max_num_tokens)
+        return np.flatnonzero(ready & (reach == self.num_computed_tokens + 1))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when columns contradict one another. Cheap enough to run in production when idle."""
+        free = np.zeros(self.max_num_seqs, np.bool_)
+        free[self._free_slots] = True
+        assert int(free.sum()) == len(self._free_slots), "a slot is twice in the free list"
+        assert bool((free ^ self.occupied).all()), "a slot is neither free nor occupied, or both"
+        held = np.flatnonzero(self.occupied)
+        reach = self.num_tokens[held] + self.num_placeholders[held]
+        assert bool((self.num_placeholders[held] >= 0).all()), "negative placeholders"
+        assert bool((reach <= self.max_num_tokens[held]).all()), "a sequence reaches beyond its limit"
+        assert bool((self.num_computed_tokens[held] <= reach).all()), "computed beyond what exists"
+        room = self.num_blocks[held] * self.block_size
+        assert bool((self.num_computed_tokens[held] <= room).all()), "computed tokens without a block"
+        for slot in held:
+            assert self.owner[slot].slot == slot, "slot and owner disagree"

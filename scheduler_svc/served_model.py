@@ -1,0 +1,53 @@
+"""The one model that a scheduler serves: what its workers said of it, with its tokenizer. Fixed by the first worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import worker_pb2
+from scheduler_svc.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Lengths are in tokens. `max_cached_tokens` is what the whole cache of one worker holds."""
+
+    name: str
+    model_hash: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_cached_tokens: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    tokenizer_sha256: str
+
+    @classmethod
+    def from_worker(
+        cls, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer, name: str
+    ) -> ServedModel:
+        return cls(
+            name=name or info.model,
+            model_hash=info.model_hash,
+            architecture=info.architecture,
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            max_model_len=sizes.max_model_len,
+            max_num_seqs=sizes.max_num_seqs,
+            max_cached_tokens=sizes.num_device_blocks * info.block_size,
+            max_logprobs=info.max_logprobs,
+            eos_token_ids=tuple(info.eos_token_ids),
+            tokenizer=tokenizer,
+            tokenizer_sha256=info.tokenizer_sha256,
+        )
+
+    def difference(self, info: worker_pb2.WorkerInfo) -> str | None:
+        """Why a worker cannot serve this model, if it cannot."""
+        if info.model_hash != self.model_hash:
+            return f"it serves {info.model} ({info.model_hash[:12]}), this pool {self.name} ({self.model_hash[:12]})"
+        if info.tokenizer_sha256 != self.tokenizer_sha256:
+            return f"its tokenizer ({info.tokenizer_sha256[:12]}) is not the pool's ({self.tokenizer_sha256[:12]})"
+        return None

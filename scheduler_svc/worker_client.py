@@ -1,0 +1,191 @@
+"""The way to one worker: handshake, lease, step stream, and all of it again after a loss.
+
+One thread an address lives here; it reads the stream and hands bytes on. Knows nothing of what a step contains.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+
+from octavo.rpc import CHANNEL_OPTIONS
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger()
+
+SCHEMA_REVISION = 1
+KEEPALIVE_INTERVAL_S = 1.0  # a worker ends the lease of a scheduler that is silent for 3 s
+RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection costs next to nothing
+LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds
+INITIALIZE_TIMEOUT_S = 600.0
+EXECUTE = "/octavo.v1.Worker/Execute"
+RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
+
+
+class WorkerRefused(Exception):
+    """This worker does not belong to the pool: another model, another protocol, too small a cache."""
+
+
+class Members(Protocol):
+    """Who decides whether a worker may join and who hears what it says: the pool, and the engine behind it."""
+
+    def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest: ...
+
+    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool: ...
+
+    def accept(
+        self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, files: dict[str, bytes]
+    ) -> None: ...
+
+    def joined(
+        self,
+        link: StepStream,
+        info: worker_pb2.WorkerInfo,
+        sizes: worker_pb2.InitializeResponse,
+        lease: worker_pb2.LeaseGranted,
+    ) -> None: ...
+
+    def said(self, link: StepStream, data: bytes) -> None: ...
+
+    def lost(self, link: StepStream, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class ConnectionState:
+    """For `Control.ListWorkers`: how far an address has come."""
+
+    health: int = inference_pb2.WORKER_HEALTH_CONNECTING
+    problem: str = ""
+
+
+class StepStream:
+    """An open `Execute` stream. Messages go in and out as bytes; the step loop encodes and decodes them."""
+
+    def __init__(self, address: str, channel: grpc.Channel, settings_id: str) -> None:
+        self.address = address
+        self.last_heard_ns = time.monotonic_ns()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._epoch = 0
+        self.send(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=settings_id)).SerializeToString())
+        self._call = channel.stream_stream(EXECUTE)(self._requests())
+
+    def wait_for_lease(self) -> worker_pb2.LeaseGranted:
+        """The first message of the stream. Raises grpc.RpcError, FAILED_PRECONDITION while another holds the lease."""
+        response = worker_pb2.StepResponse.FromString(next(self._call))
+        self.last_heard_ns = time.monotonic_ns()
+        self._epoch = response.notice.lease.epoch
+        return response.notice.lease
+
+    def messages(self) -> Iterator[bytes]:
+        for data in self._call:
+            self.last_heard_ns = time.monotonic_ns()
+            yield data
+
+    def send(self, data: bytes) -> None:
+        self._outgoing.put(data)
+
+    def close(self) -> None:
+        """Ends the stream at once, and with it the lease."""
+        self._outgoing.put(None)
+        self._call.cancel()
+
+    def _requests(self) -> Iterator[bytes]:
+        while True:
+            try:
+                data = self._outgoing.get(timeout=KEEPALIVE_INTERVAL_S)
+            except queue.Empty:
+                keepalive = worker_pb2.StepRequest(epoch=self._epoch, keepalive=worker_pb2.Keepalive())
+                data = keepalive.SerializeToString()
+            if data is None:
+                return
+            yield data
+
+
+class WorkerClient:
+    """Keeps one address connected until `close`."""
+
+    def __init__(self, address: str, members: Members) -> None:
+        self.address = address
+        self.state = ConnectionState()
+        self._members = members
+        self._stream: StepStream | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"worker-{address}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if (stream := self._stream) is not None:
+            stream.close()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            retry_s = RETRY_S
+            try:
+                with grpc.insecure_channel(self.address, options=[*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]) as channel:
+                    self._serve(channel)
+                self._now(inference_pb2.WORKER_HEALTH_LOST, "the stream ended")
+            except WorkerRefused as error:
+                self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
+                retry_s = LEASED_RETRY_S
+            except grpc.RpcError as error:
+                self._now(inference_pb2.WORKER_HEALTH_CONNECTING, f"{error.code().name}: {error.details()}")
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    retry_s = LEASED_RETRY_S
+            except Exception as error:
+                log.exception("worker client failed", worker=self.address)
+                self._now(inference_pb2.WORKER_HEALTH_LOST, str(error))
+                retry_s = LEASED_RETRY_S
+            self._closed.wait(retry_s)
+
+    def _serve(self, channel: grpc.Channel) -> None:
+        """One connection, from handshake to loss."""
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5.0)
+        if info.schema_revision != SCHEMA_REVISION:
+            raise WorkerRefused(f"speaks schema revision {info.schema_revision}, this scheduler {SCHEMA_REVISION}")
+        settings = self._members.settings_for(info)
+        files = self._fetch_tokenizer(stub) if self._members.needs_tokenizer(info) else {}
+        self._now(inference_pb2.WORKER_HEALTH_INITIALIZING, "")
+        sizes = stub.Initialize(settings, timeout=INITIALIZE_TIMEOUT_S)
+        self._members.accept(info, sizes, files)
+        stream = StepStream(self.address, channel, sizes.settings_id)
+        try:
+            self._stream = stream
+            lease = stream.wait_for_lease()
+            if self._closed.is_set():
+                return
+            self._members.joined(stream, info, sizes, lease)
+            self._now(inference_pb2.WORKER_HEALTH_SERVING, "")
+            for data in stream.messages():
+                self._members.said(stream, data)
+            self._members.lost(stream, "it ended the stream")
+        except grpc.RpcError as error:
+            self._members.lost(stream, f"{error.code().name}: {error.details()}")
+            raise
+        finally:
+            self._stream = None
+            stream.close()
+
+    def _fetch_tokenizer(self, stub: worker_pb2_grpc.WorkerStub) -> dict[str, bytes]:
+        files: dict[str, bytearray] = {}
+        for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=60.0):
+            if chunk.file_name:
+                files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
+        return {name: bytes(data) for name, data in files.items()}
+
+    def _now(self, health: int, problem: str) -> None:
+        if problem and problem != self.state.problem:
+            log.info("worker is not serving", worker=self.address, why=problem)
+        self.state = ConnectionState(health, problem)
+
+

@@ -1,0 +1,113 @@
+"""One joined worker as the step loop sees it: its scheduler, its steps in flight, what it said last."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protos import worker_pb2
+from scheduler_svc.block_manager import BlockSpaceManager
+from scheduler_svc.policy import Policy
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence_columns import SequenceColumns
+from scheduler_svc.step_plan import ScheduledRows
+
+SILENCE_LIMIT_NS = 2_000_000_000  # heartbeats come every 0.5 s
+STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compilation, a busy neighbour
+STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take
+
+
+class WorkerLink(Protocol):
+    """The open step stream to a worker. `send` never blocks."""
+
+    address: str
+    last_heard_ns: int
+
+    def send(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    step_id: int
+    rows: ScheduledRows
+    sent_ns: int
+    deadline_ns: int
+
+
+@dataclass(slots=True)
+class StepStatistics:
+    """Sums over the answered steps of one worker, for figures and log lines. Phases are those of the worker's answer."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_preempted: int = 0
+    num_failed: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    schedule_ns: int = 0
+    encode_ns: int = 0
+    decode_ns: int = 0
+    process_ns: int = 0
+    wire_ns: int = 0  # from sending to the answer, less the worker's own total
+    worker_ns: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("queue", "cache_ops", "prepare", "forward", "sample", "total"), 0)
+    )
+
+
+class WorkerHandle:
+    """State of a worker under one lease."""
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        info: worker_pb2.WorkerInfo,
+        sizes: worker_pb2.InitializeResponse,
+        lease: worker_pb2.LeaseGranted,
+        policy: Policy,
+    ) -> None:
+        self.link = link
+        self.info = info
+        self.sizes = sizes
+        self.epoch = lease.epoch
+        columns = SequenceColumns(sizes.max_num_seqs, sizes.max_model_len, info.block_size)
+        blocks = BlockSpaceManager(columns, sizes.num_device_blocks)
+        self.scheduler = Scheduler(columns, blocks, sizes.max_num_batched_tokens, policy)
+        self.in_flight: deque[StepInFlight] = deque()
+        self.statistics = StepStatistics()
+        self.is_draining = False
+        self.failed_step: StepInFlight | None = None
+        self._last_step_id = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    def can_take_step(self, max_in_flight: int) -> bool:
+        """After a failure nothing is sent until every step in flight has been answered, and nothing while it drains."""
+        if self.is_draining:
+            return False
+        return not self.in_flight if self.failed_step else len(self.in_flight) < max_in_flight
+
+    def next_step_id(self) -> int:
+        self._last_step_id += 1
+        return self._last_step_id
+
+    def sent(self, step_id: int, rows: ScheduledRows, now_ns: int) -> None:
+        tokens_ns = int(rows.query_lens.sum()) / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9
+        previous_ns = self.in_flight[-1].deadline_ns if self.in_flight else now_ns
+        deadline_ns = previous_ns + STEP_BASE_NS + int(STEP_SLOWNESS * tokens_ns)
+        self.in_flight.append(StepInFlight(step_id, rows, now_ns, deadline_ns))
+
+    def problem(self, now_ns: int) -> str | None:
+        """Why this worker must be given up now, if it must."""
+        silence_ns = time.monotonic_ns() - self.link.last_heard_ns
+        if silence_ns > SILENCE_LIMIT_NS:
+            return f"no message for {silence_ns / 1e9:.1f} s"
+        if self.in_flight and now_ns > self.in_flight[0].deadline_ns:
+            return f"step {self.in_flight[0].step_id} is past its deadline"
+        return None

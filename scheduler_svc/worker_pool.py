@@ -1,0 +1,146 @@
+"""The workers that this scheduler knows: their addresses, one client each, and who may join.
+
+`HOST:PORT` is one worker. `dns:///NAME:PORT` is as many as the name has addresses, looked up every second: gRPC's own
+re-resolution was seen to miss a container that came back.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from protos import inference_pb2, worker_pb2
+from scheduler_svc.engine import Engine
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.worker_client import StepStream, WorkerClient, WorkerRefused
+
+log = structlog.get_logger()
+
+DNS_PREFIX = "dns:///"
+DNS_INTERVAL_S = 1.0
+
+
+class WorkerPool:
+    """Connects workers to an engine. All workers serve the model of the first one.
+
+    Args:
+        addresses: `HOST:PORT` or `dns:///NAME:PORT`.
+        bounds: the most that this scheduler wants of a worker's own bounds; zero takes them as they are.
+        tokenizer_folder: takes the place of the workers' tokenizer files.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        addresses: Sequence[str],
+        *,
+        max_workers: int = 64,
+        bounds: worker_pb2.InitializeRequest | None = None,
+        tokenizer_folder: Path | None = None,
+        served_model_name: str = "",
+    ) -> None:
+        self.engine = engine
+        self.model: ServedModel | None = None
+        self.clients: dict[str, WorkerClient] = {}
+        self._names = [address[len(DNS_PREFIX) :] for address in addresses if address.startswith(DNS_PREFIX)]
+        self._fixed = [address for address in addresses if not address.startswith(DNS_PREFIX)]
+        self._max_workers = max_workers
+        self._bounds = bounds or worker_pb2.InitializeRequest()
+        self._tokenizer_folder = tokenizer_folder
+        self._served_model_name = served_model_name
+        self._accepting = threading.Lock()  # the first worker decides on the model, and two may be first
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        for address in self._fixed:
+            self._add(address)
+        if self._names:
+            threading.Thread(target=self._follow_names, name="worker-names", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        for client in list(self.clients.values()):
+            client.close()
+
+    # ---- what a WorkerClient asks and tells -------------------------------------------------------------------------
+
+    def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest:
+        """The worker's bounds, lowered where this scheduler wants less."""
+        return worker_pb2.InitializeRequest(
+            max_num_seqs=_lower(info.max_num_seqs, self._bounds.max_num_seqs),
+            max_num_batched_tokens=_lower(info.max_num_batched_tokens, self._bounds.max_num_batched_tokens),
+            max_model_len=_lower(info.max_model_len, self._bounds.max_model_len),
+        )
+
+    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool:
+        return self.model is None and self._tokenizer_folder is None
+
+    def accept(
+        self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, files: dict[str, bytes]
+    ) -> None:
+        """Raises WorkerRefused for a worker that does not fit the pool."""
+        with self._accepting:
+            if len(self.engine.workers) >= self._max_workers:
+                raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
+            if self.model is None:
+                folder = self._tokenizer_folder
+                tokenizer = Tokenizer.from_folder(folder) if folder else Tokenizer.from_files(files)
+                self.model = ServedModel.from_worker(info, sizes, tokenizer, self._served_model_name)
+                log.info("model is known", model=self.model.name, max_model_len=self.model.max_model_len)
+            elif (difference := self.model.difference(info)) is not None:
+                raise WorkerRefused(difference)
+            elif sizes.max_model_len < self.model.max_model_len:
+                raise WorkerRefused(f"it holds {sizes.max_model_len} tokens, this pool {self.model.max_model_len}")
+
+    def joined(
+        self,
+        link: StepStream,
+        info: worker_pb2.WorkerInfo,
+        sizes: worker_pb2.InitializeResponse,
+        lease: worker_pb2.LeaseGranted,
+    ) -> None:
+        self.engine.worker_joined(link, info, sizes, lease)
+
+    def said(self, link: StepStream, data: bytes) -> None:
+        self.engine.worker_said(link, data)
+
+    def lost(self, link: StepStream, reason: str) -> None:
+        self.engine.worker_lost(link, reason)
+
+    # ---- addresses --------------------------------------------------------------------------------------------------
+
+    def _add(self, address: str) -> None:
+        client = self.clients[address] = WorkerClient(address, self)
+        client.start()
+
+    def _follow_names(self) -> None:
+        while not self._closed.wait(0 if not self.clients else DNS_INTERVAL_S):
+            found = {address for name in self._names for address in _resolve(name)}
+            for address in found - self.clients.keys():
+                log.info("worker address appeared", worker=address)
+                self._add(address)
+            for address in self.clients.keys() - found - set(self._fixed):
+                if self.clients[address].state.health != inference_pb2.WORKER_HEALTH_SERVING:
+                    log.info("worker address is gone", worker=address)
+                    self.clients.pop(address).close()
+            if not self.clients and self._closed.wait(DNS_INTERVAL_S):
+                return
+
+
+def _lower(bound: int, wanted: int) -> int:
+    return min(bound, wanted) if wanted else bound
+
+
+def _resolve(name: str) -> set[str]:
+    """`HOST:PORT` of every address of the name; none while the name is unknown."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {f"[{where[0]}]:{port}" if family == socket.AF_INET6 else f"{where[0]}:{port}" for family, _, _, _, where in found}
