@@ -180,7 +180,7 @@ def _ranges(params: pb.SamplingParams) -> list[Violation]:
     return [
         Violation(name, getattr(params, name), accepted)
         for name, is_accepted, accepted in _RANGES
-        if params.HasField(name) and not is_accepted(getattr(params, name))  # type: ignore[arg-type]
+        if params.HasField(name) and not is_accepted(getattr(params, name))
     ]
 
 
@@ -237,7 +237,7 @@ def _logprobs(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violati
     return [
         Violation(name, getattr(params, name), accepted)
         for name in ("logprobs", "prompt_logprobs")
-        if params.HasField(name) and not lowest <= getattr(params, name) <= most  # type: ignore[arg-type]
+        if params.HasField(name) and not lowest <= getattr(params, name) <= most
     ]
 
 

@@ -38,6 +38,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.metadata: list[dict[str, str]] = []
         self.losses: list[tuple[int, grpc.StatusCode]] = []
         self.refusal: tuple[grpc.StatusCode, str, tuple[Any, ...]] | None = None
+        self.script: list[pb.GenerateResponse] = []  # when given, the whole answer
         self.can_resume = True
         self.token_delay_s = 0.0
         self.cancelled = threading.Event()
@@ -52,6 +53,9 @@ class FakeInference(pb_grpc.InferenceServicer):
             context.abort(code, message)
         if request.resume and not self.can_resume:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "resume is not built yet")
+        if self.script:
+            yield from self.script
+            return
         lost_after, lost_with = self.losses.pop(0) if self.losses else (-1, None)
         sampling = request.sampling_params
         held = {output.index: len(output.token_ids) for output in request.resume}

@@ -1,0 +1,111 @@
+"""The `octavo` command: finds the subcommand, and turns what it raises into a line and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted; `octavo health` has its own. Nothing is imported for
+commands that are not run. Each command is a module of `octavo.commands` with `add_arguments(parser)` and
+`run(arguments) -> int`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from octavo.options import OptionError, Parser
+
+COMMANDS = {
+    "serve": "a scheduler and workers on this machine, in one command",
+    "scheduler": "the scheduler service alone",
+    "worker": "a worker service alone",
+    "generate": "complete a text, streamed to the terminal",
+    "chat": "talk with the model",
+    "model": "fetch a model, or list those that are here",
+    "health": "ask a server whether it is ready, by exit code",
+    "bench": "measure speed, in this process or against a server",
+}
+INTERRUPTED = 130  # as shells report SIGINT
+_BROKEN_PIPE = 141  # as shells report SIGPIPE
+
+
+class CommandError(Exception):
+    """Something the user can understand and act on; the message is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (None: this process's) and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # gRPC's C core logs ordinary events, such as a server that goes away, to the terminal.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if not arguments or arguments[0] not in COMMANDS:
+        return _without_command(arguments)
+    name = arguments[0]
+    prog = f"octavo {name}"
+    try:
+        command = import_module(f"octavo.commands.{name}")
+        parser = Parser(prog=prog, description=COMMANDS[name])
+        command.add_arguments(parser)
+        code: int = command.run(parser.parse_args(arguments[1:]))
+        sys.stdout.flush()
+        return code
+    except OptionError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; Python must not fail once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _without_command(arguments: list[str]) -> int:
+    parser = Parser(
+        prog="octavo",
+        usage="octavo COMMAND ...",
+        description="Serves language models with PagedAttention.",
+        epilog="commands:\n" + "".join(f"  {name:<11}{text}\n" for name, text in COMMANDS.items())
+        + "\n`octavo COMMAND --help` describes each.",
+        formatter_class=_raw_formatter(),
+    )  # fmt: skip
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("command", nargs="?", help="one of those below")
+    namespace = parser.parse_args(arguments)
+    if namespace.version:
+        import octavo
+
+        print(f"octavo {octavo.__version__}")
+        return 0
+    if namespace.command:
+        parser.error(f"no command is called {namespace.command!r}; there are {', '.join(COMMANDS)}")
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _raw_formatter() -> type:
+    from argparse import RawDescriptionHelpFormatter
+
+    return RawDescriptionHelpFormatter
+
+
+def _is_expected(error: Exception) -> bool:
+    """Errors whose message is meant for users; only their modules that are loaded can have raised them."""
+    if isinstance(error, CommandError):
+        return True
+    expected = {
+        "octavo.errors": ("RequestFailed",),
+        "octavo.cache": ("ModelNotFound",),
+        "octavo.models.errors": ("FetchError",),
+        "octavo.rpc": ("BindError",),
+    }
+    return any(
+        isinstance(error, getattr(sys.modules[module], name))
+        for module, names in expected.items()
+        if module in sys.modules
+        for name in names
+    )

@@ -1,0 +1,1 @@
+"""The subcommands of `octavo`, one a module: `add_arguments(parser)` and `run(arguments) -> exit code`."""

@@ -1,0 +1,35 @@
+"""`octavo generate`: completes one text, streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from octavo.commands import connection, sampling
+from octavo.options import OptionError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the text to go on from; `-` or a pipe: standard input")
+    parser.add_argument("--chat", action="store_true", help="ask it as a question, in the model's chat template")
+    parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error at the end")
+    sampling.add_arguments(parser, max_tokens=128)
+    connection.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from octavo.commands.terminal import Answer, read_prompt
+
+    params = sampling.sampling_params(arguments)
+    prompt = read_prompt(arguments.prompt)
+    if not prompt:
+        raise OptionError("a prompt is wanted, as an argument or through a pipe")
+    answer = Answer()
+    with connection.connect(arguments) as client:
+        if arguments.chat:
+            answer.show(client.generate(messages=[{"role": "user", "content": prompt}], sampling_params=params))
+        else:
+            answer.show(client.generate(prompt, params))
+    if arguments.stats:
+        print(answer.figures(), file=sys.stderr)
+    return 0

@@ -1,0 +1,51 @@
+"""`octavo health`: asks a server over grpc.health.v1, for probes and scripts.
+
+Exit codes: 0 serving, 1 not serving or no such service, 3 unreachable.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.commands import connection
+
+SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
+READINESS = "octavo.v1.Inference"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "exit codes: 0 serving, 1 not serving or no such service, 3 unreachable"
+    parser.add_argument(
+        "address", nargs="?", default=connection.DEFAULT_ADDRESS, metavar="ADDRESS", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--service", default=READINESS, metavar="NAME", help="full name (default: %(default)s); '' asks for liveness"
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: %(default)s")
+    connection.add_tls_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from octavo.rpc import CHANNEL_OPTIONS
+
+    credentials = connection.credentials(arguments)
+    channel = (
+        grpc.insecure_channel(arguments.address, CHANNEL_OPTIONS)
+        if credentials is None
+        else grpc.secure_channel(arguments.address, credentials, CHANNEL_OPTIONS)
+    )
+    request = health_pb2.HealthCheckRequest(service=arguments.service)
+    with channel:
+        try:
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout).status
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                print(f"{arguments.address}: NOT_FOUND: {error.details()}")
+                return NOT_SERVING
+            print(f"{arguments.address}: {error.code().name}: {' '.join((error.details() or '').split())}")
+            return UNREACHABLE
+    print(f"{arguments.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
+    return SERVING if status == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING

@@ -1,0 +1,23 @@
+"""`octavo scheduler`: the scheduler service in this process."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.options import add_arguments as add_options
+from octavo.options import from_namespace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from scheduler_svc.config import SchedulerConfig
+
+    add_options(parser, SchedulerConfig)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from scheduler_svc.config import SchedulerConfig
+
+    config = from_namespace(SchedulerConfig, arguments)
+    from scheduler_svc import server
+
+    return server.main(config)

@@ -1,0 +1,62 @@
+"""Text between a model and a terminal: a prompt that may come through a pipe, an answer that appears as it is made."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from octavo.cli import CommandError
+
+if TYPE_CHECKING:
+    from octavo.outputs import RequestOutput
+
+
+def read_prompt(given: str | None) -> str | None:
+    """The argument, or all of standard input when it is `-` or a pipe; None when there is only a terminal."""
+    if given is not None and given != "-":
+        return given
+    if given is None and sys.stdin.isatty():
+        return None
+    return sys.stdin.read().rstrip("\n")
+
+
+class Answer:
+    """Prints output 0 of a stream as it arrives, and knows what was printed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._started_s = time.monotonic()
+        self._last: RequestOutput | None = None
+
+    def show(self, stream: Iterator[RequestOutput]) -> None:
+        """Raises CommandError when the request did not end by itself."""
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not have every character
+        failure = None
+        try:
+            for output in stream:
+                self._last = output
+                for part in output.outputs:
+                    self._print(part.text)
+                    if part.finish_reason in ("error", "abort"):
+                        failure = part.error or "the request was aborted"
+        finally:
+            if self.text and not self.text.endswith("\n"):
+                print(flush=True)
+        if failure:
+            raise CommandError(failure)
+
+    def _print(self, text: str) -> None:
+        self.text += text
+        print(text, end="", flush=True)
+
+    def figures(self) -> str:
+        """One line: tokens, seconds, speed."""
+        if self._last is None:
+            return "no answer"
+        metrics, total_s = self._last.metrics, time.monotonic() - self._started_s
+        first_s = ((metrics.first_token_ns or 0) - metrics.arrival_ns) / 1e9
+        count = metrics.num_output_tokens
+        speed = f", then {(count - 1) / (total_s - first_s):.1f} tokens/s" if count > 1 else ""
+        return f"{metrics.num_prompt_tokens} tokens in, {count} out; first after {first_s:.2f} s{speed}"

@@ -1,0 +1,216 @@
+"""The `octavo` command as it is typed: output, exit codes, signals and pipes. The server gives known answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from octavo.cli import COMMANDS, main
+from protos import inference_pb2 as pb
+from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+
+ROOT = Path(__file__).parents[2]
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as running:
+        yield running
+
+
+def start(*arguments: str, **kwargs: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "octavo", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **{**pipes, **kwargs})  # type: ignore[call-overload]
+
+
+def test_help_is_quick_and_lists_the_commands() -> None:
+    """The command itself is fast: the best of three, since a machine under test has other work."""
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "octavo", "--help"], cwd=ROOT, text=True, capture_output=True)
+        seconds.append(time.monotonic() - started)
+        assert done.returncode == 0 and all(name in done.stdout for name in COMMANDS)
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "model", "health", "bench"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"octavo {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sing"],
+        ["--loud"],
+        ["generate", "hi", "--loud"],
+        ["generate", "hi", "--max-tokens", "many"],
+        ["generate", "hi", "--max-tokens", "0"],
+        ["generate", "hi", "--temperature", "3"],
+        ["generate", ""],
+        ["model"],
+        ["model", "fetch"],
+        ["bench"],
+        ["bench", "offline", "--workload", "W9"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    shown = capsys.readouterr()
+    assert code == 2
+    assert len(shown.err.splitlines()) == 1 and shown.out == ""
+
+
+def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "serve" in capsys.readouterr().err
+
+
+def test_generate_prints_the_text(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seed", "3", "--max-tokens", "5", "--stop", "x", "--stop", "y", "--top-k", "7", "--stats"]
+    assert main(["generate", "Once", "--address", server.address, *flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() == text_of(expected_tokens(3, 0, 5)).strip()
+    assert "3 tokens in, 5 out" in shown.err
+    (request,) = server.inference.requests
+    assert request.prompt == "Once"
+    sampling = request.sampling_params
+    assert (sampling.seed, sampling.max_tokens, sampling.top_k, list(sampling.stop)) == (3, 5, 7, ["x", "y"])
+
+
+def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
+    server.inference.token_delay_s = 0.05
+    with start("generate", "Once", "--address", server.address, "--max-tokens", "40", "--seed", "1") as process:
+        assert process.stdout is not None
+        times = []
+        while os.read(process.stdout.fileno(), 4096):
+            times.append(time.monotonic())
+    assert process.returncode == 0
+    assert len(times) > 10 and times[-1] - times[0] > 1
+
+
+def test_generate_as_chat_and_through_a_pipe(server: FakeServer) -> None:
+    with start("generate", "--chat", "--address", server.address, stdin=subprocess.PIPE) as process:
+        out, _ = process.communicate("What is a scheduler?\n")
+    assert process.returncode == 0 and out.endswith("\n")
+    assert server.inference.requests[0].messages.messages[0].content == "What is a scheduler?"
+
+
+def test_chat_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "Hi", "--system", "Be brief.", "--address", server.address, "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("t")
+    roles = [(message.role, message.content) for message in server.inference.requests[0].messages.messages]
+    assert roles == [("system", "Be brief."), ("user", "Hi")]
+
+
+def test_chat_remembers_the_conversation(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["Hi", "", "And you?"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or _end_of_input(lines))
+    assert main(["chat", "--address", server.address, "--max-tokens", "2", "--seed", "9"]) == 0
+    first, second = server.inference.requests
+    assert [message.role for message in first.messages.messages] == ["user"]
+    assert [message.role for message in second.messages.messages] == ["user", "assistant", "user"]
+    assert second.messages.messages[1].content == text_of(expected_tokens(9, 0, 2))
+    assert "fake at" in capsys.readouterr().err
+
+
+def _end_of_input(lines: Iterator[str]) -> str:
+    """An empty line while there are more, then Ctrl-D."""
+    if line := next(lines, None):
+        return line
+    raise EOFError
+
+
+@pytest.mark.parametrize("arguments", [["generate", "hi"], ["chat", "hi"], ["bench", "serve"]], ids=" ".join)
+def test_no_server_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--address", NOWHERE]) == 1
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 1 and NOWHERE in shown.err and shown.out == ""
+
+
+def test_a_refusal_is_one_line(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.inference.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "prompt: got 9000 tokens\naccepted: 2047", ())
+    assert main(["generate", "hi", "--address", server.address]) == 1
+    err = capsys.readouterr().err
+    assert err == "octavo generate: error: INVALID_ARGUMENT: prompt: got 9000 tokens accepted: 2047\n"
+
+
+def test_a_lost_server_is_waited_for(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.inference.losses = [(2, grpc.StatusCode.UNAVAILABLE)]
+    assert main(["generate", "hi", "--address", server.address, "--seed", "3", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out.strip() == text_of(expected_tokens(3, 0, 5)).strip()
+
+
+def test_ctrl_c_is_clean_and_cancels(server: FakeServer) -> None:
+    server.inference.token_delay_s = 0.02
+    with start("generate", "hi", "--address", server.address, "--max-tokens", "10000") as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=5)
+    assert process.returncode == 130 and err == ""
+    assert server.inference.cancelled.wait(2)
+
+
+def test_a_reader_that_leaves_is_no_traceback(server: FakeServer) -> None:
+    server.inference.token_delay_s = 0.002
+    with start("generate", "hi", "--address", server.address, "--max-tokens", "10000") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=5)
+    assert process.returncode == 141 and err == ""
+    assert server.inference.cancelled.wait(2)
+
+
+def test_health_exit_codes(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", server.address]) == 0
+    assert "SERVING" in capsys.readouterr().out
+    server.set_ready(False)
+    assert main(["health", server.address]) == 1
+    assert main(["health", server.address, "--service", "no.such.Service"]) == 1
+    assert main(["health", server.address, "--service", ""]) == 0
+    assert main(["health", NOWHERE]) == 3
+
+
+def test_model_list_and_an_unknown_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    assert main(["model", "list"]) == 0
+    assert "smollm2-135m-instruct" in capsys.readouterr().out
+    assert main(["model", "fetch", "no-such-model"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_error_inside_a_request(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    error = pb.OutputError(code="INTERNAL", message="the step could not run", retryable=True)
+    server.inference.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1)),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(text="Well", finish_reason=pb.FINISH_REASON_ERROR, error=error)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1)),
+    ]
+    assert main(["generate", "hi", "--address", server.address]) == 1
+    assert capsys.readouterr() == ("Well\n", "octavo generate: error: the step could not run\n")

@@ -1,0 +1,99 @@
+"""Workloads are the same everywhere and of the promised shape; figures are what their names say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from octavo.bench import workloads
+from octavo.bench.figures import measure, percentile, table
+from octavo.cli import main
+from octavo.outputs import RequestMetrics
+from tests.integration.fake_inference import FakeServer
+
+VOCAB = 49152
+
+
+def test_shapes() -> None:
+    (only,) = workloads.make("W1", VOCAB).requests
+    assert (len(only.prompt_token_ids), only.max_tokens) == (128, 128)
+    mixed = workloads.make("W2", VOCAB).requests
+    assert len(mixed) == 32
+    assert all(32 <= len(r.prompt_token_ids) <= 256 and 32 <= r.max_tokens <= 128 for r in mixed)
+    assert len({len(r.prompt_token_ids) for r in mixed}) > 16
+    shared = workloads.make("W3", VOCAB).requests
+    assert len(shared) == 64
+    assert {(len(r.prompt_token_ids), r.max_tokens) for r in shared} == {(544, 32)}
+    assert len({r.prompt_token_ids[:512] for r in shared}) == 1
+    assert len({r.prompt_token_ids[512:] for r in shared}) == 64
+
+
+@pytest.mark.parametrize("name", list(workloads.WORKLOADS))
+def test_ids_are_ordinary_and_within_the_vocabulary(name: str) -> None:
+    for vocab_size in (11, 1031, VOCAB):
+        ids = {t for r in workloads.make(name, vocab_size).requests for t in r.prompt_token_ids}
+        assert min(1000, vocab_size // 10) <= min(ids) and max(ids) < vocab_size
+
+
+def test_ids_never_change() -> None:
+    """Committed figures are only comparable while this holds."""
+    flat = json.dumps(
+        [[r.prompt_token_ids, r.max_tokens] for n in ("W1", "W2", "W3") for r in workloads.make(n, VOCAB).requests]
+    )
+    assert hashlib.sha256(flat.encode()).hexdigest()[:16] == "10ef523fa8181c42"
+    assert workloads.make("W2", VOCAB, seed=1) != workloads.make("W2", VOCAB)
+
+
+def test_requests_of_one_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt_token_ids": [1, 2], "max_tokens": 3}\n{"prompt_token_ids": [4], "max_tokens": 5}\n')
+    workload = workloads.read(path)
+    assert (workload.name, workload.num_prompt_tokens, workload.num_output_tokens) == ("mine", 3, 8)
+
+
+@pytest.mark.parametrize("line", ["", "x", "[]", '{"max_tokens": 1}', '{"prompt_token_ids": [], "max_tokens": 1}'])
+def test_a_bad_requests_file_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=r"bad\.jsonl"):
+        workloads.read(path)
+
+
+def test_percentiles() -> None:
+    assert percentile([3, 1, 2], 50) == 2
+    assert percentile(range(1, 101), 99) == 99
+    assert percentile([5], 99) == 5
+    assert math.isnan(percentile([], 50))
+
+
+def test_figures_and_their_table() -> None:
+    ms = 1_000_000
+    metrics = [
+        RequestMetrics(arrival_ns=0, first_token_ns=10 * ms, token_times_ns=[10 * ms, 15 * ms, 25 * ms]),
+        RequestMetrics(arrival_ns=5 * ms, first_token_ns=35 * ms, token_times_ns=[35 * ms]),
+    ]
+    row = measure("W9", "LLM", 7, 4, 2_000 * ms, metrics)
+    assert (row.output_tokens_per_s, row.first_token_p50_ms, row.first_token_p99_ms) == (2.0, 10.0, 30.0)
+    assert (row.between_tokens_p50_ms, row.between_tokens_p99_ms) == (5.0, 10.0)
+    untimed = measure("W9", "another", 7, 4, 2_000 * ms, [])
+    assert untimed.as_dict()["first_token_p50_ms"] is None
+    assert table([row, untimed]).splitlines()[2:] == [
+        "| W9 | LLM | 2.0 | 10 / 30 ms | 5 / 10 ms | 2.00 s |",
+        "| W9 | another | 2.0 | - | - | 2.00 s |",
+    ]
+
+
+def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt_token_ids": [1, 2], "max_tokens": 3}\n' * 7)
+    with FakeServer() as server:
+        flags = ["--address", server.address, "--requests-file", str(path), "--streams", "2", "--repeat", "2"]
+        assert main(["bench", "serve", *flags, "--json"]) == 0
+        sent = server.inference.requests
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["over"], row["num_requests"], row["output_tokens"]) for row in rows] == [("Generate", 7, 21)] * 2
+    assert all(r.sampling_params.ignore_eos and r.sampling_params.temperature == 0 for r in sent)
