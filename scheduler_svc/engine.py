@@ -252,6 +252,7 @@ class Engine:
         statistics.num_steps += 1
         statistics.num_rows += len(sent.rows)
         statistics.num_tokens += int(sent.rows.query_lens.sum())
+        statistics.num_drawn += int(sent.rows.num_samples.sum())
         statistics.process_ns += process_ns
         statistics.wire_ns += max(0, received_ns - sent.sent_ns - timings.total_ns)
         for phase in statistics.worker_ns:

@@ -62,7 +62,7 @@ class OutputProcessor:
                 delivery += _keep(stream, stream.take(sequence, token_id, reason, at_token))
             except Exception:
                 log.exception("output failed", request_id=sequence.group.request_id)
-                delivery += _keep(stream, stream.fail(sequence))
+                delivery += _keep(stream, stream.fail())
         return delivery
 
 

@@ -69,6 +69,12 @@ class RequestStream:
         """Ends every output that has not ended."""
         return self._message([output.end(reason, message) for output in self._outputs if not output.is_finished])
 
+    def fail(self) -> pb.GenerateResponse | None:
+        """Ends the request after a fault of our own in making its output."""
+        for sequence in self.group.sequences:
+            self._finish_sequence(sequence)
+        return self.end(FinishReason.ERROR, "the output could not be made; the server's log says why")
+
     def _message(self, deltas: list[pb.OutputDelta]) -> pb.GenerateResponse | None:
         if self.is_finished:
             return None

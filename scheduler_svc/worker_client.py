@@ -16,11 +16,10 @@ import grpc
 import structlog
 
 from octavo.rpc import CHANNEL_OPTIONS
-from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger()
 
-SCHEMA_REVISION = 1
 KEEPALIVE_INTERVAL_S = 1.0  # a worker ends the lease of a scheduler that is silent for 3 s
 RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection costs next to nothing
 LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds

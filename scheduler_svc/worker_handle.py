@@ -44,7 +44,8 @@ class StepStatistics:
 
     num_steps: int = 0
     num_rows: int = 0
-    num_tokens: int = 0
+    num_tokens: int = 0  # computed
+    num_drawn: int = 0  # sampled, those nobody wanted any more included
     num_preempted: int = 0
     num_failed: int = 0
     bytes_sent: int = 0

@@ -1,0 +1,129 @@
+"""A model's chat template: messages in, prompt text out, as `transformers` renders it.
+
+Templates come with a model and are programs: they run in jinja2's immutable sandbox. Whatever goes wrong in one is a
+`TemplateError` of one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_CUT = "OCTAVO_CUTS_HERE "  # the space shows whether the template trims the end of a message
+
+
+class TemplateError(ValueError):
+    """The messages do not fit the template, or the template is broken. One line, meant for the client."""
+
+
+class ChatTemplate:
+    """A compiled template. Thread-safe.
+
+    `special_tokens` (`bos_token`, `eos_token`, ...) are visible in the template by name. Raises `TemplateError`.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise _one_line(error) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt for `messages` (`role`, `content`).
+
+        `add_generation_prompt` begins the assistant's answer (default: unless the final message is continued).
+        `continue_final_message` ends the prompt within the final message, so that the model goes on with it.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        if not messages:
+            raise TemplateError("there are no messages")
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt)
+        if add_generation_prompt:
+            raise TemplateError("add_generation_prompt and continue_final_message exclude each other")
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": last["content"] + _CUT}]
+        return _cut(self._render(marked, add_generation_prompt), last["content"])
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise _one_line(error) from error
+
+
+def _cut(rendered: str, content: str) -> str:
+    """`rendered` up to the mark that was put behind the final message."""
+    position = rendered.rfind(_CUT.strip())
+    if position < 0 or content.strip() not in rendered:
+        raise TemplateError("continue_final_message: the chat template does not show the final message as it is")
+    is_kept_as_is = rendered.startswith(_CUT, position)
+    return rendered[:position] if is_kept_as_is else rendered[:position].rstrip()
+
+
+def _one_line(error: Exception) -> TemplateError:
+    text = " ".join(str(error).split()) or type(error).__name__
+    where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return TemplateError(f"chat template: {text}{where}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates of the hub are written for: block trimming, `tojson` without HTML escapes, two functions."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it only shows what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012: jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_show"), [], [], body).set_lineno(line)
+
+    def _show(self, caller: Macro) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,47 @@
+"""Options of the scheduler service, one frozen dataclass: flags, variables and file keys follow from its fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.log import LEVELS
+from octavo.options import option
+from scheduler_svc.policy import POLICIES
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Raises ValueError for options that contradict one another."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(50051, "port to listen on; 0 takes a free one")
+    log_level: str = option("info", "least important log lines to show", choices=LEVELS)
+    worker: tuple[str, ...] = option(
+        (), "a worker, HOST:PORT, or all addresses of a name, dns:///NAME:PORT; repeatable", metavar="ADDRESS"
+    )
+    max_workers: int = option(64, "workers to hold at most")
+    tokenizer: Path | None = option(None, "folder of tokenizer files to use in place of the workers'", metavar="DIR")
+    served_model_name: str = option("", "name that requests may give as model (default: the workers' own)")
+    scheduling_policy: str = option("fcfs", "order in which waiting requests are served", choices=tuple(POLICIES))
+    steps_in_flight: int = option(2, "steps sent to a worker before the first of them is answered; 1 is lock-step")
+    max_num_seqs: int | None = option(None, "sequences that run at once on a worker; lowers the worker's own bound")
+    max_num_batched_tokens: int | None = option(None, "tokens in one step; lowers the worker's own bound")
+    max_model_len: int | None = option(None, "tokens in one sequence; lowers the worker's own bound")
+    max_waiting_requests: int = option(4096, "requests that may wait; more are refused with a retry hint")
+    max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
+    max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
+    max_logprobs: int = option(20, "logprobs a token that a request may ask for")
+    disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
+
+    def __post_init__(self) -> None:
+        for name in ("steps_in_flight", "max_workers", "max_waiting_requests", "max_waiting_tokens", "max_worker_losses"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}, at least 1 is accepted")
+        if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs is {self.max_num_seqs}, more than max_num_batched_tokens, {self.max_num_batched_tokens}"
+            )

@@ -1,0 +1,132 @@
+"""The `Control` service: what operators and grpcurl see of queues, requests and workers. Never changes a decision."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+import octavo
+from protos import SCHEMA_REVISION
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.errors import UnknownName
+from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.serving import Serving
+from scheduler_svc.status import refusals
+from scheduler_svc.worker_client import WorkerClient
+from scheduler_svc.worker_handle import WorkerHandle
+
+T = TypeVar("T")
+
+PHASES = {
+    SequenceStatus.WAITING: pb.REQUEST_PHASE_WAITING,
+    SequenceStatus.RUNNING: pb.REQUEST_PHASE_RUNNING,
+    SequenceStatus.PREEMPTED: pb.REQUEST_PHASE_PREEMPTED,
+    SequenceStatus.FINISHED: pb.REQUEST_PHASE_FINISHED,
+}
+
+
+class ControlService(inference_pb2_grpc.ControlServicer):
+    """Reads a `Serving`. Everything is read on the step loop's thread, between steps, so that it is consistent."""
+
+    def __init__(self, serving: Serving, config: SchedulerConfig) -> None:
+        self._serving = serving
+        self._config = config
+        self._started_ns = time.monotonic_ns()
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
+        model = self._serving.pool.model
+        return pb.ServerInfo(
+            version=octavo.__version__,
+            schema_revision=SCHEMA_REVISION,
+            model=model.name if model else "",
+            uptime_ns=time.monotonic_ns() - self._started_ns,
+            settings={name: str(value) for name, value in dataclasses.asdict(self._config).items()},
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.Load:
+        return await self._between_steps(self._load)
+
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListRequestsResponse:
+        return await self._between_steps(
+            lambda: pb.ListRequestsResponse(requests=[self._request(g) for g in self._serving.engine.live_groups()])
+        )
+
+    async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
+        def find() -> pb.RequestState:
+            for group in self._serving.engine.live_groups():
+                if group.request_id == request.request_id:
+                    return self._request(group)
+            raise UnknownName(f"no live request {request.request_id!r}")
+
+        async with refusals(context):
+            return await self._between_steps(find)
+        raise AssertionError("refused calls do not come here")
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListWorkersResponse:
+        return await self._between_steps(lambda: pb.ListWorkersResponse(workers=self._workers()))
+
+    async def _between_steps(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._serving.engine.call(function))
+
+    def _load(self) -> pb.Load:
+        engine = self._serving.engine
+        return pb.Load(
+            num_requests_running=sum(worker.num_running for worker in engine.workers),
+            num_requests_waiting=engine.num_waiting,
+            num_tokens_waiting=engine.num_waiting_tokens,
+            workers=self._workers(),
+        )
+
+    def _workers(self) -> list[pb.WorkerState]:
+        handles = {worker.link.address: worker for worker in self._serving.engine.workers}
+        return [_worker(client, handles.get(client.address)) for client in list(self._serving.pool.clients.values())]
+
+    def _request(self, group: SequenceGroup) -> pb.RequestState:
+        holders = (w for w in self._serving.engine.workers if group in w.scheduler.running)
+        worker = next(holders, None)
+        return pb.RequestState(
+            request_id=group.request_id,
+            phase=PHASES[group.sequences[0].status],
+            worker=worker.link.address if worker else "",
+            num_prompt_tokens=group.num_prompt_tokens,
+            sequences=[
+                pb.SequenceState(
+                    index=sequence.index,
+                    num_tokens=sequence.num_tokens,
+                    num_computed_tokens=sequence.num_computed_tokens,
+                    block_table=sequence.block_table.tolist(),
+                )
+                for sequence in group.sequences
+            ],
+            times_preempted=group.num_preemptions,
+            times_moved=group.num_moves,
+            age_ns=time.monotonic_ns() - group.arrival_ns,
+            tenant=group.tenant,
+            priority=group.priority,
+        )
+
+
+def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState:
+    state = pb.WorkerState(address=client.address, health=client.state.health, problem=client.state.problem)
+    if handle is not None:
+        state.instance_id, state.epoch, state.model = handle.info.instance_id, handle.epoch, handle.info.model
+        state.num_running, state.num_preempted = handle.num_running, len(handle.scheduler.preempted)
+        state.num_device_blocks = handle.sizes.num_device_blocks
+        state.num_free_device_blocks = handle.scheduler.blocks.num_free_blocks
+        state.num_host_blocks = state.num_free_host_blocks = handle.sizes.num_host_blocks
+        state.num_steps = handle.statistics.num_steps
+        state.last_heard_ns = time.monotonic_ns() - handle.link.last_heard_ns
+        if handle.is_draining:
+            state.health = pb.WORKER_HEALTH_DRAINING
+    return state

@@ -1,0 +1,190 @@
+"""From a `GenerateRequest` to a `SequenceGroup`: everything is checked here, before anything is queued.
+
+Synchronous and without side effects, so that it runs on any thread; tokenising is most of its time. Knows the served
+model and the limits, nothing of queues and sockets.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+
+from octavo.sampling_params import SamplingLimits, validate
+from protos import inference_pb2 as pb
+from scheduler_svc.chat_template import TemplateError
+from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady, UnknownName, Unsupported
+from scheduler_svc.request_stream import RequestStream
+from scheduler_svc.sequence import Sequence, SequenceGroup
+from scheduler_svc.served_model import ServedModel
+
+# Scalars of SamplingParams that do something only at another value than this, and that no worker here can do yet.
+_NEUTRAL = {
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "use_beam_search": False,
+}
+_ABSENT = ("prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "guided")
+
+
+class Frontend:
+    """Checks and prepares requests for the model that `served_model` gives (None until a worker has joined)."""
+
+    def __init__(
+        self,
+        served_model: Callable[[], ServedModel | None],
+        finish_sequence: Callable[[Sequence], None],
+        max_logprobs: int = 20,
+    ) -> None:
+        self._served_model = served_model
+        self._finish_sequence = finish_sequence
+        self._max_logprobs = max_logprobs
+
+    def model(self, name: str = "") -> ServedModel:
+        """The served model. Raises NotReady before there is one, UnknownName when the client wants another."""
+        model = self._served_model()
+        if model is None:
+            raise NotReady("no worker has joined this scheduler yet")
+        if name and name != model.name:
+            raise UnknownName(f"model {name!r} is not served here; {model.name!r} is")
+        return model
+
+    def prepare(self, request: pb.GenerateRequest, arrival_ns: int | None = None) -> SequenceGroup:
+        """A group ready to be submitted, its `RequestStream` in `output`. Raises RequestRefused."""
+        arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
+        model = self.model(request.model)
+        params = request.sampling_params
+        self._check_sampling_params(params, model)
+        self._check_supported(request)
+        token_ids = self._prompt_token_ids(request, model)
+        if request.truncate_prompt_tokens:
+            token_ids = token_ids[-request.truncate_prompt_tokens :]
+        self._check_length(token_ids, model)
+        num_prompt_tokens = len(token_ids)
+        wanted = num_prompt_tokens + params.max_tokens if params.HasField("max_tokens") else model.max_model_len
+        if not params.HasField("seed"):
+            params.seed = secrets.randbits(64)
+        eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+        group = SequenceGroup(
+            request.request_id or f"gen-{uuid.uuid4().hex}",
+            token_ids,
+            params,
+            max_num_tokens=min(wanted, model.max_model_len),
+            arrival_ns=arrival_ns,
+            eos_token_id=eos_token_ids[0] if eos_token_ids else None,
+            stop_token_ids=frozenset([*eos_token_ids[1:], *params.stop_token_ids]),
+            priority=request.priority,
+            tenant=request.tenant,
+            adapter=request.adapter,
+        )
+        group.output = RequestStream(
+            group,
+            model.tokenizer,
+            model.name,
+            streams=not request.HasField("stream") or request.stream,
+            returns_prompt=request.return_prompt_token_ids,
+            finish_sequence=self._finish_sequence,
+        )
+        return group
+
+    def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        model = self.model(request.model)
+        token_ids = _encode_prompt(request, model, "one of prompt and messages")
+        tokens = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens, max_model_len=model.max_model_len)
+
+    def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        model = self.model(request.model)
+        _check_vocabulary("token_ids", request.token_ids, model)
+        text = model.tokenizer.decode(list(request.token_ids), skip_special_tokens=request.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    def _check_sampling_params(self, params: pb.SamplingParams, model: ServedModel) -> None:
+        limits = SamplingLimits(
+            vocab_size=model.vocab_size,
+            max_num_seqs=model.max_num_seqs,
+            max_model_len=model.max_model_len,
+            max_logprobs=min(self._max_logprobs, model.max_logprobs),
+        )
+        if violations := validate(params, limits):
+            raise InvalidRequest(
+                *(
+                    FieldViolation(f"sampling_params.{field}", f"{value!r} is not accepted, {accepted} is")
+                    for field, value, accepted in violations
+                )
+            )
+
+    def _check_supported(self, request: pb.GenerateRequest) -> None:
+        params = request.sampling_params
+        asked = [name for name, value in _NEUTRAL.items() if params.HasField(name) and getattr(params, name) != value]
+        asked += [name for name in _ABSENT if any(field.name == name for field, _ in params.ListFields())]
+        if asked:
+            raise Unsupported(f"sampling_params.{asked[0]} is not implemented by this server")
+        if request.resume:
+            raise Unsupported("resume is not implemented by this server")
+        if request.adapter:
+            raise Unsupported("adapter is not implemented by this server")
+
+    def _prompt_token_ids(self, request: pb.GenerateRequest, model: ServedModel) -> list[int]:
+        if request.WhichOneof("prompt_kind") == "prompt_token_ids":
+            token_ids = list(request.prompt_token_ids.ids)
+            _check_vocabulary("prompt_token_ids", token_ids, model)
+            if not token_ids:
+                raise InvalidRequest(FieldViolation("prompt_token_ids", "0 ids are not accepted, at least 1 is"))
+            return token_ids
+        return _encode_prompt(request, model, "exactly one of prompt, prompt_token_ids and messages")
+
+    def _check_length(self, token_ids: list[int], model: ServedModel) -> None:
+        """What can never fit is refused here, with the numbers."""
+        num_tokens = len(token_ids)
+        if num_tokens + 1 > model.max_model_len:
+            limit = f"the model takes {model.max_model_len} tokens, prompt and output together"
+            raise InvalidRequest(FieldViolation("prompt", f"{num_tokens} tokens and 1 to generate are too many: {limit}"))
+        if num_tokens > model.max_cached_tokens:
+            limit = f"a worker's cache holds {model.max_cached_tokens}"
+            raise InvalidRequest(FieldViolation("prompt", f"{num_tokens} tokens are too many: {limit}"))
+
+
+def _encode_prompt(
+    request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, accepted: str
+) -> list[int]:
+    """Token ids of a request's text or conversation."""
+    kind = request.WhichOneof("prompt_kind")
+    if kind is None:
+        raise InvalidRequest(FieldViolation("prompt", f"nothing was given, {accepted} is accepted"))
+    if kind == "messages":
+        text, add_special_tokens = _render(request.messages, model), False
+    else:
+        text = request.prompt
+        add_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
+    token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if not token_ids:
+        raise InvalidRequest(FieldViolation(kind, f"{text!r} has no tokens, at least 1 is accepted"))
+    return token_ids
+
+
+def _render(messages: pb.Messages, model: ServedModel) -> str:
+    template = model.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequest(FieldViolation("messages", f"model {model.name!r} has no chat template; give a prompt"))
+    if not messages.messages:
+        raise InvalidRequest(FieldViolation("messages", "0 messages are not accepted, at least 1 is"))
+    try:
+        return template.render(
+            [{"role": message.role, "content": message.content} for message in messages.messages],
+            add_generation_prompt=not messages.HasField("add_generation_prompt") or messages.add_generation_prompt,
+            continue_final_message=messages.continue_final_message,
+        )
+    except TemplateError as error:
+        raise InvalidRequest(FieldViolation("messages", str(error))) from error
+
+
+def _check_vocabulary(field: str, token_ids: list[int], model: ServedModel) -> None:
+    outside = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(FieldViolation(field, f"{outside} is not accepted, 0 to {model.vocab_size - 1} are"))

@@ -1,0 +1,61 @@
+"""The scheduler's parts put together: frontend, step loop, output thread and workers, for the service and for `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from protos import worker_pb2
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.engine import Engine, EngineSettings
+from scheduler_svc.frontend import Frontend
+from scheduler_svc.output_processor import Delivery, OutputProcessor
+from scheduler_svc.worker_pool import WorkerPool
+
+
+class Serving:
+    """Everything between a checked request and its messages. `deliver` gets the messages, on the output thread."""
+
+    def __init__(self, config: SchedulerConfig, deliver: Callable[[Delivery], None]) -> None:
+        self.outputs = OutputProcessor(deliver, self._token_text)
+        self.engine = Engine(
+            EngineSettings(
+                scheduling_policy=config.scheduling_policy,
+                steps_in_flight=config.steps_in_flight,
+                max_waiting_requests=config.max_waiting_requests,
+                max_waiting_tokens=config.max_waiting_tokens,
+                max_worker_losses=config.max_worker_losses,
+            ),
+            self.outputs,
+        )
+        self.pool = WorkerPool(
+            self.engine,
+            config.worker,
+            max_workers=config.max_workers,
+            bounds=worker_pb2.InitializeRequest(
+                max_num_seqs=config.max_num_seqs or 0,
+                max_num_batched_tokens=config.max_num_batched_tokens or 0,
+                max_model_len=config.max_model_len or 0,
+            ),
+            tokenizer_folder=config.tokenizer,
+            served_model_name=config.served_model_name,
+        )
+        self.frontend = Frontend(lambda: self.pool.model, self.engine.finish_sequence, config.max_logprobs)
+
+    def start(self) -> None:
+        self.outputs.start()
+        self.engine.start()
+        self.pool.start()
+
+    def stop(self) -> None:
+        """Aborts what is unfinished, lets its last messages out, and gives the workers back."""
+        self.pool.close()
+        self.engine.stop()
+        self.outputs.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.pool.model is not None and bool(self.engine.workers)
+
+    def _token_text(self, token_id: int) -> str:
+        assert self.pool.model is not None  # tokens come from workers, and the first of them brought the model
+        return self.pool.model.tokenizer.token_text(token_id)

@@ -1,0 +1,70 @@
+"""Refusals as gRPC statuses: one table, and the details that clients read by machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from scheduler_svc.errors import (
+    DuplicateRequest,
+    InvalidRequest,
+    NotReady,
+    QueueFull,
+    RequestRefused,
+    UnknownName,
+    Unsupported,
+)
+
+log = structlog.get_logger()
+
+STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    UnknownName: grpc.StatusCode.NOT_FOUND,
+    DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotReady: grpc.StatusCode.UNAVAILABLE,
+}
+DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
+
+
+@asynccontextmanager
+async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Turns a RequestRefused into its status, and a fault of our own into INTERNAL, whose traceback only the log gets."""
+    try:
+        yield
+    except RequestRefused as error:
+        code = STATUS_CODES[type(error)]
+        log.info("request refused", code=code.name, why=str(error))
+        await context.abort(code, str(error), trailing_metadata=((DETAILS_KEY, _details(code, error)),))
+    except (grpc.aio.AbortError, grpc.RpcError):
+        raise
+    except Exception:
+        log.exception("request failed")
+        await context.abort(grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
+
+
+def _details(code: grpc.StatusCode, error: RequestRefused) -> bytes:
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    if isinstance(error, InvalidRequest):
+        violations = [
+            error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=violation.description)
+            for violation in error.violations
+        ]
+        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
+    elif isinstance(error, QueueFull):
+        delay = duration_pb2.Duration(nanos=0)
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status.SerializeToString()
+
+
+def _packed(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
