@@ -17,7 +17,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Adds both versions to a server that is not started yet; `service_names` are full names, beside reflection's own."""
+    """Adds both versions to a server that is not started yet; `service_names` are full names."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer([*service_names, V1, V1ALPHA], pool=_Pool())
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

@@ -30,9 +30,9 @@ class Answer:
 
 
 async def grpcurl(*arguments: str, address: str, data: Any = None, timeout_s: float = 60.0) -> Answer:
-    """`grpcurl -plaintext [-d JSON] ADDRESS ARGUMENTS...`; flags go before the address by being passed first with a dash.
+    """`grpcurl -plaintext [-d JSON] [FLAGS] ADDRESS VERBS...`; arguments that start with a dash are the flags.
 
-    Runs beside the event loop, so that a server of the same test can answer.
+    `data` is sent as JSON, or as it is when it is text. The event loop goes on, so that a server in it can answer.
     """
     flags = [each for each in arguments if each.startswith("-")]
     verbs = [each for each in arguments if not each.startswith("-")]

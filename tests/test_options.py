@@ -64,7 +64,8 @@ def test_a_flag_wins_over_a_variable_over_a_key_over_the_default(tmp_path: Path)
 @pytest.mark.parametrize(
     ("argv", "environ", "yaml", "expected"),
     [
-        (["--max-model-len", "auto"], {"OCTAVO_MAX_MODEL_LEN": "auto"}, "max_model_len: auto", Engine(max_model_len="auto")),
+        (["--max-model-len", "auto"], {"OCTAVO_MAX_MODEL_LEN": "auto"}, "max_model_len: auto",
+         Engine(max_model_len="auto")),
         (["--max-model-len=64"], {"OCTAVO_MAX_MODEL_LEN": "64"}, "max_model_len: 64", Engine(max_model_len=64)),
         (["--max-model-len="], {"OCTAVO_MAX_MODEL_LEN": ""}, "max_model_len:", Engine(max_model_len=None)),
         (["--gpu-memory-utilization", "1"], {"OCTAVO_GPU_MEMORY_UTILIZATION": "1"}, "gpu-memory-utilization: 1",

@@ -48,10 +48,8 @@ async def test_grpcurl_lists_describes_and_sees_the_status_of_a_refused_call(run
         CONTROL,
         INFERENCE,
     ]
-    described = await grpcurl("describe", f"{INFERENCE}.Generate", address=running.address)
-    assert (
-        "rpc Generate ( .octavo.v1.GenerateRequest ) returns ( stream .octavo.v1.GenerateResponse )" in described.stdout
-    )
+    described = (await grpcurl("describe", f"{INFERENCE}.Generate", address=running.address)).stdout
+    assert "rpc Generate ( .octavo.v1.GenerateRequest ) returns ( stream .octavo.v1.GenerateResponse )" in described
     unknown = await grpcurl("describe", f"{INFERENCE}.Nothing", address=running.address)
     assert unknown.code and "Symbol not found" in unknown.stderr
     everything = await grpcurl("describe", address=running.address)  # fails if any listed service has no descriptor

@@ -1,0 +1,61 @@
+# The habits, each one command. Needs Debian (or any Linux), make, and Python 3.11 or newer with its venv module.
+#
+# torch comes from wherever pip finds it. Where that would be a CUDA build and there is no GPU, name PyTorch's CPU index in
+# PIP_EXTRA_INDEX_URL first: pip then prefers the CPU build of the pinned version.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+MODEL ?= smollm2-135m-instruct
+DEMO_PORT ?= 50051
+DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
+PYTEST_WORKERS ?= 2
+BIN := .venv/bin
+
+.PHONY: setup model demo test lint protos bench chaos clean
+
+setup: .venv/.installed .venv/.warm
+
+# Again only when what is asked for has changed.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Octavo needs Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@echo "Installing Octavo and its dependencies into .venv: a few minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Compiled once here, so that neither the first start nor a test waits for it.
+.venv/.warm: .venv/.installed $(wildcard kernels/cpu/*.py)
+	@test ! -f kernels/cpu/warm_up.py || $(BIN)/python -m kernels.cpu.warm_up
+	@touch $@
+
+model: setup
+	@$(BIN)/octavo model fetch $(MODEL)
+
+demo: model
+	@PORT=$(DEMO_PORT) MODEL=$(MODEL) QUESTION='$(subst ','\'',$(DEMO_QUESTION))' BIN=$(BIN) bash deploy/demo.sh
+
+test: model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_stubs.py
+
+protos: setup
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+	  protos/inference.proto protos/worker.proto
+
+bench: model
+	$(BIN)/python -m benchmarks.run
+
+chaos: model
+	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
