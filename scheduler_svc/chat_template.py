@@ -104,7 +104,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's part for training; here it only shows what is in it."""
 
-    tags = {"generation"}  # noqa: RUF012: jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

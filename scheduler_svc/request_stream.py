@@ -113,16 +113,13 @@ class OutputStream:
         self.num_tokens = 0
         self._cumulative_logprob = 0.0
         self._wants_logprobs = params.HasField("logprobs")
-        self._shows_stop = params.include_stop_str_in_output
         self._detokenizer: Detokenizer | None = None
         if not params.HasField("detokenize") or params.detokenize:
             self._detokenizer = Detokenizer(
                 tokenizer,
+                skip_special_tokens=not params.HasField("skip_special_tokens") or params.skip_special_tokens,
                 stop=list(params.stop),
                 include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=not params.HasField("skip_special_tokens") or params.skip_special_tokens,
-                spaces_between_special_tokens=not params.HasField("spaces_between_special_tokens")
-                or params.spaces_between_special_tokens,
             )
 
     def take(self, token_id: int, reason: int, logprobs: pb.TokenLogprobs | None) -> pb.OutputDelta:
@@ -131,29 +128,34 @@ class OutputStream:
         if logprobs is not None:
             delta.logprobs.append(logprobs)
             self._cumulative_logprob += logprobs.token.logprob
-        if self._detokenizer is not None and (reason != FinishReason.STOP or self._shows_stop):
-            delta.text, matched, _ = self._detokenizer.update([token_id])
-            if matched is not None:
-                delta.matched_stop.text = matched
+        is_stop_token = reason == FinishReason.STOP
+        if self._detokenizer is not None:
+            shown = self._detokenizer.update([token_id], ended_by_stop_token=is_stop_token)
+            delta.text = shown.text
+            if shown.matched_stop is not None:
+                delta.matched_stop.text = shown.matched_stop
                 return self._finish(delta, FinishReason.STOP)
-        if reason == FinishReason.STOP:
+        if not reason:
+            return delta
+        if is_stop_token:
             delta.matched_stop.token_id = token_id
-        if reason:
-            self._flush(delta)
-            self._finish(delta, FinishReason(reason))
-        return delta
+        return self._flush(delta, FinishReason(reason))
 
     def end(self, reason: FinishReason, message: str) -> pb.OutputDelta:
+        """Ends the output from outside: aborted, or failed with a message."""
         delta = pb.OutputDelta(index=self.index)
-        self._flush(delta)
         if reason is FinishReason.ERROR:
             delta.error.code, delta.error.message, delta.error.retryable = "INTERNAL", message, True
-        return self._finish(delta, reason)
+        return self._flush(delta, reason)
 
-    def _flush(self, delta: pb.OutputDelta) -> None:
+    def _flush(self, delta: pb.OutputDelta, reason: FinishReason) -> pb.OutputDelta:
         """Text held back as the possible begin of a stop string, or as half a character, is text after all."""
         if self._detokenizer is not None:
-            delta.text += self._detokenizer.finish()
+            rest = self._detokenizer.finish()
+            delta.text += rest.text
+            if rest.matched_stop is not None and reason is FinishReason.LENGTH:
+                delta.matched_stop.text, reason = rest.matched_stop, FinishReason.STOP
+        return self._finish(delta, reason)
 
     def _finish(self, delta: pb.OutputDelta, reason: FinishReason) -> pb.OutputDelta:
         self.is_finished = True

@@ -139,7 +139,8 @@ def _sentencepiece_factory(
 ) -> StreamFactory:
     replacements = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
     has_bytes = any(step["type"] == "ByteFallback" for step in steps)
-    strip = next((step for step in steps if step["type"] == "Strip"), {"content": "", "start": 0})
+    no_strip: dict[str, Any] = {"content": "", "start": 0}
+    strip = next((step for step in steps if step["type"] == "Strip"), no_strip)
 
     def piece(token: str) -> Piece:
         for old, new in replacements:

@@ -89,7 +89,7 @@ class WorkerPool:
                 raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
             if self.model is None:
                 folder = self._tokenizer_folder
-                tokenizer = Tokenizer.from_folder(folder) if folder else Tokenizer.from_files(files)
+                tokenizer = Tokenizer.from_folder(folder) if folder else Tokenizer.load(files)
                 self.model = ServedModel.from_worker(info, sizes, tokenizer, self._served_model_name)
                 log.info("model is known", model=self.model.name, max_model_len=self.model.max_model_len)
             elif (difference := self.model.difference(info)) is not None:

@@ -1,0 +1,273 @@
+"""Incremental text against the tokenizer's decode of all ids, and stop strings against a naive search of the whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.detokenizer import Detokenizer
+from scheduler_svc.stop_strings import StopStrings
+from scheduler_svc.text_stream import ByteLevelStream, SentencePieceStream, WindowStream
+from scheduler_svc.tokenizer import Tokenizer
+from tests.scheduler import tiny_tokenizers
+
+EXACT = {
+    "byte_level": (tiny_tokenizers.byte_level(), ByteLevelStream),
+    "sentencepiece": (tiny_tokenizers.sentencepiece(), SentencePieceStream),
+    "sentencepiece_no_strip": (tiny_tokenizers.sentencepiece(strip=False), SentencePieceStream),
+    "metaspace": (tiny_tokenizers.metaspace(), SentencePieceStream),
+    "metaspace_no_prepend": (tiny_tokenizers.metaspace(prepend=False), SentencePieceStream),
+}
+BY_WINDOW = {"word_piece": tiny_tokenizers.word_piece(), "no_decoder": tiny_tokenizers.no_decoder()}
+TOKENIZERS = {name: Tokenizer(tiny_tokenizers.files_of(tokenizer)) for name, (tokenizer, _) in EXACT.items()}
+WINDOW_TOKENIZERS = {name: Tokenizer(tiny_tokenizers.files_of(tokenizer)) for name, tokenizer in BY_WINDOW.items()}
+exact = pytest.mark.parametrize("name", EXACT)
+
+
+def pieces_of(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
+    borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    return [ids[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+
+
+def ids_for(name: str, data: Any) -> list[int]:
+    """Random ids; often ones that are bytes or special, and sometimes beyond the vocabulary."""
+    size = TOKENIZERS[name].vocab_size
+    return data.draw(st.lists(st.integers(0, size + 3) | st.integers(0, min(size - 1, 260)), max_size=40))
+
+
+@exact
+def test_each_family_has_its_decoder(name: str) -> None:
+    assert isinstance(TOKENIZERS[name].stream(), EXACT[name][1])
+    assert all(isinstance(tokenizer.stream(), WindowStream) for tokenizer in WINDOW_TOKENIZERS.values())
+
+
+@exact
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_deltas_of_random_ids_add_up_to_decode_however_they_are_cut(name: str, data: Any) -> None:
+    ids, skip = ids_for(name, data), data.draw(st.booleans())
+    cuts = data.draw(st.lists(st.integers(0, 40), max_size=6))
+    detokenizer = Detokenizer(TOKENIZERS[name], skip_special_tokens=skip)
+    text = "".join(detokenizer.update(piece).text for piece in pieces_of(ids, cuts)) + detokenizer.finish().text
+    assert text == EXACT[name][0].decode(ids, skip_special_tokens=skip)
+
+
+@exact
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_text_that_was_released_is_never_taken_back(name: str, data: Any) -> None:
+    """After k ids the text is the same for every cut, and the beginning of what decode gives with any continuation."""
+    ids, more = ids_for(name, data), ids_for(name, data)
+    one_by_one = Detokenizer(TOKENIZERS[name])
+    text = "".join(one_by_one.update([index]).text for index in ids)
+    assert text == Detokenizer(TOKENIZERS[name]).update(ids).text
+    assert EXACT[name][0].decode(ids + more).startswith(text)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "sentencepiece_no_strip"])
+@pytest.mark.parametrize("text", tiny_tokenizers.TEXTS)
+def test_real_text_comes_back_without_half_a_character(name: str, text: str) -> None:
+    ids = EXACT[name][0].encode(text, add_special_tokens=False).ids
+    detokenizer = Detokenizer(TOKENIZERS[name], skip_special_tokens=False)
+    deltas = [detokenizer.update([index]).text for index in ids]
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in delta for delta in deltas)
+    assert "".join(deltas) + detokenizer.finish().text == EXACT[name][0].decode(ids, skip_special_tokens=False) == text
+
+
+def test_bytes_that_are_no_utf8_become_what_decode_makes_of_them() -> None:
+    """All kinds of broken UTF-8: lone continuations, overlong forms, surrogates, cut and interrupted characters."""
+    tokenizer = EXACT["byte_level"][0]
+    id_of = {byte: tokenizer.encode(bytes([byte]).decode("latin-1")).ids[-1] for byte in range(128)}
+    alphabet = tokenizer.get_vocab()
+    for byte in range(128, 256):  # a letter above 127 is two bytes; look the byte's own letter up
+        letters = {b: chr(b) for b in [*range(0xA1, 0xAD), *range(0xAE, 0x100)]}
+        rest = [b for b in range(256) if b not in letters and not 0x21 <= b <= 0x7E]
+        id_of[byte] = alphabet[letters.get(byte) or chr(256 + rest.index(byte))]
+    rng = random.Random(3)
+    leads = [0xC2, 0xE0, 0xE2, 0xED, 0xEF, 0xF0, 0xF4, 0xF5, 0xC0, 0xFF, 0x80, 0x9F, 0xA0, 0xBF, 0x41]
+    for _ in range(3000):
+        ids = [id_of[rng.choice(leads)] for _ in range(rng.randrange(1, 9))]
+        detokenizer = Detokenizer(TOKENIZERS["byte_level"])
+        text = "".join(detokenizer.update([index]).text for index in ids) + detokenizer.finish().text
+        assert text == tokenizer.decode(ids)
+
+
+def test_a_run_of_byte_tokens_is_shown_when_it_is_over() -> None:
+    """decode turns a whole run into U+FFFD when a byte of it is wrong, so "€" is not certain before the run's end."""
+    tokenizer = EXACT["sentencepiece"][0]
+    euro, bad, word = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in "€".encode()], 3 + 0xFF, tokenizer.token_to_id("t")
+    good = Detokenizer(TOKENIZERS["sentencepiece"])
+    assert [good.update([index]).text for index in [*euro, word]] == ["", "", "", "€t"]
+    broken = Detokenizer(TOKENIZERS["sentencepiece"])
+    assert broken.update([*euro, bad, word]).text == "\ufffd" * 4 + "t"
+    ended = Detokenizer(TOKENIZERS["sentencepiece"])
+    assert (ended.update(euro).text, ended.finish().text) == ("", "€")
+
+
+@pytest.mark.parametrize("name", BY_WINDOW)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_window_gives_decodes_text_too(name: str, data: Any) -> None:
+    ids = data.draw(st.lists(st.integers(0, WINDOW_TOKENIZERS[name].vocab_size - 1), max_size=60))
+    detokenizer = Detokenizer(WINDOW_TOKENIZERS[name])
+    text = "".join(detokenizer.update([index]).text for index in ids) + detokenizer.finish().text
+    assert text == BY_WINDOW[name].decode(ids)
+
+
+# ---- Stop strings ---------------------------------------------------------------------------------------------------
+
+
+def naive_match(text: str, strings: Sequence[str], from_end: int = 1) -> tuple[int, int, str] | None:
+    """Grow the text letter by letter; the first string of the list that ends it wins."""
+    for end in range(from_end, len(text) + 1):
+        for string in strings:
+            if text[:end].endswith(string):
+                return end - len(string), end, string
+    return None
+
+
+def naive_undecided(text: str, strings: Sequence[str]) -> int:
+    lengths = [n for string in strings for n in range(1, len(string)) if text.endswith(string[:n])]
+    return max(lengths, default=0)
+
+
+letters = st.text("ab<", max_size=24)
+stop_lists = st.lists(st.text("ab<", min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=letters, strings=stop_lists, cuts=st.lists(st.integers(0, 24), max_size=8), include=st.booleans())
+def test_stop_strings_match_as_a_naive_search_does(
+    text: str, strings: list[str], cuts: list[int], include: bool
+) -> None:
+    stops, shown, so_far, matched = StopStrings(strings, include), "", "", None
+    for piece in pieces_of(text, cuts):  # type: ignore[arg-type]
+        so_far += piece  # type: ignore[operator]
+        checked = stops.push(piece)  # type: ignore[arg-type]
+        shown += checked.text
+        if checked.matched is not None:
+            matched = checked.matched
+            break
+        # Exactly as much is held back as is undecided: no more, or streams would lag; no less, or a half would show.
+        assert shown == so_far[: len(so_far) - (0 if include else naive_undecided(so_far, strings))]
+    else:
+        shown += stops.finish()
+    expected = naive_match(text, strings)
+    if expected is None:
+        assert (shown, matched) == (text, None)
+    else:
+        start, end, string = expected
+        assert (shown, matched) == (text[: end if include else start], string)
+
+
+@pytest.mark.parametrize(
+    ("strings", "expected"),
+    [
+        (["abcd", "bc"], ("a", "bc")),  # "bc" is complete first
+        (["bc", "abc"], ("a", "bc")),  # both end at the same letter: the first listed
+        (["abc", "bc"], ("", "abc")),
+        (["cd", "d"], ("ab", "cd")),
+        (["x", "abcde"], ("abcd", None)),
+    ],
+)
+def test_which_of_two_matches_counts(strings: list[str], expected: tuple[str, str | None]) -> None:
+    for whole in (True, False):
+        stops = StopStrings(strings)
+        text, matched = "", None
+        for part in ["abcd"] if whole else "abcd":
+            if matched is None:
+                checked = stops.push(part)
+                text, matched = text + checked.text, checked.matched
+        assert (text + (stops.finish() if matched is None else ""), matched) == expected
+
+
+@exact
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) -> None:
+    ids = ids_for(name, data)
+    tokenizer, min_tokens = EXACT[name][0], data.draw(st.integers(0, 6))
+    whole = tokenizer.decode(ids)
+    strings = data.draw(st.lists(st.sampled_from([*whole, "t", "th", "\ufffd"]) | st.just("he q"), min_size=1, max_size=4))
+    if len(whole) > 4:
+        start = data.draw(st.integers(0, len(whole) - 2))
+        strings.append(whole[start : start + data.draw(st.integers(1, 8))])
+    include = data.draw(st.booleans())
+
+    def make() -> Detokenizer:
+        return Detokenizer(TOKENIZERS[name], stop=strings, include_stop_str_in_output=include, min_tokens=min_tokens)
+
+    def run(detokenizer: Detokenizer, pieces: Sequence[Sequence[int]]) -> tuple[str, str | None, int]:
+        text, used = "", 0
+        for piece in pieces:
+            delta = detokenizer.update(piece)
+            text, used = text + delta.text, used + delta.num_tokens
+            if delta.matched_stop is not None:
+                return text, delta.matched_stop, used
+        last = detokenizer.finish()
+        return text + last.text, last.matched_stop, used
+
+    cuts = data.draw(st.lists(st.integers(0, 40), max_size=6))
+    result = run(make(), pieces_of(ids, cuts))
+    assert result == run(make(), [[index] for index in ids])
+
+    # The oracle works on the whole text; a match must end behind what the first `min_tokens` ids made certain.
+    plain = Detokenizer(TOKENIZERS[name])
+    certain = len(plain.update(ids[:min_tokens]).text)
+    match = naive_match(whole, strings, certain + 1) if len(ids) > min_tokens else None
+    assert result[1] == (match[2] if match else None)
+    assert result[0] == (whole if match is None else whole[: match[1] if include else match[0]])
+
+    # Resume: the first k ids fed in silence, the rest gives the rest of the text.
+    k = data.draw(st.integers(0, result[2]))
+    before, after = make(), make()
+    sent = before.update(ids[:k])
+    if sent.matched_stop is None:
+        assert after.update(ids[:k]) == sent
+        assert sent.text + run(after, [ids[k:]])[0] == result[0]
+
+
+def byte_ids(text: str) -> list[int]:
+    return EXACT["byte_level"][0].encode(text).ids
+
+
+def test_tokens_behind_the_match_are_not_counted_and_not_shown() -> None:
+    ids = byte_ids("one") + byte_ids("two") + byte_ids("three")
+    detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=["tw"])
+    text, matched, used = detokenizer.update(ids)
+    assert (text, matched) == ("one", "tw")
+    assert EXACT["byte_level"][0].decode(ids[:used]).startswith("onetw") and "thr" not in EXACT["byte_level"][0].decode(ids[:used])
+    assert detokenizer.update(ids) == ("", "tw", 0) and detokenizer.finish() == ("", "tw", 0)
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+def test_the_token_that_ends_an_output_has_no_text(stop: tuple[str, ...]) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids, eos = byte_ids("hi"), tokenizer.encode("</s>")
+
+    def text(ended: bool, **options: Any) -> str:
+        detokenizer = Detokenizer(tokenizer, stop=stop, **options)
+        delta = detokenizer.update(ids + eos, ended_by_stop_token=ended)
+        assert delta.num_tokens == len(ids) + 1
+        return delta.text + detokenizer.finish().text
+
+    assert text(True) == text(False) == "hi"
+    assert text(True, skip_special_tokens=False) == "hi"
+    assert text(False, skip_special_tokens=False) == "hi</s>"
+    assert text(True, skip_special_tokens=False, include_stop_str_in_output=True) == "hi</s>"
+    assert text(True, include_stop_str_in_output=True) == "hi"
+
+
+def test_what_was_held_back_is_shown_when_the_output_ends() -> None:
+    detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=["END!"])
+    assert detokenizer.update(byte_ids("the EN")).text == "the "
+    assert detokenizer.finish() == ("EN", None, 0)
+    half = Detokenizer(TOKENIZERS["byte_level"], stop=["END!"])
+    (first, *_) = byte_ids("ß")
+    assert half.update([first]).text == "" and half.finish().text == "\ufffd"
