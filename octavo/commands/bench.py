@@ -61,7 +61,7 @@ def _offline(arguments: argparse.Namespace) -> list[Figures]:
     from octavo.llm import LLM
 
     with LLM(model=arguments.model) as llm:
-        vocab_size = llm.llm_engine.get_model_config().vocab_size
+        vocab_size = llm.get_tokenizer().vocab_size
         workload = _workload(arguments, vocab_size)
         offline.run(llm, workloads.warm_up(vocab_size))
         return [offline.run(llm, workload) for _ in range(arguments.repeat)]

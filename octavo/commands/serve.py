@@ -1,0 +1,69 @@
+"""`octavo serve`: a scheduler and workers on this machine, which end together."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.options import add_arguments as add_options
+from octavo.options import from_namespace
+from octavo.serving_plan import PlanError, ServeConfig, plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from scheduler_svc.config import SchedulerConfig
+    from worker_svc.config import WorkerConfig
+
+    for cls in (ServeConfig, SchedulerConfig, WorkerConfig):
+        add_options(parser, cls)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from octavo.cli import CommandError
+    from scheduler_svc.config import SchedulerConfig
+    from worker_svc.config import WorkerConfig
+
+    serve = from_namespace(ServeConfig, arguments)
+    scheduler = from_namespace(SchedulerConfig, arguments)
+    worker = from_namespace(WorkerConfig, arguments)
+    try:
+        address, children = plan(serve, scheduler, worker)
+    except PlanError as error:
+        raise CommandError(str(error)) from None
+
+    import asyncio
+
+    from octavo import log
+    from octavo.supervisor import Supervisor
+
+    log.configure(scheduler.log_level)
+
+    def announce(seconds: float) -> None:
+        print(_how_to_call(address, worker.model, serve.workers, seconds), flush=True)
+
+    supervisor = Supervisor(children, lambda: _wait_until_serving(address))
+    return asyncio.run(supervisor.run(announce))
+
+
+async def _wait_until_serving(address: str) -> None:
+    # Children are being started meanwhile; they need no part of this.
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from octavo.rpc import CHANNEL_OPTIONS
+
+    quick = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]
+    request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
+    async with grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *quick]) as channel:
+        async for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+def _how_to_call(address: str, model: str, num_workers: int, seconds: float) -> str:
+    request = '{"prompt": "The sea is", "sampling_params": {"max_tokens": 32}}'
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return (
+        f"Octavo is ready after {seconds:.1f} s: {model} at {address}, {workers}. Ctrl-C ends it.\n"
+        f'  octavo chat "Why is the sky blue?" --address {address}\n'
+        f"  grpcurl -plaintext -d '{request}' {address} octavo.v1.Inference/Generate"
+    )

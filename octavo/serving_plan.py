@@ -1,0 +1,101 @@
+"""What `octavo serve` starts: one scheduler and N workers on this machine, their ports, threads and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from octavo.options import environment_without_options, option, to_arguments
+from octavo.supervisor import Child
+
+if TYPE_CHECKING:
+    from scheduler_svc.config import SchedulerConfig
+    from worker_svc.config import WorkerConfig
+
+LOOPBACK = "127.0.0.1"
+
+
+class PlanError(Exception):
+    """Something that would keep the services from starting. The message is one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Options of `octavo serve` itself; it takes those of the scheduler and the worker as well."""
+
+    workers: int = option(1, "worker processes to start")
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers}, at least 1 is accepted")
+
+
+def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
+    """The address clients will use, and the children; workers share the cores. Raises PlanError for a port in use."""
+    if scheduler.worker:
+        raise PlanError("serve starts workers of its own; --worker is for `octavo scheduler`")
+    port = scheduler.port or free_port()
+    check_port_is_free(scheduler.host, port)
+    ports = [free_port() for _ in range(serve.workers)]
+    threads = worker.num_threads or max(1, available_cores() // serve.workers)
+    scheduler = dataclasses.replace(
+        scheduler, port=port, worker=tuple(f"{LOOPBACK}:{worker_port}" for worker_port in ports)
+    )
+    children = [_child("scheduler", "scheduler", scheduler, environment_without_options(), essential=True)]
+    for index, worker_port in enumerate(ports):
+        name = "worker" if serve.workers == 1 else f"worker {index}"
+        config = dataclasses.replace(worker, host=LOOPBACK, port=worker_port, num_threads=threads)
+        children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
+    return reachable(scheduler.host, port), children
+
+
+def _child(name: str, command: str, config: object, environment: Mapping[str, str], *, essential: bool) -> Child:
+    arguments = [sys.executable, "-m", "octavo", command, *to_arguments(config)]
+    return Child(name, arguments, environment, essential)
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """The environment of a worker that computes with `num_threads` threads; what the user has set stays as it is."""
+    chosen = {
+        "OMP_NUM_THREADS": str(num_threads),
+        # A thread that waits for work gives its core away: scheduler and client want it, too.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return {**chosen, **environment_without_options()}
+
+
+def available_cores() -> int:
+    """Cores this process may run on, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises PlanError before anything is started, so that the message is not lost among the logs of children."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: old connections are no listener
+            probe.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PlanError(f"port {port} on {host} is in use by another process; --port chooses another") from None
+        raise PlanError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def reachable(host: str, port: int) -> str:
+    """The address by which this machine reaches a server that listens on `host`."""
+    if host in ("0.0.0.0", "::", "[::]"):
+        host = LOOPBACK
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

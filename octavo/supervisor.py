@@ -1,0 +1,189 @@
+"""Child processes that live and die together: what `octavo serve` is made of.
+
+Knows nothing of schedulers and workers, only children: they start at once; one that ends before all are ready, or one
+that is essential, ends the rest; others are started again, with growing pauses. Nobody outlives the supervisor: on a
+signal children are ended in order, and on Linux the kernel ends them when the supervisor itself is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger()
+
+INTERRUPTED = 130
+_GRACE_S = {
+    True: 2.5,
+    False: 1.0,
+}  # essential children (they have requests to finish), then the rest; below 5 s together
+_MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
+_GOOD_LIFE_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Loaded here: between fork and exec only the call itself is safe.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True)
+class Child:
+    """What to start. An `essential` child's end is the end of all; any other is started again."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    essential: bool
+
+
+@dataclass
+class _Life:
+    """One child and the process that is it at the moment."""
+
+    child: Child
+    process: asyncio.subprocess.Process | None = None
+    started_s: float = 0.0
+    restarts: int = 0
+    given_up: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Runs children until told to stop. `run` returns the exit code for the whole."""
+
+    def __init__(self, children: Sequence[Child], wait_until_ready: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._lives = [_Life(child) for child in children]
+        self._wait_until_ready = wait_until_ready
+        self._is_ready = False
+        self._stopping = False
+        self._exit_code: asyncio.Future[int] | None = None
+
+    async def run(self, when_ready: Callable[[float], None]) -> int:
+        """Starts everything, calls `when_ready` with the seconds that took, and returns when all has ended.
+
+        0 after SIGTERM, 130 after SIGINT, 1 when a child's end was the reason.
+        """
+        started_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._exit_code = loop.create_future()
+        for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0)):
+            loop.add_signal_handler(number, self._on_signal, code)
+        keepers = [asyncio.create_task(self._keep(life)) for life in self._lives]
+        readiness = asyncio.create_task(self._wait_until_ready())
+        try:
+            either: list[asyncio.Future[Any]] = [readiness, self._exit_code]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._exit_code.done():
+                readiness.result()
+                self._is_ready = True
+                when_ready(time.monotonic() - started_s)
+            return await self._exit_code
+        finally:
+            self._stopping = True
+            readiness.cancel()
+            await self._stop_all()
+            for task in keepers:
+                task.cancel()
+            await asyncio.gather(*keepers, readiness, return_exceptions=True)
+
+    def _on_signal(self, code: int) -> None:
+        if self._stopping:  # the user insists
+            for life in self._lives:
+                _send(life, signal.SIGKILL)
+        self._end_with(code)
+
+    def _end_with(self, code: int) -> None:
+        assert self._exit_code is not None
+        if not self._exit_code.done():
+            self._exit_code.set_result(code)
+
+    async def _keep(self, life: _Life) -> None:
+        """Starts a child, and again after each end, for as long as that makes sense."""
+        while self._exit_code is not None and not self._exit_code.done():
+            life.ended.clear()
+            life.process = await _start(life.child)
+            life.started_s = time.monotonic()
+            code = await life.process.wait()
+            life.ended.set()
+            if self._stopping:
+                return
+            log.error("a child has ended", child=life.child.name, pid=life.process.pid, **_describe(code))
+            if life.child.essential or not self._is_ready:
+                self._end_with(1)
+                return
+            if time.monotonic() - life.started_s > _GOOD_LIFE_S:
+                life.restarts = 0
+            if life.restarts == _MAX_RESTARTS:
+                self._give_up(life)
+                return
+            pause_s = min(_FIRST_PAUSE_S * 2**life.restarts, _LONGEST_PAUSE_S)
+            life.restarts += 1
+            log.info("starting it again", child=life.child.name, in_s=pause_s, restart=life.restarts, of=_MAX_RESTARTS)
+            await asyncio.sleep(pause_s)
+
+    def _give_up(self, life: _Life) -> None:
+        life.given_up = True
+        log.error("not starting it again", child=life.child.name, restarts=life.restarts)
+        if all(other.given_up for other in self._lives if not other.child.essential):
+            self._end_with(1)
+
+    async def _stop_all(self) -> None:
+        """SIGTERM to the essential children, then to the rest, each with its grace; SIGKILL to what is left."""
+        for essential in (True, False):
+            group = [life for life in self._lives if life.child.essential is essential and _is_alive(life)]
+            for life in group:
+                _send(life, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S[essential]):
+                    for life in group:
+                        await life.ended.wait()
+            for life in group:
+                if _is_alive(life):
+                    log.warning("ending it by force", child=life.child.name)
+                    _send(life, signal.SIGKILL)
+        for life in self._lives:
+            if _is_alive(life):
+                await life.ended.wait()
+
+
+async def _start(child: Child) -> asyncio.subprocess.Process:
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        """In the child, before exec: the kernel sends SIGKILL when the parent's main thread ends, however it ends."""
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it was gone before the call
+                os._exit(1)
+
+    return await asyncio.create_subprocess_exec(
+        *child.command,
+        env=dict(child.environment),
+        stdin=asyncio.subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
+        preexec_fn=die_with_parent,
+    )
+
+
+def _is_alive(life: _Life) -> bool:
+    return life.process is not None and life.process.returncode is None
+
+
+def _send(life: _Life, number: signal.Signals) -> None:
+    if life.process is not None and _is_alive(life):
+        with contextlib.suppress(ProcessLookupError):
+            life.process.send_signal(number)
+
+
+def _describe(code: int) -> dict[str, int | str]:
+    return {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
