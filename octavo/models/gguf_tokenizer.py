@@ -55,7 +55,7 @@ def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str
 def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     kind = metadata["tokenizer.ggml.model"]
     if kind == "gpt2":
-        merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+        merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
         return _byte_level(tokens, merges, metadata.get("tokenizer.ggml.pre", "default"))
     if kind == "llama":
         unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -64,8 +64,14 @@ def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     raise GGUFError(f"tokenizer model {kind!r} cannot be converted; 'gpt2' and 'llama' can")
 
 
-def _byte_level(tokens: list[str], merges: list[tuple[str, ...]], pre: str) -> Tokenizer:
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _byte_level(tokens: list[str], merges: list[tuple[str, str]], pre: str) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    splitter: pre_tokenizers.PreTokenizer
     if pre in _DIGITS_ALONE:
         splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     elif pre in _LLAMA3:

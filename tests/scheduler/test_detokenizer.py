@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ exact = pytest.mark.parametrize("name", EXACT)
 
 def pieces_of(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(borders)]
 
 
 def ids_for(name: str, data: Any) -> list[int]:
@@ -77,7 +78,9 @@ def test_real_text_comes_back_without_half_a_character(name: str, text: str) -> 
     deltas = [detokenizer.update([index]).text for index in ids]
     if "\ufffd" not in text:
         assert not any("\ufffd" in delta for delta in deltas)
-    assert "".join(deltas) + detokenizer.finish().text == EXACT[name][0].decode(ids, skip_special_tokens=False) == text
+    shown = "".join(deltas) + detokenizer.finish().text
+    assert shown == EXACT[name][0].decode(ids, skip_special_tokens=False)
+    assert shown.lstrip(" ") == text.lstrip(" ")  # a space in front is the tokenizer's own business
 
 
 def test_bytes_that_are_no_utf8_become_what_decode_makes_of_them() -> None:
@@ -101,7 +104,8 @@ def test_bytes_that_are_no_utf8_become_what_decode_makes_of_them() -> None:
 def test_a_run_of_byte_tokens_is_shown_when_it_is_over() -> None:
     """decode turns a whole run into U+FFFD when a byte of it is wrong, so "€" is not certain before the run's end."""
     tokenizer = EXACT["sentencepiece"][0]
-    euro, bad, word = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in "€".encode()], 3 + 0xFF, tokenizer.token_to_id("t")
+    vocab = tokenizer.get_vocab()
+    euro, bad, word = [vocab[f"<0x{byte:02X}>"] for byte in "€".encode()], vocab["<0xFF>"], vocab["t"]
     good = Detokenizer(TOKENIZERS["sentencepiece"])
     assert [good.update([index]).text for index in [*euro, word]] == ["", "", "", "€t"]
     broken = Detokenizer(TOKENIZERS["sentencepiece"])
@@ -194,7 +198,8 @@ def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) 
     ids = ids_for(name, data)
     tokenizer, min_tokens = EXACT[name][0], data.draw(st.integers(0, 6))
     whole = tokenizer.decode(ids)
-    strings = data.draw(st.lists(st.sampled_from([*whole, "t", "th", "\ufffd"]) | st.just("he q"), min_size=1, max_size=4))
+    candidates = st.sampled_from([*whole, "t", "th", "he q", "\ufffd"])
+    strings = data.draw(st.lists(candidates, min_size=1, max_size=4))
     if len(whole) > 4:
         start = data.draw(st.integers(0, len(whole) - 2))
         strings.append(whole[start : start + data.draw(st.integers(1, 8))])
@@ -242,7 +247,8 @@ def test_tokens_behind_the_match_are_not_counted_and_not_shown() -> None:
     detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=["tw"])
     text, matched, used = detokenizer.update(ids)
     assert (text, matched) == ("one", "tw")
-    assert EXACT["byte_level"][0].decode(ids[:used]).startswith("onetw") and "thr" not in EXACT["byte_level"][0].decode(ids[:used])
+    fed = EXACT["byte_level"][0].decode(ids[:used])
+    assert fed.startswith("onetw") and "thr" not in fed
     assert detokenizer.update(ids) == ("", "tw", 0) and detokenizer.finish() == ("", "tw", 0)
 
 
