@@ -1,0 +1,72 @@
+"""The worker beside an `LLM`: a child process on a free port of loopback, which does not outlive its parent."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from octavo.end_with_parent import end_with_parent
+from octavo.options import to_arguments
+from octavo.serving_plan import LOOPBACK, available_cores, free_port, worker_environment
+
+if TYPE_CHECKING:
+    from worker_svc.config import WorkerConfig
+
+STOP_TIMEOUT_S = 5.0
+
+
+class WorkerProcess:
+    """Starts `octavo worker` with these options, whatever host and port they name."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        config = dataclasses.replace(config, host=LOOPBACK, port=free_port())
+        self.address = f"{LOOPBACK}:{config.port}"
+        self._command = [sys.executable, "-m", "octavo", "worker", *to_arguments(config)]
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._process: subprocess.Popen[str] | None = None
+        self._started = threading.Event()
+        # A thread of its own: the kernel ends the child with the thread that started it, and the caller's may end early.
+        self._thread = threading.Thread(target=self._run, name="worker-process", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    def check(self) -> None:
+        """Raises RuntimeError with what the worker said last when it has ended."""
+        if self._process is None or self._process.poll() is not None:
+            self._thread.join()
+            code = self._process.returncode if self._process else None
+            said = self._last_lines[-1] if self._last_lines else "it said nothing"
+            raise RuntimeError(f"the worker has ended with exit code {code}: {said}")
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                env=worker_environment(available_cores()),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=0,  # Ctrl-C is for the caller, who then stops the worker
+                preexec_fn=end_with_parent(),
+            )
+        finally:
+            self._started.set()
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last_lines.append(line.strip())
+            sys.stderr.write(line)
+        self._process.wait()

@@ -1,0 +1,238 @@
+"""The step loop with a fake worker over real gRPC: steps in flight, losses, failures, bounds, aborts."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
+from scheduler_svc.serving import Serving
+from tests.fakes import FakeWorker, hashed_token, spell
+
+TIMEOUT_S = 10.0
+
+
+class Client:
+    """Submits requests to a `Serving` and gathers what comes back, by request id."""
+
+    def __init__(self, **options: object) -> None:
+        self._deliveries: queue.SimpleQueue = queue.SimpleQueue()
+        self.serving = Serving(SchedulerConfig(**options), self._deliveries.put)
+        self.text: dict[str, str] = {}
+        self.token_ids: dict[str, list[int]] = {}
+        self.last: dict[str, pb.GenerateResponse] = {}
+        self.reasons: dict[str, int] = {}
+
+    def submit(self, request_id: str, prompt: str = "say|", **params: object) -> None:
+        request = pb.GenerateRequest(
+            request_id=request_id, prompt=prompt, sampling_params=pb.SamplingParams(temperature=0, **params)
+        )
+        group = self.serving.frontend.prepare(request)
+        self.text[request_id], self.token_ids[request_id] = "", []
+        self.serving.engine.submit(group)
+
+    def read(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not until():
+            assert time.monotonic() < deadline, f"nothing more came; so far {self.text}"
+            try:
+                delivery = self._deliveries.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            for stream, response in delivery:
+                self._take(stream.group.request_id, response)
+
+    def _take(self, request_id: str, response: pb.GenerateResponse) -> None:
+        assert request_id not in self.last, "a message after the last"
+        for delta in response.outputs:
+            self.text[request_id] += delta.text
+            self.token_ids[request_id] += delta.token_ids
+            if delta.finish_reason:
+                assert request_id not in self.reasons, "two finish reasons"
+                self.reasons[request_id] = delta.finish_reason
+        if response.HasField("usage"):
+            self.last[request_id] = response
+
+    def finish(self, *request_ids: str) -> None:
+        self.read(lambda: all(request_id in self.last for request_id in request_ids))
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not until():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+@contextmanager
+def client(worker: FakeWorker, **options: object) -> Iterator[Client]:
+    it = Client(worker=(worker.address,), **options)
+    it.serving.start()
+    try:
+        it.wait(lambda: it.serving.is_ready)
+        yield it
+    finally:
+        it.serving.stop()
+
+
+def hashed_after(prompt: str, count: int) -> list[int]:
+    """The ids that `hashed_token` gives after a prompt of single bytes."""
+    history = list(prompt.encode())
+    for _ in range(count):
+        history.append(hashed_token(np.array(history)))
+    return history[len(prompt) :]
+
+
+def steps_overlap(worker: FakeWorker) -> bool:
+    """Whether some step was received before the one ahead of it was answered."""
+    answered = dict(worker.answered)
+    return any(at < answered[step - 1] for step, at in worker.received if step - 1 in answered)
+
+
+@pytest.mark.parametrize(("depth", "overlaps"), [(1, False), (2, True)])
+def test_depth_decides_whether_a_step_is_sent_before_the_last_is_answered(depth, overlaps):
+    with FakeWorker(delay_s=0.05) as worker, client(worker, steps_in_flight=depth) as it:
+        it.submit("one", max_tokens=8)
+        it.finish("one")
+        assert it.token_ids["one"] == hashed_after("say|", 8)
+        assert steps_overlap(worker) is overlaps
+
+
+def test_many_requests_at_once_get_their_own_tokens():
+    with FakeWorker(num_blocks=40) as worker, client(worker) as it:
+        prompts = {f"request {number}": "x" * (1 + number) + "|" for number in range(24)}
+        for request_id, prompt in prompts.items():
+            it.submit(request_id, prompt, max_tokens=20)
+        it.finish(*prompts)
+        for request_id, prompt in prompts.items():
+            assert it.token_ids[request_id] == hashed_after(prompt, 20)
+        assert it.last["request 3"].usage.prompt_tokens == 5
+        worker_state = it.serving.engine.workers[0]
+        assert worker_state.scheduler.blocks.num_free_blocks == 40
+        worker_state.scheduler.check_integrity()
+
+
+def test_text_is_never_half_a_character_and_ends_with_the_end_token():
+    with FakeWorker(spell("naïve 漢字 👍🏽 fin")) as worker, client(worker) as it:
+        it.submit("one")
+        it.finish("one")
+        assert it.text["one"] == "naïve 漢字 👍🏽 fin"
+        assert it.reasons["one"] == pb.FINISH_REASON_STOP
+        assert it.serving.engine.live_groups() == []
+
+
+def test_a_stop_string_across_tokens_cuts_the_text_and_frees_the_sequence():
+    with FakeWorker(spell("one two three four")) as worker, client(worker) as it:
+        it.submit("one", stop=["o three"])
+        it.finish("one")
+        assert it.text["one"] == "one tw"
+        assert it.reasons["one"] == pb.FINISH_REASON_STOP
+        it.wait(lambda: not it.serving.engine.workers[0].scheduler.running)
+        assert it.serving.engine.workers[0].scheduler.blocks.num_free_blocks == 64
+
+
+def test_a_worker_that_is_restarted_is_picked_up_and_requests_go_on():
+    worker = FakeWorker(delay_s=0.02)
+    with client(worker.__enter__()) as it:
+        for number in range(4):
+            it.submit(f"request {number}", "p" * number + "|", max_tokens=40)
+        it.read(lambda: all(len(ids) > 5 for ids in it.token_ids.values()))
+        worker.kill()
+        it.wait(lambda: not it.serving.engine.workers)
+        it.submit("in between", "q|", max_tokens=10)
+        with FakeWorker(port=worker.port) as second:
+            it.finish(*(f"request {number}" for number in range(4)), "in between")
+            for number in range(4):
+                assert it.token_ids[f"request {number}"] == hashed_after("p" * number + "|", 40)
+                assert it.last[f"request {number}"].timings.times_moved == 1
+            assert it.token_ids["in between"] == hashed_after("q|", 10)
+            assert second.num_leases == 1
+
+
+def test_a_failed_step_is_rolled_back_and_each_group_runs_alone_once():
+    with FakeWorker(delay_s=0.005) as worker, client(worker) as it:
+        for number in range(3):
+            it.submit(f"request {number}", "p" * number + "|", max_tokens=30)
+        it.read(lambda: all(len(ids) > 3 for ids in it.token_ids.values()))
+        worker.fail_next()
+        it.finish(*(f"request {number}" for number in range(3)))
+        for number in range(3):
+            assert it.token_ids[f"request {number}"] == hashed_after("p" * number + "|", 30)
+        assert it.serving.engine.workers[0].statistics.num_failed == 1
+
+
+def test_a_group_that_fails_alone_ends_with_an_error_and_the_next_one_runs():
+    with FakeWorker() as worker, client(worker) as it:
+        worker.fail_next()
+        it.submit("bad", max_tokens=5)
+        it.finish("bad")
+        assert it.reasons["bad"] == pb.FINISH_REASON_ERROR
+        it.submit("good", max_tokens=5)
+        it.finish("good")
+        assert it.token_ids["good"] == hashed_after("say|", 5)
+
+
+def test_an_aborted_request_ends_with_what_it_has_and_frees_everything():
+    with FakeWorker(delay_s=0.02) as worker, client(worker) as it:
+        it.submit("one", max_tokens=200)
+        it.read(lambda: len(it.token_ids["one"]) > 3)
+        assert it.serving.engine.abort("one")
+        it.finish("one")
+        assert it.reasons["one"] == pb.FINISH_REASON_ABORT
+        assert not it.serving.engine.abort("one")
+        assert it.serving.engine.workers[0].scheduler.blocks.num_free_blocks == 64
+
+
+def test_the_queue_is_bounded_and_ids_are_unique_while_they_live():
+    with FakeWorker(delay_s=0.05, max_num_seqs=1) as worker, client(worker, max_waiting_requests=2) as it:
+        it.submit("running", max_tokens=100)
+        it.wait(lambda: it.serving.engine.workers[0].num_running == 1)
+        it.submit("first", max_tokens=1)
+        with pytest.raises(DuplicateRequest):
+            it.submit("first", max_tokens=1)
+        it.submit("second", max_tokens=1)
+        with pytest.raises(QueueFull):
+            it.submit("third", max_tokens=1)
+
+
+def test_before_the_first_worker_requests_are_refused():
+    it = Client(worker=("127.0.0.1:1",))
+    it.serving.start()
+    try:
+        with pytest.raises(NotReady):
+            it.submit("one")
+    finally:
+        it.serving.stop()
+
+
+def test_a_worker_with_another_model_is_refused_by_name():
+    with FakeWorker() as first, FakeWorker(model_hash="other") as second:
+        it = Client(worker=(first.address,))
+        it.serving.start()
+        try:
+            it.wait(lambda: it.serving.is_ready)
+            it.serving.pool._add(second.address)
+            refused = it.serving.pool.clients[second.address]
+            it.wait(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
+            assert "fake-model (other)" in refused.state.problem
+            assert len(it.serving.engine.workers) == 1
+        finally:
+            it.serving.stop()
+
+
+def test_a_silent_worker_is_given_up_and_its_requests_wait():
+    with FakeWorker(delay_s=0.01) as worker, client(worker) as it:
+        it.submit("one", max_tokens=60)
+        it.read(lambda: len(it.token_ids["one"]) > 3)
+        worker.delay_s = 2.6  # no message for longer than the limit, as a stopped process does
+        it.wait(lambda: not it.serving.engine.workers)
+        worker.delay_s = 0.0
+        it.finish("one")
+        assert it.token_ids["one"] == hashed_after("say|", 60)
+        assert worker.num_leases == 2
