@@ -6,7 +6,7 @@ sequence's draw depends on (`seed`, its index, a position) is here or in the mir
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ WHOLE_VOCABULARY = np.int32(-1)
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Sampling parameters of the N samples of one step, in the order of the samples."""
+    """Sampling parameters of some rows, in their order."""
 
     temperature: npt.NDArray[np.float32]  # [N], 0: greedy
     top_k: npt.NDArray[np.int64]  # [N], 0: off
@@ -30,6 +30,10 @@ class SamplingRows:
     seed: npt.NDArray[np.uint64]  # [N]
     wants_logprobs: npt.NDArray[np.bool_]  # [N]
     num_logprobs: npt.NDArray[np.int32]  # [N], top candidates, WHOLE_VOCABULARY for all; 0 where none are wanted
+
+    def take(self, rows: npt.NDArray[np.intp]) -> SamplingRows:
+        """Some of these rows."""
+        return SamplingRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 class SamplingColumns:

@@ -365,7 +365,7 @@ class SequenceStates:
         self.num_tokens[slots] = rows.sample_positions + 1
 
     def roll_back(self, rows: AppliedRows) -> None:
-        """Undoes `apply_rows` after a failure; to be called before `record_samples`, with no step in between."""
+        """Undoes `apply_rows`, and `record_samples` where it has run, after a failure; no step may lie in between."""
         self.num_computed_tokens[rows.touched_slots] = rows.computed_before
         self.num_tokens[rows.touched_slots] = rows.tokens_before
 

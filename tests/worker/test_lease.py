@@ -1,0 +1,319 @@
+"""Leases, epochs, heartbeats, failures and draining, over a real gRPC server with a fake model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from octavo.rpc import CHANNEL_OPTIONS
+from protos import worker_pb2, worker_pb2_grpc
+from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
+from worker_svc.config import WorkerConfig
+from worker_svc.model_runner import ModelRunner
+from worker_svc.server import WorkerServer
+from worker_svc.tokenizer_files import TokenizerFiles
+from worker_svc.worker import Worker
+
+CONFIG = WorkerConfig(port=0, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=0.001)
+
+
+@dataclass
+class Setup:
+    """A served fake model and a way to it."""
+
+    model: FakeModel
+    server: WorkerServer
+    stub: Any
+    settings_id: str
+
+    async def open(self) -> Stream:
+        stream = Stream(self.stub.Execute())
+        await stream.send(open=worker_pb2.OpenLease(settings_id=self.settings_id))
+        stream.epoch = (await stream.wait_for("notice")).lease.epoch
+        return stream
+
+
+class Stream:
+    """A scheduler's end of `Execute`."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.epoch = 0
+        self.heartbeats: list[tuple[float, worker_pb2.Heartbeat]] = []
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(worker_pb2.StepRequest(epoch=self.epoch, **kind))
+
+    async def wait_for(self, kind: str) -> Any:
+        while True:
+            response = await self.call.read()
+            if response is grpc.aio.EOF:
+                raise EOFError(await self.call.code())
+            assert response.epoch == self.epoch or self.epoch == 0
+            if response.WhichOneof("kind") == kind:
+                return getattr(response, kind)
+            self.heartbeats.append((time.monotonic(), response.heartbeat))
+
+    async def run(self, step: worker_pb2.Step) -> worker_pb2.StepResult:
+        await self.send(step=step)
+        return await self.wait_for("result")
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    model = FakeModel()
+    server = WorkerServer(
+        Worker(ModelRunner(model, fake_config(), CONFIG.block_size), CONFIG),
+        fake_config(),
+        TokenizerFiles({"tokenizer.json": b"x" * 3_000_000, "config.json": b"{}"}),
+    )
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        sizes = await stub.Initialize(worker_pb2.InitializeRequest())
+        yield Setup(model, server, stub, sizes.settings_id)
+    await server.stop()
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value.code()
+
+
+async def eventually(holds: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_steps_are_run_and_timed(setup: Setup) -> None:
+    stream = await setup.open()
+    result = await stream.run(prefill(1, [[3, 4, 5], [9]]))
+    expected = [next_token(5, 2), next_token(9, 0)]
+    assert tokens_of(result) == expected
+    timings = result.timings
+    phases = (timings.cache_ops_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns)
+    assert all(phases) and sum(phases) + timings.queue_ns <= timings.total_ns
+    result = await stream.run(decode(2, [1, 0]))
+    assert tokens_of(result) == [next_token(expected[1], 1), next_token(expected[0], 3)]
+
+
+async def test_two_steps_in_flight_are_answered_in_order(setup: Setup) -> None:
+    stream = await setup.open()
+    await stream.send(step=prefill(1, [[3]]))
+    await stream.send(step=decode(2, [0]))
+    first, second = await stream.wait_for("result"), await stream.wait_for("result")
+    assert (first.step_id, second.step_id) == (1, 2)
+    assert tokens_of(second) == [next_token(tokens_of(first)[0], 1)]
+
+
+async def test_second_opener_is_refused_until_the_first_leaves(setup: Setup) -> None:
+    first = await setup.open()
+    info = await setup.stub.GetInfo(worker_pb2.GetInfoRequest())
+    assert info.lifecycle == worker_pb2.WORKER_LIFECYCLE_LEASED
+    second = setup.stub.Execute()
+    await second.write(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=setup.settings_id)))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await second.read()
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "another scheduler" in refused.value.details()
+    assert tokens_of(await first.run(prefill(1, [[3]]))) == [next_token(3, 0)]
+
+    await first.call.done_writing()
+    assert await first.call.code() == grpc.StatusCode.OK
+
+    async def is_free() -> bool:
+        info = await setup.stub.GetInfo(worker_pb2.GetInfoRequest())
+        return bool(info.lifecycle == worker_pb2.WORKER_LIFECYCLE_INITIALIZED)
+
+    await eventually(is_free)
+    third = await setup.open()
+    assert third.epoch == first.epoch + 1
+    # A new epoch finds an empty mirror: the same metadata for the same slot is no contradiction.
+    assert tokens_of(await third.run(prefill(1, [[3]]))) == [next_token(3, 0)]
+
+
+async def test_wrong_settings_or_first_message_are_refused(setup: Setup) -> None:
+    call = setup.stub.Execute()
+    await call.write(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id="of another life")))
+    assert await code_of(call.read()) == grpc.StatusCode.FAILED_PRECONDITION
+    call = setup.stub.Execute()
+    await call.write(worker_pb2.StepRequest(keepalive=worker_pb2.Keepalive()))
+    assert await code_of(call.read()) == grpc.StatusCode.INVALID_ARGUMENT
+    await setup.open()
+
+
+async def test_silent_scheduler_loses_its_lease_after_three_seconds(setup: Setup) -> None:
+    stream = await setup.open()
+    for _ in range(2):
+        await asyncio.sleep(0.7)
+        await stream.send(keepalive=worker_pb2.Keepalive())
+    silent_since = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as expired:
+        await stream.wait_for("result")
+    assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 2.9 < time.monotonic() - silent_since < 4.0
+    await eventually(lambda: _opens(setup))
+
+
+async def _opens(setup: Setup) -> bool:
+    try:
+        await setup.open()
+    except grpc.aio.AioRpcError:
+        return False
+    return True
+
+
+async def test_messages_of_another_epoch_are_dropped(setup: Setup) -> None:
+    stream = await setup.open()
+    await stream.call.write(worker_pb2.StepRequest(epoch=stream.epoch + 1, step=prefill(1, [[5]])))
+    result = await stream.run(prefill(1, [[3]]))
+    assert tokens_of(result) == [next_token(3, 0)]
+    assert setup.model.num_forwards == 1 + 4  # four of the profile
+
+
+async def test_lease_waits_for_the_running_step_and_throws_queued_ones_away(setup: Setup) -> None:
+    first = await setup.open()
+    await first.run(prefill(1, [[3]]))
+    setup.model.delay_s = 0.6
+    forwards = setup.model.num_forwards
+    for step_id in (2, 3, 4):
+        await first.send(step=decode(step_id, [0]))
+    await asyncio.sleep(0.2)
+    first.call.cancel()
+    await asyncio.sleep(0.1)
+    assert not await _opens(setup), "the step of the old lease still runs"
+    await eventually(lambda: _opens(setup))
+    assert setup.model.num_forwards == forwards + 1, "queued steps of the old lease are thrown away"
+
+
+async def test_heartbeats_come_while_the_model_is_busy(setup: Setup) -> None:
+    stream = await setup.open()
+    setup.model.delay_s, setup.model.spins = 2.0, True
+    await stream.run(prefill(1, [[3]]))
+    times = [when for when, beat in stream.heartbeats if beat.running_step_id == 1]
+    ages = [beat.running_ns for _, beat in stream.heartbeats if beat.running_step_id == 1]
+    assert len(times) >= 3
+    assert all(later - earlier < 0.8 for earlier, later in zip(times, times[1:], strict=False))
+    assert ages == sorted(ages) and ages[-1] > 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError("no more"), worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+         worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY),
+        (ZeroDivisionError("a\nsecond line"), worker_pb2.STEP_ERROR_CODE_INTERNAL),
+    ],
+)  # fmt: skip
+async def test_failed_step_is_followed_by_skipped_ones_until_resume(
+    setup: Setup, error: Exception, code: worker_pb2.StepErrorCode
+) -> None:
+    stream = await setup.open()
+    token = tokens_of(await stream.run(prefill(1, [[3]])))[0]
+    setup.model.error = error
+    for step_id in (2, 3):
+        await stream.send(step=decode(step_id, [0]))
+    failed, skipped = await stream.wait_for("result"), await stream.wait_for("result")
+    assert failed.status == worker_pb2.STEP_STATUS_FAILED
+    assert failed.error.code == code and failed.error.block_operations_applied
+    assert "\n" not in failed.error.message and "Traceback" not in failed.error.message
+    assert skipped.status == worker_pb2.STEP_STATUS_SKIPPED
+    wrong = decode(4, [0])
+    wrong.resume_after = 3
+    assert (await stream.run(wrong)).status == worker_pb2.STEP_STATUS_SKIPPED
+
+    resumed = prefill(5, [[3, token]])
+    resumed.resume_after = 2
+    resumed.released_slots_u16 = b"\0\0\1\0"  # slot 1 was never there: a skipped step may have brought it
+    result = await stream.run(resumed)
+    assert result.status == worker_pb2.STEP_STATUS_OK
+    assert tokens_of(result) == [next_token(token, 1)]
+    assert (await stream.run(decode(6, [0]))).status == worker_pb2.STEP_STATUS_OK
+
+
+async def test_step_that_contradicts_the_mirror_fails_alone(setup: Setup) -> None:
+    stream = await setup.open()
+    await stream.run(prefill(1, [[3]]))
+    failed = await stream.run(decode(2, [2]))
+    assert failed.error.code == worker_pb2.STEP_ERROR_CODE_PROTOCOL
+    assert "slot 2" in failed.error.message
+    again = prefill(3, [[3]])
+    again.resume_after, again.released_slots_u16 = 2, b"\0\0"
+    assert tokens_of(await stream.run(again)) == [next_token(3, 0)]
+    out_of_order = await stream.run(decode(7, [0]))
+    assert "step 7 after step 3" in out_of_order.error.message
+
+
+async def test_row_without_finite_logits_ends_alone(setup: Setup) -> None:
+    stream = await setup.open()
+    setup.model.poison = 5
+    result = await stream.run(prefill(1, [[3], [5], [6]]))
+    assert tokens_of(result) == [next_token(3, 0), next_token(6, 0)]
+    assert result.outputs.num_tokens_u16 == b"\1\0\0\0\1\0"
+    assert [error.row for error in result.outputs.row_errors] == [1]
+    # A step that was in flight already names the same rows; the others go on.
+    result = await stream.run(decode(2, [0, 1, 2]))
+    assert result.status == worker_pb2.STEP_STATUS_OK
+
+
+async def test_drain_answers_what_was_received(setup: Setup) -> None:
+    stream = await setup.open()
+    await stream.run(prefill(1, [[3]]))
+    setup.model.delay_s = 0.3
+    for step_id in (2, 3):
+        await stream.send(step=decode(step_id, [0]))
+    await asyncio.sleep(0.1)
+    stopping = asyncio.create_task(setup.server.stop())
+    notice = await stream.wait_for("notice")
+    assert notice.WhichOneof("notice") == "draining"
+    await stream.send(step=decode(4, [0]))  # too late
+    assert [(await stream.wait_for("result")).step_id for _ in (2, 3)] == [2, 3]
+    with pytest.raises(EOFError):
+        await stream.wait_for("result")
+    assert await stream.call.code() == grpc.StatusCode.OK
+    await stopping
+
+
+async def test_handshake(setup: Setup) -> None:
+    stub = setup.stub
+    info = await stub.GetInfo(worker_pb2.GetInfoRequest())
+    assert (info.model, info.vocab_size, info.block_size, info.max_num_seqs) == ("fake", 31, 4, 4)
+    assert info.max_model_len == 64 and list(info.eos_token_ids) == [2]
+    assert info.lifecycle == worker_pb2.WORKER_LIFECYCLE_INITIALIZED
+    sizes = await stub.Initialize(worker_pb2.InitializeRequest(max_num_seqs=4, max_model_len=64))
+    assert sizes.settings_id == setup.settings_id, "the worker's own bounds, spelled out"
+    assert sizes.num_device_blocks == 4 * 64 // 4 and sizes.prefill_tokens_per_s > 0
+    assert sizes.block_bytes == 2 * 4 * 4 * 4
+    chunks = [chunk async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest())]
+    assert max(len(chunk.data) for chunk in chunks) <= 1 << 20
+    assert chunks[-1].sha256 == info.tokenizer_sha256
+    assert sum(len(chunk.data) for chunk in chunks if chunk.file_name == "tokenizer.json") == 3_000_000
+    for request in (dict(max_num_seqs=5), dict(max_num_batched_tokens=3), dict(max_model_len=65)):
+        call = stub.Initialize(worker_pb2.InitializeRequest(**request))
+        assert await code_of(call) == grpc.StatusCode.INVALID_ARGUMENT
+    assert await code_of(stub.LoadAdapter(worker_pb2.LoadAdapterRequest())) == grpc.StatusCode.UNIMPLEMENTED
+    assert await code_of(stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest())) == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_other_settings_are_refused_while_leased_and_taken_otherwise(setup: Setup) -> None:
+    other = worker_pb2.InitializeRequest(max_num_seqs=2, max_model_len=40)
+    sizes = await setup.stub.Initialize(other)
+    assert (sizes.max_num_seqs, sizes.max_model_len, sizes.num_device_blocks) == (2, 40, 20)
+    assert sizes.settings_id != setup.settings_id
+    assert not await _opens(setup), "with the settings of before"
+    setup.settings_id = sizes.settings_id
+    stream = await setup.open()
+    call = setup.stub.Initialize(worker_pb2.InitializeRequest())
+    assert await code_of(call) == grpc.StatusCode.FAILED_PRECONDITION
+    assert (await setup.stub.Initialize(other)).settings_id == sizes.settings_id
+    assert (await stream.run(prefill(1, [[3]], max_len=40))).status == worker_pb2.STEP_STATUS_OK

@@ -1,0 +1,73 @@
+"""How many blocks a worker has, from its options, the memory that is there, and what a step was measured to take.
+
+Pure arithmetic over numbers that others measured; allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker_svc.config import AUTO, WorkerConfig
+from worker_svc.errors import StartupError
+from worker_svc.memory import GIB
+
+CPU_CACHE_BYTES = 1 * GIB  # when nothing is asked for: room for others on the machine, and pages are touched at start
+CPU_CACHE_SHARE = 0.4  # of the memory that is free
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds that a scheduler and a worker have agreed on."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Blocks of the cache, and the limits that hold with them."""
+
+    num_device_blocks: int
+    num_host_blocks: int
+    limits: Limits
+
+
+def size_cache(
+    config: WorkerConfig, limits: Limits, block_bytes: int, available_bytes: int, step_bytes: int
+) -> CacheSizes:
+    """`step_bytes` is the most that a step takes besides the cache. Raises StartupError with the numbers.
+
+    Never more blocks than all sequences at their longest need.
+    """
+    free_bytes = available_bytes - step_bytes
+    if config.kv_cache_memory is None:
+        cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * free_bytes))
+    else:
+        cache_bytes = int(config.kv_cache_memory * GIB)
+    host_bytes = int(config.swap_space * GIB)
+    num_blocks = min(cache_bytes // block_bytes, limits.max_num_seqs * -(-limits.max_model_len // config.block_size))
+    if num_blocks < 1:
+        raise StartupError(
+            f"too little memory for the cache: {_gib(max(cache_bytes, 0))}, a block takes {_gib(block_bytes)}; "
+            f"{_gib(available_bytes)} are free, of which a step takes up to {_gib(step_bytes)}"
+        )
+    if num_blocks * block_bytes + host_bytes > free_bytes:
+        raise StartupError(
+            f"too little memory: the cache takes {_gib(num_blocks * block_bytes)}, swapped blocks {_gib(host_bytes)}, "
+            f"a step up to {_gib(step_bytes)}, but {_gib(available_bytes)} are free"
+        )
+    longest = num_blocks * config.block_size
+    if longest < limits.max_model_len:
+        if config.max_model_len != AUTO:
+            raise StartupError(
+                f"max_model_len {limits.max_model_len} does not fit in a cache of {num_blocks} blocks of "
+                f"{config.block_size} tokens: {longest} is the most (--max-model-len auto takes it, "
+                f"--kv-cache-memory enlarges the cache)"
+            )
+        limits = Limits(limits.max_num_seqs, limits.max_num_batched_tokens, longest)
+    return CacheSizes(num_blocks, host_bytes // block_bytes, limits)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"

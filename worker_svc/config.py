@@ -1,0 +1,62 @@
+"""Options of the worker service, one frozen dataclass: flags, variables and file keys follow from its fields.
+
+Imports nothing heavy: a command line is parsed, and refused, before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.log import LEVELS
+from octavo.options import option
+
+AUTO: Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Raises ValueError for options that contradict one another or that this build cannot serve."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(50061, "port to listen on; 0 takes a free one")
+    log_level: str = option("info", "least important log lines to show", choices=LEVELS)
+    model: str = option("smollm2-135m-instruct", "model folder, or a name that `octavo model list` shows")
+    download_dir: str = option("", "folder of models to look a name up in before the cache", metavar="DIR")
+    load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "dummy"))
+    seed: int = option(0, "of the random weights that --load-format dummy makes")
+    dtype: str = option("auto", "of weights and cache; auto takes the checkpoint's own", metavar="DTYPE")
+    device: str = option("cpu", "where the model runs", metavar="DEVICE")
+    num_threads: int = option(0, "threads that compute; 0 takes torch's own choice, one a core")
+    block_size: int = option(16, "tokens in a block of the cache")
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use; without meaning on the cpu")
+    kv_cache_memory: float | None = option(
+        None, "GiB of cache (default on the cpu: 1, at most 0.4 of the memory that is free)", metavar="GIB"
+    )
+    swap_space: float = option(0.0, "GiB of host memory for swapped blocks", metavar="GIB")
+    max_num_seqs: int = option(256, "sequences that run at once, at most")
+    max_num_batched_tokens: int = option(2048, "tokens in one step, at most")
+    max_model_len: int | str | None = option(
+        None, "tokens in one sequence (default: what the model takes); auto: as many as fit in the cache", metavar="LEN"
+    )
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            raise ValueError(f"device {self.device} is not supported yet, only cpu")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        if self.max_num_seqs > min(self.max_num_batched_tokens, 65536):
+            raise ValueError(
+                f"max_num_seqs is {self.max_num_seqs}, more than max_num_batched_tokens, "
+                f"{self.max_num_batched_tokens}, or than the 65536 slots of the protocol"
+            )
+        length = self.max_model_len
+        if not (length is None or length == AUTO or (isinstance(length, int) and length > 0)):
+            raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")
+        if self.kv_cache_memory is not None and self.kv_cache_memory <= 0:
+            raise ValueError(f"kv_cache_memory is {self.kv_cache_memory} GiB, more than 0 is accepted")
+        if self.swap_space < 0 or self.num_threads < 0:
+            raise ValueError("swap_space and num_threads are at least 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, not within (0, 1]")

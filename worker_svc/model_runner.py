@@ -1,0 +1,154 @@
+"""Runs one step on the model: input batch, forward pass, draws, answer. Owns the model and its cache.
+
+Decides nothing and keeps nothing of a step but what `SequenceStates` records. Used by the model thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from protos import worker_pb2
+from worker_svc.attention import AttentionMetadata
+from worker_svc.cache_engine import CacheEngine
+from worker_svc.input_batch import build_input_batch
+from worker_svc.memory import peak_bytes
+from worker_svc.models import ModelConfig
+from worker_svc.sampler import Draws, sample
+from worker_svc.sequence_outputs import pack_outputs
+from worker_svc.sequence_states import AppliedRows, SequenceStates
+from worker_svc.step_columns import BlockOperations, Ints
+from worker_svc.step_timer import StepTimer
+
+_PROFILED_TOKENS = 256  # of one prefill; a whole budget of tokens would take seconds on a CPU
+_SWAPPED_BLOCKS = 64
+_SAMPLING_BYTES = 4 + 8 + 8 + 8  # an entry of the vocabulary and row: logits, their sorted copy, weights, running sums
+
+
+class Model(Protocol):
+    """What a runner needs of a model; `worker_svc.models` has the real ones."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # i64[T]
+        positions: torch.Tensor,  # i64[T]
+        caches: list[tuple[torch.Tensor, torch.Tensor]],  # keys and values of each layer
+        attention: AttentionMetadata,
+        logits_rows: torch.Tensor,  # i64[L], of the T tokens
+    ) -> torch.Tensor:  # f32[L, vocab]
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a step costs, as measured at the start."""
+
+    bytes_per_token: float  # of activations
+    prefill_tokens_per_s: float
+
+
+class ModelRunner:
+    """A model, its cache, and the way from resolved rows to an answer."""
+
+    def __init__(self, model: Model, config: ModelConfig, block_size: int, device: str = "cpu") -> None:
+        self.config = config
+        self._model = model
+        self._block_size = block_size
+        self._device = device
+        self._cache: CacheEngine | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of one block over all layers."""
+        return CacheEngine.block_bytes(self.config, self._block_size, self.config.dtype)
+
+    def allocate_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Replaces the cache; what the old one held is gone."""
+        self.release_cache()
+        self._cache = CacheEngine(
+            self.config, self._block_size, num_device_blocks, num_host_blocks, self.config.dtype, self._device
+        )
+
+    def release_cache(self) -> None:
+        """Gives the cache's memory back."""
+        self._cache = None
+
+    def operate(self, operations: BlockOperations) -> None:
+        """Swaps and copies of a step, in the protocol's order."""
+        assert self._cache is not None, "a step before Initialize"
+        if operations.swap_out.size:
+            self._cache.swap_out(self._pairs(operations.swap_out))
+        if operations.swap_in.size:
+            self._cache.swap_in(self._pairs(operations.swap_in))
+        if operations.copies.size:
+            self._cache.copy(self._pairs(operations.copies))
+
+    @torch.inference_mode()
+    def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
+        """Computes the rows, draws their samples, records them in `states` and packs the answer."""
+        if rows.slots.size == 0:
+            return worker_pb2.SequenceOutputs()
+        assert self._cache is not None, "a step before Initialize"
+        batch = build_input_batch(states, rows, self.config.vocab_size, self._device)
+        timer.end_phase("prepare_ns")
+        logits = self._model.forward(
+            batch.token_ids, batch.positions, self._cache.layers, batch.attention, batch.logits_rows
+        )
+        timer.end_phase("forward_ns")
+        if rows.sample_rows.size == 0:
+            return worker_pb2.SequenceOutputs()
+        sampling_rows = np.flatnonzero(rows.num_samples)
+        draws = Draws(np.searchsorted(sampling_rows, rows.sample_rows), rows.sample_indices, rows.sample_positions)
+        sampled = sample(logits, states.sampling.take(rows.slots[sampling_rows]), draws)
+        states.record_samples(rows, sampled.token_ids)
+        outputs = pack_outputs(rows, sampled)
+        timer.end_phase("sample_ns")
+        return outputs
+
+    def profile(self, max_num_batched_tokens: int) -> Profile:
+        """Measures a prefill, in a small cache of its own, after a first one that compiles and warms up."""
+        num_tokens = min(_PROFILED_TOKENS, max_num_batched_tokens, self.config.max_model_len - 2)
+        num_tokens = max(num_tokens, 1)
+        self._run_once(num_tokens)
+        started_s = time.perf_counter()
+        num_bytes = peak_bytes(lambda: self._run_once(num_tokens))
+        return Profile(num_bytes / num_tokens, num_tokens / (time.perf_counter() - started_s))
+
+    def step_bytes(self, profile: Profile, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """The most memory that a step of this size takes besides weights and cache."""
+        sampling_bytes = max_num_seqs * self.config.vocab_size * _SAMPLING_BYTES
+        return int(profile.bytes_per_token * max_num_batched_tokens) + sampling_bytes
+
+    def measure_swap(self) -> float:
+        """Bytes a second from the device to the host; 0 without host blocks."""
+        assert self._cache is not None, "measured after allocation"
+        num_blocks = min(_SWAPPED_BLOCKS, self._cache.num_host_blocks, self._cache.num_device_blocks)
+        if num_blocks == 0:
+            return 0.0
+        pairs = torch.arange(num_blocks)[:, None].expand(-1, 2).contiguous()
+        self._cache.swap_out(pairs)  # touches the pages
+        started_s = time.perf_counter()
+        self._cache.swap_out(pairs)
+        return num_blocks * self.block_bytes / (time.perf_counter() - started_s)
+
+    def _run_once(self, num_tokens: int) -> None:
+        """A prefill of one sequence that samples at random, and, where the model is long enough, a decode step."""
+        num_blocks = -(-(num_tokens + 1) // self._block_size)
+        states = SequenceStates(1, num_tokens + 2, self._block_size, num_blocks)
+        self.allocate_cache(num_blocks, 0)
+        prefill = worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=b"\0\0", num_samples_u16=b"\1\0"))
+        prefill.rows.query_lens_u32 = num_tokens.to_bytes(4, "little")
+        group = prefill.groups.add(request_id="profile")
+        group.sampling_params.seed = 0
+        token_ids = (index % self.config.vocab_size for index in range(num_tokens))
+        group.sequences.add(token_ids=token_ids, block_table=range(num_blocks))
+        decode = worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=b"\0\0", num_decode_rows=1))
+        for step in (prefill, decode):
+            self.run(states, states.apply(step).rows, StepTimer(time.perf_counter_ns()))
+
+    def _pairs(self, pairs: Ints) -> torch.Tensor:
+        return torch.from_numpy(pairs).to(self._device)

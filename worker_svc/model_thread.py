@@ -1,0 +1,57 @@
+"""One thread that does everything that touches the model, in the order in which it was asked to.
+
+Apart from gRPC's event loop, so that a slow step delays no heartbeat. Knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import structlog
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class ModelThread:
+    """A daemon: a process that has to end does not wait for a step that does not."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Runs `task` after all that was submitted before; what it raises is logged."""
+        self._tasks.put(task)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """As `submit`, with an answer."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.submit(task)
+        return future
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread after what was submitted; False if it has not ended in time."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                log.exception("task of the model thread failed")

@@ -1,0 +1,122 @@
+"""The worker service as a process: load, initialise, serve, drain.
+
+The event loop runs in the main thread, the model on a thread of its own. Nothing here imports `transformers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+import time
+
+import grpc
+import structlog
+import torch
+
+from octavo import log as logging
+from octavo.cache import ModelNotFound, resolve_model
+from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
+from protos import worker_pb2_grpc
+from worker_svc.config import WorkerConfig
+from worker_svc.errors import StartupError
+from worker_svc.model_runner import ModelRunner
+from worker_svc.models import ModelConfig, ModelError
+from worker_svc.tokenizer_files import TokenizerFiles
+from worker_svc.worker import Worker, is_out_of_memory
+from worker_svc.worker_service import WorkerService
+
+log = structlog.get_logger()
+
+SERVICE_NAME = "octavo.v1.Worker"
+DRAIN_LIMIT_S = 4.0  # for answers to what was received; then the process ends all the same
+SWITCH_INTERVAL_S = 0.001  # the model thread yields to the event loop this often where it runs Python code
+
+
+class WorkerServer:
+    """A gRPC server around a `WorkerService`."""
+
+    def __init__(self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles) -> None:
+        """To be made on the event loop that will serve. Raises BindError: nothing is listened to before `start`."""
+        self.service = WorkerService(worker, model_config, files)
+        self._worker = worker
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
+        self._health = add_introspection(self._server, [SERVICE_NAME])
+        self.port = bind(self._server, worker.config.host, worker.config.port)
+
+    async def start(self) -> None:
+        """Initialises with the worker's own bounds, then serves. Raises StartupError."""
+        await asyncio.wrap_future(self._worker.initialize(self._worker.bounds))
+        await self._server.start()
+        await self._health.set_ready(True)
+
+    async def stop(self, grace_s: float = DRAIN_LIMIT_S) -> None:
+        """Not ready, drained, closed, in this order; a step that takes longer than `grace_s` is left behind."""
+        await self._health.set_ready(False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.service.drain(), grace_s)
+        await self._health.shut_down()
+        await self._server.stop(grace=0.2)
+
+
+def main(config: WorkerConfig) -> int:
+    """Runs a worker until SIGINT or SIGTERM; the exit code. What prevents the start is one line on stderr and 1."""
+    logging.configure(config.log_level)
+    started_s = time.monotonic()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        # Loaded before the event loop takes over signals: until then they end the process at once.
+        runner, files = load(config)
+        return asyncio.run(_serve(config, runner, files, started_s))
+    except (ModelError, ModelNotFound, StartupError, BindError) as error:
+        return _give_up(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            return _give_up("too little memory to load the model")
+        raise
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _give_up(why: str) -> int:
+    print(f"octavo worker: error: {why}", file=sys.stderr)
+    return 1
+
+
+def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
+    """The model of `config`, its weights loaded. Raises ModelNotFound, ModelError."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    from worker_svc.models import load_model
+
+    folder = resolve_model(config.model, config.download_dir or None)
+    asked = config.max_model_len
+    model_config = ModelConfig.from_folder(folder, config.dtype, asked if isinstance(asked, int) else None)
+    model = load_model(folder, model_config, config.device, config.load_format)
+    runner = ModelRunner(model, model_config, config.block_size, config.device)
+    return runner, TokenizerFiles.from_folder(folder)
+
+
+async def _serve(config: WorkerConfig, runner: ModelRunner, files: TokenizerFiles, started_s: float) -> int:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    worker = Worker(runner, config)
+    server = WorkerServer(worker, runner.config, files)
+    await server.start()
+    gc.freeze()  # the model is for life: no collection has to look at it again
+    seconds = round(time.monotonic() - started_s, 2)
+    log.info("worker ready", address=f"{config.host}:{server.port}", model=runner.config.model_name, seconds=seconds)
+    await stopped.wait()
+    log.info("worker draining")
+    await server.stop()
+    if not worker.thread.stop(timeout_s=0.5):
+        log.warning("worker leaves a step behind that did not end in time")
+        sys.stderr.flush()
+        os._exit(0)  # a thread inside the model cannot be ended otherwise
+    log.info("worker stopped")
+    return 0

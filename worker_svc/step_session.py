@@ -1,0 +1,98 @@
+"""One `Execute` stream: steps in, answers, heartbeats and notices out, for as long as its lease lasts.
+
+Lives on the event loop; the model thread only ever hands answers over. A lease ends when the scheduler closes the
+stream, when it is silent for `lease.EXPIRY_S`, or when the worker drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import structlog
+
+from protos import worker_pb2
+from worker_svc.lease import EXPIRY_S, Lease
+from worker_svc.worker import Worker
+
+log = structlog.get_logger()
+
+HEARTBEAT_INTERVAL_S = 0.5
+
+
+class LeaseExpired(Exception):
+    """Nothing was heard from the scheduler for too long."""
+
+
+class StepSession:
+    """The exchange with the scheduler that holds `lease`."""
+
+    def __init__(self, context: Any, worker: Worker, lease: Lease, instance_id: str) -> None:
+        self._context = context  # grpc.aio.ServicerContext of the stream
+        self._worker = worker
+        self._lease = lease
+        self._instance_id = instance_id
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[worker_pb2.StepResponse | None] = asyncio.Queue()
+        self._draining = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when the scheduler has closed the stream or the worker has drained. Raises LeaseExpired."""
+        await asyncio.wrap_future(self._worker.begin(self._lease.epoch))
+        granted = worker_pb2.LeaseGranted(instance_id=self._instance_id, epoch=self._lease.epoch)
+        self._say(notice=worker_pb2.Notice(lease=granted))
+        writer = asyncio.create_task(self._write())
+        others = [asyncio.create_task(work()) for work in (self._read, self._beat, self._expire, self._drain)]
+        try:
+            done, _ = await asyncio.wait([writer, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (writer, *others):
+                task.cancel()
+
+    def drain(self) -> None:
+        """Tells the scheduler, answers what has been received, and ends the stream."""
+        self._draining.set()
+
+    async def _read(self) -> None:
+        while (request := await self._context.read()) is not grpc.aio.EOF:
+            arrived_ns = time.perf_counter_ns()
+            if request.epoch != self._lease.epoch:
+                continue
+            self._lease.heard(time.monotonic())
+            if request.HasField("step") and not self._draining.is_set():
+                self._worker.submit(request.epoch, request.step, arrived_ns, self._deliver)
+
+    def _deliver(self, result: worker_pb2.StepResult) -> None:
+        """On the model thread."""
+        response = worker_pb2.StepResponse(epoch=self._lease.epoch, result=result)
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, response)
+
+    async def _write(self) -> None:
+        while (response := await self._outbox.get()) is not None:
+            await self._context.write(response)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            step_id, age_ns = self._worker.running
+            self._say(heartbeat=worker_pb2.Heartbeat(running_step_id=step_id, running_ns=age_ns))
+
+    async def _expire(self) -> None:
+        while (left_s := self._lease.expires_in_s(time.monotonic())) > 0:
+            await asyncio.sleep(left_s)
+            await asyncio.sleep(0)  # if it was this loop that was late, messages are waiting to be read
+        raise LeaseExpired(f"nothing was heard from the scheduler for {EXPIRY_S:g} s")
+
+    async def _drain(self) -> None:
+        await self._draining.wait()
+        self._say(notice=worker_pb2.Notice(draining=worker_pb2.Draining()))
+        await asyncio.wrap_future(self._worker.answered())
+        self._outbox.put_nowait(None)  # behind the last answer; ends the writer, and with it the session
+        await asyncio.Event().wait()
+
+    def _say(self, **kind: Any) -> None:
+        self._outbox.put_nowait(worker_pb2.StepResponse(epoch=self._lease.epoch, **kind))

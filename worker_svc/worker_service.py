@@ -1,0 +1,181 @@
+"""The servicer of `octavo.v1.Worker`: it checks, hands over to `Worker` or `StepSession`, and encodes.
+
+Runs on the event loop; never touches the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from protos import worker_pb2, worker_pb2_grpc
+from worker_svc.cache_sizing import Limits
+from worker_svc.errors import StartupError
+from worker_svc.lease import Lease, LeaseDesk, LeaseHeld
+from worker_svc.models import ModelConfig
+from worker_svc.step_session import LeaseExpired, StepSession
+from worker_svc.tokenizer_files import TokenizerFiles
+from worker_svc.worker import Worker
+
+log = structlog.get_logger()
+
+SCHEMA_REVISION = 1
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """The servicer. `model_config` and `files` describe what `worker` serves."""
+
+    def __init__(self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles) -> None:
+        self.instance_id = uuid.uuid4().hex
+        self._worker = worker
+        self._model_config = model_config
+        self._files = files
+        self._leases = LeaseDesk()
+        self._session: StepSession | None = None
+        self._is_draining = False
+        self._settling: set[asyncio.Task[None]] = set()
+
+    # ---- Handshake --------------------------------------------------------------------------------------------------
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.WorkerInfo:
+        config, bounds = self._model_config, self._worker.bounds
+        return worker_pb2.WorkerInfo(
+            instance_id=self.instance_id,
+            schema_revision=SCHEMA_REVISION,
+            model=config.model_name,
+            model_hash=config.model_hash,
+            architecture=config.architecture,
+            dtype=str(config.dtype).removeprefix("torch."),
+            device=self._worker.config.device,
+            vocab_size=config.vocab_size,
+            max_model_len=bounds.max_model_len,
+            max_num_seqs=bounds.max_num_seqs,
+            max_num_batched_tokens=bounds.max_num_batched_tokens,
+            block_size=self._worker.config.block_size,
+            parallel=worker_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
+            lifecycle=self._lifecycle(),
+            tokenizer_sha256=self._files.sha256,
+            eos_token_ids=config.eos_token_ids,
+            max_logprobs=config.vocab_size,
+        )
+
+    def _lifecycle(self) -> worker_pb2.WorkerLifecycle:
+        if self._is_draining:
+            return worker_pb2.WORKER_LIFECYCLE_DRAINING
+        if self._leases.is_held:
+            return worker_pb2.WORKER_LIFECYCLE_LEASED
+        if self._worker.sizes is None:
+            return worker_pb2.WORKER_LIFECYCLE_LOADED
+        return worker_pb2.WORKER_LIFECYCLE_INITIALIZED
+
+    async def GetTokenizer(
+        self, request: worker_pb2.GetTokenizerRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.TokenizerChunk]:
+        for chunk in self._files.chunks():
+            yield chunk
+
+    async def Initialize(self, request: worker_pb2.InitializeRequest, context: Any) -> worker_pb2.InitializeResponse:
+        try:
+            limits = limits_of(request, self._worker.bounds)
+        except ValueError as error:
+            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if self._leases.is_held and not self._worker.is_initialized_for(limits):
+            await _refuse(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "other settings are refused while a scheduler holds the lease",
+            )
+        try:
+            return await asyncio.wrap_future(self._worker.initialize(limits))
+        except StartupError as error:
+            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> worker_pb2.LoadAdapterResponse:
+        await _refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Any
+    ) -> worker_pb2.UnloadAdapterResponse:
+        await _refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
+
+    # ---- Steps ------------------------------------------------------------------------------------------------------
+
+    async def Execute(self, requests: Any, context: Any) -> None:
+        lease = await self._open(await context.read(), context)
+        session = StepSession(context, self._worker, lease, self.instance_id)
+        self._session = session
+        log.info("lease taken", epoch=lease.epoch, scheduler=context.peer())
+        try:
+            await session.run()
+        except LeaseExpired as error:
+            log.warning("lease expired", epoch=lease.epoch)
+            await _refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+        finally:
+            self._session = None
+            self._leases.end(lease)
+            task = asyncio.create_task(self._settle(lease))
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
+
+    async def _open(self, request: Any, context: Any) -> Lease:
+        refused = grpc.StatusCode.FAILED_PRECONDITION
+        sizes = self._worker.sizes
+        if request is grpc.aio.EOF or not request.HasField("open"):
+            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream has to be `open`")
+        if self._is_draining:
+            await _refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+        if sizes is None:
+            await _refuse(context, refused, "Initialize has to come before Execute")
+        if request.open.settings_id != sizes.settings_id:
+            await _refuse(
+                context,
+                refused,
+                f"settings_id {request.open.settings_id!r} is not {sizes.settings_id!r}: Initialize again",
+            )
+        try:
+            return self._leases.take(time.monotonic())
+        except LeaseHeld as error:
+            await _refuse(context, refused, str(error))
+
+    async def _settle(self, lease: Lease) -> None:
+        """The next lease has to wait for the step that still runs."""
+        await asyncio.wrap_future(self._worker.end())
+        self._leases.settled(lease)
+        log.info("lease ended", epoch=lease.epoch)
+
+    async def drain(self) -> None:
+        """Refuses new leases, answers what was received, and returns when nothing runs any more."""
+        self._is_draining = True
+        if self._session is not None:
+            self._session.drain()
+        await asyncio.wrap_future(self._worker.answered())
+        while self._leases.is_held:
+            await asyncio.sleep(0.01)
+
+
+def limits_of(request: worker_pb2.InitializeRequest, bounds: Limits) -> Limits:
+    """What a scheduler asks for, within the worker's bounds; 0 means the bound. Raises ValueError."""
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        if getattr(request, name) > getattr(bounds, name):
+            raise ValueError(f"{name} is {getattr(request, name)}, at most {getattr(bounds, name)} is accepted")
+    limits = Limits(
+        request.max_num_seqs or bounds.max_num_seqs,
+        request.max_num_batched_tokens or bounds.max_num_batched_tokens,
+        request.max_model_len or bounds.max_model_len,
+    )
+    if limits.max_num_seqs > limits.max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_seqs is {limits.max_num_seqs}, more than max_num_batched_tokens, {limits.max_num_batched_tokens}"
+        )
+    return limits
+
+
+async def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
+    await context.abort(code, why)
+    raise AssertionError("abort has raised")
