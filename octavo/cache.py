@@ -45,5 +45,6 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
     for parent in dict.fromkeys((models_dir(download_dir), models_dir())):
         if (parent / name / "config.json").is_file():
             return parent / name
-    raise ModelNotFound(f"model {name!r} is neither a folder nor in {models_dir(download_dir)}: "
-                        f"run `octavo model fetch {name}` first")
+    raise ModelNotFound(
+        f"model {name!r} is neither a folder nor in {models_dir(download_dir)}: run `octavo model fetch {name}` first"
+    )

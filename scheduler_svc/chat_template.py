@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -22,21 +23,18 @@ _CUT = "OCTAVO_CUTS_HERE "  # the space shows whether the template trims the end
 
 
 class TemplateError(ValueError):
-    """The messages do not fit the template, or the template is broken. One line, meant for the client."""
+    """The messages do not fit the template, or the template is broken. One line, fit for the client."""
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe.
+    """Thread-safe. A broken template is known when something is first rendered with it.
 
-    `special_tokens` (`bos_token`, `eos_token`, ...) are visible in the template by name. Raises `TemplateError`.
+    `special_tokens` (`bos_token`, `eos_token`, ...) are visible in the template by name.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
         self._special_tokens = dict(special_tokens)
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise _one_line(error) from error
 
     def render(
         self,
@@ -49,6 +47,7 @@ class ChatTemplate:
 
         `add_generation_prompt` begins the assistant's answer (default: unless the final message is continued).
         `continue_final_message` ends the prompt within the final message, so that the model goes on with it.
+        Raises `TemplateError`.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -58,9 +57,11 @@ class ChatTemplate:
             return self._render(messages, add_generation_prompt)
         if add_generation_prompt:
             raise TemplateError("add_generation_prompt and continue_final_message exclude each other")
-        last = messages[-1]
-        marked = [*messages[:-1], {**last, "content": last["content"] + _CUT}]
-        return _cut(self._render(marked, add_generation_prompt), last["content"])
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise TemplateError("continue_final_message: the final message has no text to continue")
+        marked = [*messages[:-1], {**messages[-1], "content": content + _CUT}]
+        return _cut(self._render(marked, add_generation_prompt), content)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         try:
@@ -73,6 +74,10 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise _one_line(error) from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return _environment().from_string(self._source)
 
 
 def _cut(rendered: str, content: str) -> str:

@@ -134,9 +134,7 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
 _LETTERS = {"Replace": "R", "ByteFallback": "B", "Fuse": "F", "Strip": "S"}
 
 
-def _sentencepiece_factory(
-    tokens: list[str | None], special: set[int], steps: list[dict[str, Any]]
-) -> StreamFactory:
+def _sentencepiece_factory(tokens: list[str | None], special: set[int], steps: list[dict[str, Any]]) -> StreamFactory:
     replacements = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
     has_bytes = any(step["type"] == "ByteFallback" for step in steps)
     no_strip: dict[str, Any] = {"content": "", "start": 0}

@@ -12,7 +12,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,12 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._config = {name: _read_json(files, name) for name in _FILE_NAMES[1:] if name.endswith(".json")}
-        self._template = _template_source(files, self._config["tokenizer_config.json"])
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_tokens = self._named_special_tokens()  # "bos_token" -> its text, as chat templates see them
         self.eos_token_ids = self._find_eos_token_ids()
+        source = _template_source(files, self._config["tokenizer_config.json"])
+        self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
         self._stream_factory: StreamFactory = stream_factory(self._tokenizer)
 
     @staticmethod
@@ -86,11 +86,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The tokenizer's own; what ends an output is `eos_token_ids`."""
         return self._id_of("eos_token")
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        """None for a model without one. Raises `TemplateError` when it is broken."""
-        return ChatTemplate(self._template, self.special_tokens) if self._template is not None else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. `add_special_tokens` adds what tokenizer.json's post-processor adds (BOS, for some models);
@@ -179,7 +174,10 @@ def _token_content(value: Any) -> str | None:
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja wins; the tokenizer config has one template, or a list of named ones with a "default"."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"chat_template.jinja is not UTF-8: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)

