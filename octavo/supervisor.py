@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+
+from octavo.end_with_parent import end_with_parent
 
 log = structlog.get_logger()
 
@@ -30,10 +29,6 @@ _GRACE_S = {
 _MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
 _GOOD_LIFE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Loaded here: between fork and exec only the call itself is safe.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -157,21 +152,12 @@ class Supervisor:
 
 
 async def _start(child: Child) -> asyncio.subprocess.Process:
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        """In the child, before exec: the kernel sends SIGKILL when the parent's main thread ends, however it ends."""
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it was gone before the call
-                os._exit(1)
-
     return await asyncio.create_subprocess_exec(
         *child.command,
         env=dict(child.environment),
         stdin=asyncio.subprocess.DEVNULL,
         process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
-        preexec_fn=die_with_parent,
+        preexec_fn=end_with_parent(),
     )
 
 

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
 
 
-def run(llm: LLM, workload: Workload) -> Figures:
-    """One timed run, everything submitted at once. The caller warms up, or not."""
+def run(llm: LLM, workload: Workload) -> tuple[Figures, list[list[int]]]:
+    """One timed run, everything submitted at once: its figures, and the token ids of each request in order.
+
+    Raises RuntimeError when other than the tokens that were asked for came back.
+    """
     params = [
         SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.max_tokens) for request in workload.requests
     ]
@@ -22,8 +25,9 @@ def run(llm: LLM, workload: Workload) -> Figures:
     started_ns = time.monotonic_ns()
     outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
     wall_ns = time.monotonic_ns() - started_ns
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+    num_tokens = sum(map(len, token_ids))
     if num_tokens != workload.num_output_tokens:
         raise RuntimeError(f"{num_tokens} tokens came back, {workload.num_output_tokens} were asked for")
     metrics = [output.metrics for output in outputs]
-    return measure(workload.name, "LLM", workload.num_prompt_tokens, num_tokens, wall_ns, metrics)
+    return measure(workload.name, "LLM", workload.num_prompt_tokens, num_tokens, wall_ns, metrics), token_ids

@@ -64,7 +64,7 @@ def _offline(arguments: argparse.Namespace) -> list[Figures]:
         vocab_size = llm.get_tokenizer().vocab_size
         workload = _workload(arguments, vocab_size)
         offline.run(llm, workloads.warm_up(vocab_size))
-        return [offline.run(llm, workload) for _ in range(arguments.repeat)]
+        return [offline.run(llm, workload)[0] for _ in range(arguments.repeat)]
 
 
 def _serve(arguments: argparse.Namespace) -> list[Figures]:

@@ -1,0 +1,57 @@
+"""What a figure was measured on: the hardware and the versions that matter, for file names and for readers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from octavo.serving_plan import available_cores
+
+_PACKAGES = ("octavo", "torch", "transformers", "grpcio", "protobuf", "numpy", "numba")
+
+
+def describe() -> dict[str, Any]:
+    """Readable facts; what cannot be found out is left out or "unknown"."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": available_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "commit": _commit(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def slug(facts: dict[str, Any]) -> str:
+    """A short name of the hardware for a file: `intel-xeon-platinum-8259cl-2-cores`."""
+    name = re.sub(r"\((r|tm)\)|\bcpu\b|@.*", " ", facts["cpu"].lower())
+    return "-".join([*re.findall(r"[a-z0-9.]+", name), f"{facts['cores']}-cores"])
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
