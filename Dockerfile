@@ -1,13 +1,11 @@
 # Two images from one file:
 #     docker build --target scheduler -t octavo-scheduler .      no torch, no CUDA
 #     docker build --target worker    -t octavo-worker .
-# torch comes from wherever pip finds the pinned version; PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name another place
-# (PyTorch's CPU index, a folder of wheels).
+# torch comes from wherever pip finds the pinned version; --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name another
+# place (PyTorch's CPU index, a page of wheels).
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS base
-ARG PIP_FIND_LINKS=
-ARG PIP_EXTRA_INDEX_URL=
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # A fixed number, so that a cluster can check that the image does not run as root.
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin octavo
@@ -16,6 +14,8 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt LICENSE ./
 
 FROM base AS scheduler
+ARG PIP_FIND_LINKS=
+ARG PIP_EXTRA_INDEX_URL=
 RUN pip install --constraint constraints.txt ".[scheduler]"
 COPY octavo octavo
 COPY protos protos
@@ -30,6 +30,8 @@ HEALTHCHECK --interval=10s --timeout=6s --start-period=30s CMD ["octavo", "healt
 ENTRYPOINT ["octavo", "scheduler"]
 
 FROM base AS worker
+ARG PIP_FIND_LINKS=
+ARG PIP_EXTRA_INDEX_URL=
 RUN pip install --constraint constraints.txt ".[worker]"
 COPY octavo octavo
 COPY protos protos
