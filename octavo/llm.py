@@ -47,7 +47,9 @@ class LLM:
         worker_options = {"log_level": "warning", **options, "model": model}
         config = _build(WorkerConfig, worker_options, besides=SchedulerConfig)
         self._worker = WorkerProcess(config)
-        scheduler_options = {name: value for name, value in options.items() if name not in ("port", "host", "tokenizer")}
+        scheduler_options = {
+            name: value for name, value in options.items() if name not in ("port", "host", "tokenizer")
+        }
         self._deliveries: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._serving = Serving(
             _build(SchedulerConfig, {**scheduler_options, "worker": (self._worker.address,)}, besides=WorkerConfig),
@@ -81,7 +83,9 @@ class LLM:
         requests = _requests(prompts, prompt_token_ids)
         params = _one_each(sampling_params, len(requests))
         generations = [
-            Generation(build_request(text, parameters, prompt_token_ids=ids), RetryPolicy(retries=0), time.monotonic_ns())
+            Generation(
+                build_request(text, parameters, prompt_token_ids=ids), RetryPolicy(retries=0), time.monotonic_ns()
+            )
             for (text, ids), parameters in zip(requests, params, strict=True)
         ]
         return self._run(generations, use_tqdm)
@@ -94,7 +98,9 @@ class LLM:
             groups = [frontend.prepare(generation.request) for generation in generations]
         except RequestRefused as error:
             raise ValueError(str(error)) from error
-        gathered = {group.request_id: _Gathered(generation) for group, generation in zip(groups, generations, strict=True)}
+        gathered = {
+            group.request_id: _Gathered(generation) for group, generation in zip(groups, generations, strict=True)
+        }
         unsent = list(reversed(groups))
         progress = _Progress(len(groups), use_tqdm)
         num_unfinished = len(groups)

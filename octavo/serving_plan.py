@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from octavo.options import environment_without_options, option, to_arguments
+from octavo.options import OptionError, environment_without_options, option, to_arguments
 from octavo.supervisor import Child
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share the cores. Raises PlanError for a port in use."""
+    """The address clients will use, and the children; workers share the cores. Raises PlanError, OptionError."""
     if scheduler.worker:
-        raise PlanError("serve starts workers of its own; --worker is for `octavo scheduler`")
+        raise OptionError("--worker is for `octavo scheduler`; serve starts workers of its own (--workers N)")
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
     ports = [free_port() for _ in range(serve.workers)]

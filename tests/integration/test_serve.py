@@ -1,165 +1,178 @@
-"""`octavo serve`: its processes start, are named when they die, and are gone when it is, whatever ends it."""
+"""`octavo serve` as it is typed: it says how to call it, survives its workers, and leaves nothing behind."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from octavo import serving_plan
-from octavo.supervisor import Child, Supervisor
+from octavo import Client, SamplingParams
+from octavo.serving_plan import free_port
+from tests.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).parents[2]
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-STUBBORN = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+READY_WITHIN_S = 60.0  # generous: the machine under test has other work
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-def child(name: str, command: list[str], essential: bool = False) -> Child:
-    return Child(name, command, dict(os.environ), essential)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
-async def ready_at_once() -> None:
-    await asyncio.sleep(0.2)
+class Served:
+    """A running `octavo serve`, with what it has said so far."""
+
+    def __init__(self, *flags: str) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "octavo", "serve", "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.said = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+
+    def wait_for(self, what: Callable[[], object], seconds: float = READY_WITHIN_S) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, f"not within {seconds} s; said:\n{self.said}"
+            time.sleep(0.02)
+
+    def wait_until_ready(self) -> None:
+        self.wait_for(lambda: "Octavo is ready after" in self.said or self.process.poll() is not None)
+        assert self.process.poll() is None, self.said
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def worker(self) -> psutil.Process:
+        return next(process for process in self.family() if "worker" in process.cmdline())
+
+    def end(self, number: int) -> tuple[int, float]:
+        """Exit code and seconds after a signal; asserts that no process is left."""
+        family = self.family()
+        started = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=20)
+        seconds = time.monotonic() - started
+        _, alive = psutil.wait_procs(family, timeout=3)
+        assert alive == [], f"left behind: {alive}"
+        self._reader.join(5)
+        return code, seconds
 
 
-async def never_ready() -> None:
-    await asyncio.sleep(600)
+@contextmanager
+def serving(*flags: str) -> Iterator[Served]:
+    served = Served(*flags)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
 
 
-def send_after(seconds: float, *numbers: int) -> None:
-    """Signals this process, as a terminal does."""
-    for i, number in enumerate(numbers):
-        asyncio.get_running_loop().call_later(seconds + 0.2 * i, os.kill, os.getpid(), number)
+def tokens(address: str, prompt: str) -> list[int]:
+    with Client(address) as client:
+        return [t for output in client.generate(prompt, GREEDY) for part in output.outputs for t in part.token_ids]
 
 
-def children_of_this_process() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+def test_says_how_to_call_it_answers_and_ends_with_ctrl_c(model: Path) -> None:
+    with serving("--model", str(model)) as served:
+        served.wait_until_ready()
+        assert f"{model} at {served.address}, 1 worker" in served.said
+        assert "grpcurl -plaintext" in served.said
+        assert len(tokens(served.address, "hello")) == 40
+        code, seconds = served.end(signal.SIGINT)
+    assert code == 130 and seconds < 5
+    assert "Traceback" not in served.said
 
 
-@pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
-    yield
-    assert children_of_this_process() == []
+def test_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
+    with serving("--model", str(model)) as served, Client(served.address) as client:
+        served.wait_until_ready()
+        endless = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+        streams = [client.generate(f"story {i}", endless) for i in range(4)]
+        for stream in streams:
+            next(stream)
+        code, seconds = served.end(signal.SIGTERM)
+        for stream in streams:
+            stream.close()
+    assert code == 0 and seconds < 5
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-async def test_a_signal_ends_everything(number: int, code: int) -> None:
-    supervisor = Supervisor([child("a", SLEEP, True), child("b", SLEEP)], ready_at_once)
-    readiness: list[float] = []
-    send_after(0.5, number)
-    assert await supervisor.run(readiness.append) == code
-    assert len(readiness) == 1 and 0.1 < readiness[0] < 5
+def test_a_dead_worker_is_named_replaced_and_not_noticed_by_requests(model: Path) -> None:
+    with serving("--model", str(model)) as served:
+        served.wait_until_ready()
+        expected = tokens(served.address, "hello")
+        worker = served.worker()
+        worker.kill()
+        served.wait_for(lambda: "a child has ended" in served.said and str(worker.pid) in served.said)
+        assert "SIGKILL" in served.said
+        served.wait_for(lambda: any("worker" in process.cmdline() for process in served.family()))
+        assert tokens(served.address, "hello") == expected
+        served.end(signal.SIGTERM)
 
 
-async def test_children_that_ignore_sigterm_are_gone_within_5_seconds() -> None:
-    supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], ready_at_once)
-    send_after(0.6, signal.SIGINT)
-    started = time.monotonic()
-    assert await supervisor.run(lambda _: None) == 130
-    assert time.monotonic() - started < 0.6 + 5
-
-
-async def test_a_second_ctrl_c_does_not_wait() -> None:
-    supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], never_ready)
-    send_after(0.6, signal.SIGINT, signal.SIGINT)
-    started = time.monotonic()
-    assert await supervisor.run(lambda _: None) == 130
-    assert time.monotonic() - started < 2
-
-
-async def test_a_child_that_cannot_start_ends_all_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    failing = child("worker 1", [sys.executable, "-c", "raise SystemExit(7)"])
-    supervisor = Supervisor([child("scheduler", SLEEP, True), failing], never_ready)
-    assert await supervisor.run(lambda _: None) == 1
-    said = "".join(capfd.readouterr())
-    assert "worker 1" in said and "7" in said
-
-
-async def test_the_end_of_an_essential_child_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
-    dying = [sys.executable, "-c", "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"]
-    supervisor = Supervisor([child("scheduler", dying, True), child("worker", SLEEP)], ready_at_once)
-    assert await supervisor.run(lambda _: None) == 1
-    said = "".join(capfd.readouterr())
-    assert "scheduler" in said and "SIGKILL" in said
-
-
-async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
-    log = tmp_path / "starts"
-    program = """if True:
-        import pathlib, sys, time
-        starts = pathlib.Path(sys.argv[1])
-        with starts.open("a") as file:
-            file.write("x")
-        time.sleep(0.6 if len(starts.read_text()) < 3 else 600)
-    """
-    dying_twice = child("worker", [sys.executable, "-c", program, str(log)])
-    supervisor = Supervisor([child("scheduler", SLEEP, True), dying_twice], ready_at_once)
-    send_after(4.5, signal.SIGTERM)
-    assert await supervisor.run(lambda _: None) == 0
-    assert log.read_text() == "xxx"
-
-
-async def test_a_worker_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.supervisor._FIRST_PAUSE_S", 0.01)
-    dying = [sys.executable, "-c", "import time; time.sleep(0.5)"]
-    supervisor = Supervisor([child("scheduler", SLEEP, True), child("worker", dying)], ready_at_once)
-    assert await supervisor.run(lambda _: None) == 1
+def test_the_scheduler_s_death_ends_all(model: Path) -> None:
+    with serving("--model", str(model)) as served:
+        served.wait_until_ready()
+        family = served.family()
+        next(process for process in family if "scheduler" in process.cmdline()).kill()
+        assert served.process.wait(timeout=10) == 1
+        _, alive = psutil.wait_procs(family, timeout=3)
+        assert alive == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
-def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
-    program = f"""
-        import asyncio, os
-        from octavo.supervisor import Child, Supervisor
-        async def never(): await asyncio.sleep(600)
-        child = lambda name, essential: Child(name, {SLEEP!r}, dict(os.environ), essential)
-        asyncio.run(Supervisor([child("a", True), child("b", False)], never).run(print))
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT)
-    orphans: list[psutil.Process] = []
-    deadline = time.monotonic() + 10
-    while len(orphans) < 2 and time.monotonic() < deadline:
-        orphans = psutil.Process(process.pid).children(recursive=True)
-        time.sleep(0.02)
-    time.sleep(0.3)  # past exec
-    process.kill()
-    process.wait()
-    assert len(orphans) == 2
-    _, alive = psutil.wait_procs(orphans, timeout=3)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+def test_no_orphans_when_it_is_killed(model: Path) -> None:
+    with serving("--model", str(model), "--workers", "2") as served:
+        served.wait_for(lambda: len(served.family()) == 3)
+        time.sleep(0.5)  # past exec
+        code, _ = served.end(signal.SIGKILL)
+    assert code == -signal.SIGKILL
 
 
-def test_a_port_in_use_is_said_before_anything_starts() -> None:
+def test_a_worker_that_cannot_start_ends_all_with_its_reason(tmp_path: Path) -> None:
+    with serving("--model", str(tmp_path / "no-such-model")) as served:
+        assert served.process.wait(timeout=30) == 1
+        served._reader.join(5)
+        assert "no-such-model" in served.said and "Traceback" not in served.said
+        assert '"child": "worker"' in served.said
+
+
+def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(serving_plan.PlanError, match=f"port {port} on 127.0.0.1 is in use"):
-            serving_plan.check_port_is_free("127.0.0.1", port)
-    with pytest.raises(serving_plan.PlanError, match="cannot listen on no-such-host"):
-        serving_plan.check_port_is_free("no-such-host.invalid", 50051)
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "octavo", "serve", "--port", port]
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"octavo serve: error: port {port} on 127.0.0.1 is in use by another process; --port chooses another"
+    ]
 
 
-def test_addresses_by_which_a_server_is_reached() -> None:
-    assert serving_plan.reachable("0.0.0.0", 1) == "127.0.0.1:1"
-    assert serving_plan.reachable("::", 1) == "127.0.0.1:1"
-    assert serving_plan.reachable("::1", 1) == "[::1]:1"
-
-
-def test_worker_environment_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQS", "4")
-    environment = serving_plan.worker_environment(3)
-    assert environment["OMP_NUM_THREADS"] == "3" and "OCTAVO_MAX_NUM_SEQS" not in environment
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert serving_plan.worker_environment(3)["OMP_NUM_THREADS"] == "1"
+@pytest.mark.parametrize("flags", [["--workers", "0"], ["--worker", "127.0.0.1:1"], ["--max-num-seqs", "0"], ["--x"]])
+def test_bad_usage(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "octavo", "serve", *flags]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=30)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1

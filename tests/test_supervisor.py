@@ -1,0 +1,165 @@
+"""Children of a supervisor: named when they die, and gone when it is, whatever ends it. The plan that `serve` makes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from octavo import serving_plan
+from octavo.supervisor import Child, Supervisor
+
+ROOT = Path(__file__).parents[1]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+STUBBORN = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+
+
+def child(name: str, command: list[str], essential: bool = False) -> Child:
+    return Child(name, command, dict(os.environ), essential)
+
+
+async def ready_at_once() -> None:
+    await asyncio.sleep(0.2)
+
+
+async def never_ready() -> None:
+    await asyncio.sleep(600)
+
+
+def send_after(seconds: float, *numbers: int) -> None:
+    """Signals this process, as a terminal does."""
+    for i, number in enumerate(numbers):
+        asyncio.get_running_loop().call_later(seconds + 0.2 * i, os.kill, os.getpid(), number)
+
+
+def children_of_this_process() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    assert children_of_this_process() == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+async def test_a_signal_ends_everything(number: int, code: int) -> None:
+    supervisor = Supervisor([child("a", SLEEP, True), child("b", SLEEP)], ready_at_once)
+    readiness: list[float] = []
+    send_after(0.5, number)
+    assert await supervisor.run(readiness.append) == code
+    assert len(readiness) == 1 and 0.1 < readiness[0] < 5
+
+
+async def test_children_that_ignore_sigterm_are_gone_within_5_seconds() -> None:
+    supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], ready_at_once)
+    send_after(0.6, signal.SIGINT)
+    started = time.monotonic()
+    assert await supervisor.run(lambda _: None) == 130
+    assert time.monotonic() - started < 0.6 + 5
+
+
+async def test_a_second_ctrl_c_does_not_wait() -> None:
+    supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], never_ready)
+    send_after(0.6, signal.SIGINT, signal.SIGINT)
+    started = time.monotonic()
+    assert await supervisor.run(lambda _: None) == 130
+    assert time.monotonic() - started < 2
+
+
+async def test_a_child_that_cannot_start_ends_all_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    failing = child("worker 1", [sys.executable, "-c", "raise SystemExit(7)"])
+    supervisor = Supervisor([child("scheduler", SLEEP, True), failing], never_ready)
+    assert await supervisor.run(lambda _: None) == 1
+    said = "".join(capfd.readouterr())
+    assert "worker 1" in said and "7" in said
+
+
+async def test_the_end_of_an_essential_child_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+    dying = [sys.executable, "-c", "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"]
+    supervisor = Supervisor([child("scheduler", dying, True), child("worker", SLEEP)], ready_at_once)
+    assert await supervisor.run(lambda _: None) == 1
+    said = "".join(capfd.readouterr())
+    assert "scheduler" in said and "SIGKILL" in said
+
+
+async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
+    log = tmp_path / "starts"
+    program = """if True:
+        import pathlib, sys, time
+        starts = pathlib.Path(sys.argv[1])
+        with starts.open("a") as file:
+            file.write("x")
+        time.sleep(0.6 if len(starts.read_text()) < 3 else 600)
+    """
+    dying_twice = child("worker", [sys.executable, "-c", program, str(log)])
+    supervisor = Supervisor([child("scheduler", SLEEP, True), dying_twice], ready_at_once)
+    send_after(4.5, signal.SIGTERM)
+    assert await supervisor.run(lambda _: None) == 0
+    assert log.read_text() == "xxx"
+
+
+async def test_a_worker_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.supervisor._FIRST_PAUSE_S", 0.01)
+    dying = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    supervisor = Supervisor([child("scheduler", SLEEP, True), child("worker", dying)], ready_at_once)
+    assert await supervisor.run(lambda _: None) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
+    program = f"""
+        import asyncio, os
+        from octavo.supervisor import Child, Supervisor
+        async def never(): await asyncio.sleep(600)
+        child = lambda name, essential: Child(name, {SLEEP!r}, dict(os.environ), essential)
+        asyncio.run(Supervisor([child("a", True), child("b", False)], never).run(print))
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT)
+    orphans: list[psutil.Process] = []
+    deadline = time.monotonic() + 10
+    while len(orphans) < 2 and time.monotonic() < deadline:
+        orphans = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.02)
+    time.sleep(0.3)  # past exec
+    process.kill()
+    process.wait()
+    assert len(orphans) == 2
+    _, alive = psutil.wait_procs(orphans, timeout=3)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_port_in_use_is_said_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(serving_plan.PlanError, match=f"port {port} on 127.0.0.1 is in use"):
+            serving_plan.check_port_is_free("127.0.0.1", port)
+    with pytest.raises(serving_plan.PlanError, match="cannot listen on no-such-host"):
+        serving_plan.check_port_is_free("no-such-host.invalid", 50051)
+
+
+def test_addresses_by_which_a_server_is_reached() -> None:
+    assert serving_plan.reachable("0.0.0.0", 1) == "127.0.0.1:1"
+    assert serving_plan.reachable("::", 1) == "127.0.0.1:1"
+    assert serving_plan.reachable("::1", 1) == "[::1]:1"
+
+
+def test_worker_environment_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQS", "4")
+    environment = serving_plan.worker_environment(3)
+    assert environment["OMP_NUM_THREADS"] == "3" and "OCTAVO_MAX_NUM_SEQS" not in environment
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert serving_plan.worker_environment(3)["OMP_NUM_THREADS"] == "1"
