@@ -97,13 +97,17 @@ class FakeInference(pb_grpc.InferenceServicer):
 class FakeServer:
     """A gRPC server around `FakeInference` on a free port, with health; a context manager."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, tls: tuple[bytes, bytes] | None = None) -> None:  # key, certificate
         self.inference = FakeInference()
         self.health = health.HealthServicer()
         self._server = grpc.server(ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
         pb_grpc.add_InferenceServicer_to_server(self.inference, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        where = f"127.0.0.1:{port}"
+        if tls is None:
+            self.port = self._server.add_insecure_port(where)
+        else:
+            self.port = self._server.add_secure_port(where, grpc.ssl_server_credentials([tls]))
         self.address = f"127.0.0.1:{self.port}"
         self.set_ready(True)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from octavo import AsyncClient, Client, SamplingParams
+from octavo.client import channel_credentials
 from octavo.errors import RequestFailed
 from octavo.generation import RetryPolicy
 from octavo.outputs import RequestOutput
@@ -239,6 +243,45 @@ async def test_the_other_calls(server: FakeServer) -> None:
         assert client.model_info().model == "fake"
         assert client.detokenize(client.tokenize("héllo")) == "héllo"
         assert client.abort("known") and not client.abort("unknown")
+
+
+def test_complete_gives_the_whole_at_once(server: FakeServer) -> None:
+    server.inference.script = [
+        pb.GenerateResponse(
+            admission=pb.Admission(num_prompt_tokens=2),
+            request_id="r1",
+            outputs=[
+                pb.OutputDelta(index=0, text="ab", token_ids=[1, 2], finish_reason=pb.FINISH_REASON_STOP,
+                               matched_stop=pb.MatchedStop(text="c"), cumulative_logprob=-1.5,
+                               logprobs=[pb.TokenLogprobs(token=pb.Logprob(token_id=1, logprob=-0.5, rank=1))]),
+                pb.OutputDelta(index=1, token_ids=[3], finish_reason=pb.FINISH_REASON_STOP,
+                               matched_stop=pb.MatchedStop(token_id=0), score=-2),
+            ],
+            usage=pb.Usage(prompt_tokens=2, completion_tokens=3),
+        )
+    ]  # fmt: skip
+    with Client(server.address) as client:
+        output = client.complete("x", SamplingParams(n=2))
+    assert not server.inference.requests[0].stream and server.inference.requests[0].HasField("stream")
+    first, second = output.outputs
+    assert output.finished and (first.text, list(first.token_ids), first.stop_reason) == ("ab", [1, 2], "c")
+    assert first.cumulative_logprob == -1.5 and first.logprobs is not None and first.logprobs[0].token.rank == 1
+    assert (second.stop_reason, second.score, second.cumulative_logprob, second.logprobs) == (0, -2, None, None)
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with FakeServer(tls=(key.read_bytes(), certificate.read_bytes())) as server:
+        address = f"localhost:{server.port}"
+        with Client(address, credentials=channel_credentials(certificate)) as client:
+            assert client.model_info().model == "fake"
+        with Client(address, retry=QUICK) as client, pytest.raises(RequestFailed) as caught:
+            client.model_info()
+        assert caught.value.code is LOST
 
 
 def test_nobody_there_is_unavailable() -> None:
