@@ -35,7 +35,13 @@ class SchedulerConfig:
     disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
 
     def __post_init__(self) -> None:
-        for name in ("steps_in_flight", "max_workers", "max_waiting_requests", "max_waiting_tokens", "max_worker_losses"):
+        for name in (
+            "steps_in_flight",
+            "max_workers",
+            "max_waiting_requests",
+            "max_waiting_tokens",
+            "max_worker_losses",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

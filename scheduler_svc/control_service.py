@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 
 import octavo
-from protos import SCHEMA_REVISION
+from protos import SCHEMA_REVISION, inference_pb2_grpc
 from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
@@ -76,6 +75,30 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     ) -> pb.ListWorkersResponse:
         return await self._between_steps(lambda: pb.ListWorkersResponse(workers=self._workers()))
 
+    async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
+        return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
+
+    async def WatchSteps(self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext) -> None:
+        await _not_implemented(context, "WatchSteps")
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.FlushPrefixCacheResponse:
+        return await _not_implemented(context, "FlushPrefixCache")
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
+        return await _not_implemented(context, "Drain")
+
+    async def LoadAdapter(
+        self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ControlLoadAdapterResponse:
+        return await _not_implemented(context, "LoadAdapter")
+
+    async def UnloadAdapter(
+        self, request: pb.ControlUnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ControlUnloadAdapterResponse:
+        return await _not_implemented(context, "UnloadAdapter")
+
     async def _between_steps(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._serving.engine.call(function))
 
@@ -91,6 +114,16 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     def _workers(self) -> list[pb.WorkerState]:
         handles = {worker.link.address: worker for worker in self._serving.engine.workers}
         return [_worker(client, handles.get(client.address)) for client in list(self._serving.pool.clients.values())]
+
+    def _blocks(self, worker: str) -> list[pb.BlockState]:
+        """Blocks in use, of one worker or of all."""
+        return [
+            pb.BlockState(worker=handle.link.address, block_id=block_id, ref_count=ref_count)
+            for handle in self._serving.engine.workers
+            if worker in ("", handle.link.address)
+            for block_id, ref_count in enumerate(handle.scheduler.blocks.allocator.ref_counts.tolist())
+            if ref_count
+        ]
 
     def _request(self, group: SequenceGroup) -> pb.RequestState:
         holders = (w for w in self._serving.engine.workers if group in w.scheduler.running)
@@ -115,6 +148,11 @@ class ControlService(inference_pb2_grpc.ControlServicer):
             tenant=group.tenant,
             priority=group.priority,
         )
+
+
+async def _not_implemented(context: grpc.aio.ServicerContext, name: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not implemented by this server")
+    raise AssertionError("aborted calls do not come here")
 
 
 def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState:

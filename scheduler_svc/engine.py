@@ -1,7 +1,7 @@
 """The step loop: one thread that owns the waiting queue and every worker's scheduler.
 
-Everything that happens to it (a request, an abort, an answer, a worker that joins or is lost) is a function put into its
-inbox; nothing else touches scheduler state. Tokens leave through an `OutputSink`. Knows nothing of text or of how
+Everything that happens to it (a request, an abort, an answer, a worker that joins or is lost) is a function put into
+its inbox; nothing else touches scheduler state. Tokens leave through an `OutputSink`. Knows nothing of text or of how
 messages travel.
 """
 
@@ -92,7 +92,9 @@ class Engine:
                 raise QueueFull(f"{self.num_waiting} requests wait, at most {settings.max_waiting_requests} may", 1.0)
             num_tokens = self.num_waiting_tokens + group.num_prompt_tokens
             if num_tokens > settings.max_waiting_tokens:
-                raise QueueFull(f"{num_tokens} prompt tokens would wait, at most {settings.max_waiting_tokens} may", 1.0)
+                raise QueueFull(
+                    f"{num_tokens} prompt tokens would wait, at most {settings.max_waiting_tokens} may", 1.0
+                )
             self._live[group.tenant, group.request_id] = group
             self._num_submitted += 1
             self._num_submitted_tokens += group.num_prompt_tokens
@@ -238,7 +240,9 @@ class Engine:
             worker.failed_step = sent
             worker.statistics.num_failed += 1
             code = worker_pb2.StepErrorCode.Name(result.error.code)
-            log.warning("step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message)
+            log.warning(
+                "step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message
+            )
             groups = {sequence.group for sequence in sent.rows.sequences}
             if len(groups) == 1:
                 self._on_end(groups.pop(), FinishReason.ERROR, f"the worker could not run it: {result.error.message}")

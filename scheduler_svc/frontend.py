@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 import time
-import uuid
 from collections.abc import Callable
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.sampling_params import SamplingLimits, validate
 from protos import inference_pb2 as pb
@@ -55,10 +56,14 @@ class Frontend:
         return model
 
     def prepare(self, request: pb.GenerateRequest, arrival_ns: int | None = None) -> SequenceGroup:
-        """A group ready to be submitted, its `RequestStream` in `output`. Raises RequestRefused."""
+        """A group ready to be submitted, its `RequestStream` in `output`. Raises RequestRefused.
+
+        The caller has given the request an id. A seed is drawn here where the client named none.
+        """
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
         model = self.model(request.model)
         params = request.sampling_params
+        _check_known_fields(request)
         self._check_sampling_params(params, model)
         self._check_supported(request)
         token_ids = self._prompt_token_ids(request, model)
@@ -71,7 +76,7 @@ class Frontend:
             params.seed = secrets.randbits(64)
         eos_token_ids = () if params.ignore_eos else model.eos_token_ids
         group = SequenceGroup(
-            request.request_id or f"gen-{uuid.uuid4().hex}",
+            request.request_id,
             token_ids,
             params,
             max_num_tokens=min(wanted, model.max_model_len),
@@ -144,19 +149,27 @@ class Frontend:
         num_tokens = len(token_ids)
         if num_tokens + 1 > model.max_model_len:
             limit = f"the model takes {model.max_model_len} tokens, prompt and output together"
-            raise InvalidRequest(FieldViolation("prompt", f"{num_tokens} tokens and 1 to generate are too many: {limit}"))
+            raise InvalidRequest(
+                FieldViolation("prompt", f"{num_tokens} tokens and 1 to generate are too many: {limit}")
+            )
         if num_tokens > model.max_cached_tokens:
             limit = f"a worker's cache holds {model.max_cached_tokens}"
             raise InvalidRequest(FieldViolation("prompt", f"{num_tokens} tokens are too many: {limit}"))
 
 
-def _encode_prompt(
-    request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, accepted: str
-) -> list[int]:
+def _check_known_fields(request: pb.GenerateRequest) -> None:
+    """A field that this server does not know asks for something that it would silently leave out: an image, say."""
+    for message in (request, request.sampling_params, request.messages, *request.messages.messages):
+        if unknown := list(UnknownFieldSet(message)):
+            what = f"field {unknown[0].field_number} of {message.DESCRIPTOR.name} is not known here"
+            raise InvalidRequest(FieldViolation(message.DESCRIPTOR.name, f"{what}; text is accepted, no other media"))
+
+
+def _encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, accepted: str) -> list[int]:
     """Token ids of a request's text or conversation."""
     kind = request.WhichOneof("prompt_kind")
     if kind is None:
-        raise InvalidRequest(FieldViolation("prompt", f"nothing was given, {accepted} is accepted"))
+        raise InvalidRequest(FieldViolation("prompt", f"none or several were given, {accepted} is accepted"))
     if kind == "messages":
         text, add_special_tokens = _render(request.messages, model), False
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -14,12 +15,14 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.errors import NotReady
 from scheduler_svc.output_processor import Delivery
+from scheduler_svc.request_reader import read_generate_request
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.serving import Serving
 from scheduler_svc.status import refusals
 
 log = structlog.get_logger()
 
+SERVICE = "octavo.v1.Inference"
 TOKENIZER_THREADS = 2  # the tokenizers library lets go of the interpreter while it works
 
 
@@ -59,6 +62,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         arrival_ns = time.monotonic_ns()
+        request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
         with structlog.contextvars.bound_contextvars(request_id=request.request_id):
             async with refusals(context):
                 if self.is_draining:
@@ -74,7 +78,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 finally:
                     self._mailboxes.close(stream)
                     if not stream.is_finished:
-                        log.info("client is gone", request_id=group.request_id)
+                        log.info("client is gone")
                     self._serving.engine.abort_group(group)
 
     async def _write_all(
@@ -125,3 +129,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _in_thread(self, function, *arguments):  # type: ignore[no-untyped-def]  # passes any function through
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated function does, with a reader of `Generate` requests that sees two prompts."""
+    generate = grpc.unary_stream_rpc_method_handler(
+        service.Generate, read_generate_request, pb.GenerateResponse.SerializeToString
+    )
+    # The handler that was added first answers; the generated ones after it are for every other method.
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})])
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)

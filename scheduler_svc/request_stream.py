@@ -61,7 +61,7 @@ class RequestStream:
         if output.is_finished:
             return None  # drawn by a step in flight when a stop string was found
         delta = output.take(token_id, reason, logprobs)
-        if output.is_finished and not reason:
+        if delta.finish_reason and not reason:
             self._finish_sequence(sequence)
         return self._message([delta])
 

@@ -154,7 +154,9 @@ class Scheduler:
         rows = ScheduledRows(
             slots, num_decode_rows, query_lens, num_samples, self.columns.generation[slots], self.columns.owner[slots]
         )
-        appended_slots, appended_counts, appended_blocks = map(np.concatenate, zip(NOTHING, *plan.appended, strict=True))
+        appended_slots, appended_counts, appended_blocks = map(
+            np.concatenate, zip(NOTHING, *plan.appended, strict=True)
+        )
         outputs = SchedulerOutputs(
             rows=rows,
             released_slots=sorted(self._released_slots),

@@ -40,7 +40,16 @@ class Sequence:
     still arrive after the slot was given up; the sequence does not get a slot before they have.
     """
 
-    __slots__ = ("_columns", "_own_token_ids", "group", "index", "last_generation", "num_pending_tokens", "slot", "status")
+    __slots__ = (
+        "_columns",
+        "_own_token_ids",
+        "group",
+        "index",
+        "last_generation",
+        "num_pending_tokens",
+        "slot",
+        "status",
+    )
 
     def __init__(self, group: SequenceGroup, index: int, token_ids: TokenIds) -> None:
         self.group = group

@@ -13,6 +13,7 @@ import structlog
 from octavo import log as logging
 from octavo.rpc import SERVER_OPTIONS, BindError, Health, add_introspection, bind
 from protos import inference_pb2_grpc
+from scheduler_svc import inference_service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
 from scheduler_svc.inference_service import InferenceService, Mailboxes
@@ -30,6 +31,9 @@ SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a b
 def main(config: SchedulerConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code."""
     logging.configure(config.log_level)
+    if not config.worker:
+        log.error("cannot start", why="no --worker is given: HOST:PORT or dns:///NAME:PORT")
+        return 2
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         asyncio.run(serve(config))
@@ -45,7 +49,7 @@ async def serve(config: SchedulerConfig) -> None:
     serving = Serving(config, mailboxes.deliver)
     inference = InferenceService(serving, mailboxes)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+    inference_service.add_to_server(inference, server)
     inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config), server)
     health = add_introspection(server, SERVICES)
     port = bind(server, config.host, config.port)

@@ -35,7 +35,7 @@ DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Sta
 
 @asynccontextmanager
 async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Turns a RequestRefused into its status, and a fault of our own into INTERNAL, whose traceback only the log gets."""
+    """Turns a RequestRefused into its status, a fault of our own into INTERNAL; only the log gets the traceback."""
     try:
         yield
     except RequestRefused as error:

@@ -1,6 +1,7 @@
 """The step protocol's messages: a decided step as full metadata once and packed columns after, and its answer.
 
-`worker_svc.sequence_states.SequenceStates.apply` is the inverse: what it holds afterwards equals the scheduler's columns.
+`worker_svc.sequence_states.SequenceStates.apply` is the inverse: what it holds afterwards equals the scheduler's
+columns.
 """
 
 from __future__ import annotations

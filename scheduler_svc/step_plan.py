@@ -1,4 +1,4 @@
-"""What passes between the scheduler and those around it for one step: rows, the decided step, the tokens that came back."""
+"""What passes between the scheduler and those around it for one step: its rows, the decision, what came back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from scheduler_svc.sequence_columns import Ints, TokenIds
 class ScheduledRows:
     """The ordered rows of one step, first `num_decode_rows` decodes, kept until the answer comes.
 
-    All arrays are over rows. `generations` are those of the slots' tenancies: a row whose slot has another generation by
-    then no longer means what it meant.
+    All arrays are over rows. `generations` are those of the slots' tenancies: a row whose slot has another generation
+    by then no longer means what it meant.
     """
 
     slots: Ints
@@ -45,8 +45,8 @@ class SchedulerOutputs:
 
     Attributes:
         released_slots: slots that were given up since the last step.
-        appended_slots, appended_counts, appended_blocks: for slots whose table the worker knows already, how many blocks
-            joined it, and all their ids one slot after the other.
+        appended_slots, appended_counts, appended_blocks: for slots whose table the worker knows already, how many
+            blocks joined it, and all their ids one slot after the other.
     """
 
     rows: ScheduledRows

@@ -60,7 +60,7 @@ class Members(Protocol):
 class ConnectionState:
     """For `Control.ListWorkers`: how far an address has come."""
 
-    health: int = inference_pb2.WORKER_HEALTH_CONNECTING
+    health: inference_pb2.WorkerHealth = inference_pb2.WORKER_HEALTH_CONNECTING
     problem: str = ""
 
 
@@ -182,9 +182,7 @@ class WorkerClient:
                 files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
         return {name: bytes(data) for name, data in files.items()}
 
-    def _now(self, health: int, problem: str) -> None:
+    def _now(self, health: inference_pb2.WorkerHealth, problem: str) -> None:
         if problem and problem != self.state.problem:
             log.info("worker is not serving", worker=self.address, why=problem)
         self.state = ConnectionState(health, problem)
-
-

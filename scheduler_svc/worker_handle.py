@@ -40,7 +40,7 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class StepStatistics:
-    """Sums over the answered steps of one worker, for figures and log lines. Phases are those of the worker's answer."""
+    """Sums over the answered steps of one worker, for figures and log lines; `worker_ns` by phase as it answered."""
 
     num_steps: int = 0
     num_rows: int = 0

@@ -143,4 +143,5 @@ def _resolve(name: str) -> set[str]:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:
         return set()
-    return {f"[{where[0]}]:{port}" if family == socket.AF_INET6 else f"{where[0]}:{port}" for family, _, _, _, where in found}
+    hosts = {f"[{where[0]}]" if family == socket.AF_INET6 else where[0] for family, _, _, _, where in found}
+    return {f"{host}:{port}" for host in hosts}

@@ -1,0 +1,318 @@
+"""The scheduler service as a process of its own, without torch and triton, with a fake worker, through grpcurl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from octavo.serving_plan import free_port
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.fakes import FakeWorker, spell
+from tests.grpcurl import Answer, grpcurl
+
+GENERATE = "octavo.v1.Inference/Generate"
+
+# An import of any of these raises ImportError, as it does where they are not installed.
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "triton", "numba", "transformers"):
+    sys.modules[name] = None
+from octavo.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@dataclass
+class Service:
+    address: str
+    process: subprocess.Popen[str]
+
+    async def call(self, method: str, data: object = None, *flags: str) -> Answer:
+        return await grpcurl(*flags, method, address=self.address, data=data)
+
+    def wait_until_ready(self) -> None:
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
+        deadline = time.monotonic() + 20
+        with grpc.insecure_channel(self.address) as channel:
+            while True:
+                try:
+                    answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=5)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                assert time.monotonic() < deadline and self.process.poll() is None, "the scheduler did not get ready"
+                time.sleep(0.05)
+
+
+@contextmanager
+def scheduler(*flags: str) -> Iterator[Service]:
+    port = free_port()
+    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield Service(f"127.0.0.1:{port}", process)
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with FakeWorker(spell("Grüße, 世界!"), num_blocks=48) as worker, scheduler(f"--worker={worker.address}") as it:
+        it.wait_until_ready()
+        yield it
+
+
+@asynccontextmanager
+async def stub_of(service: Service) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def read_last(call: grpc.aio.UnaryStreamCall) -> pb.GenerateResponse:
+    """The last message of a stream of which some have been read."""
+    last = None
+    while (message := await call.read()) is not grpc.aio.EOF:
+        last = message
+    assert last is not None
+    return last
+
+
+async def test_reflection_lists_the_services_and_describes_generate(service):
+    listed = (await service.call("list")).stdout.split()
+    assert {"octavo.v1.Inference", "octavo.v1.Control", "grpc.health.v1.Health"} <= set(listed)
+    described = await grpcurl("describe", "octavo.v1.Inference.Generate", address=service.address)
+    assert (
+        "rpc Generate ( .octavo.v1.GenerateRequest ) returns ( stream .octavo.v1.GenerateResponse )" in described.stdout
+    )
+
+
+async def test_a_generation_streams_as_json(service):
+    answer = await service.call(GENERATE, {"prompt": "say|", "request_id": "mine", "sampling_params": {"seed": 7}})
+    assert answer.code == 0
+    first, *rest = answer.messages
+    assert first["request_id"] == "mine" and first["seed"] == "7" and first["model"] == "fake-model"
+    outputs = [output for message in rest for output in message["outputs"]]
+    assert "".join(output.get("text", "") for output in outputs) == "Grüße, 世界!"
+    assert len(rest) > 10, "it was meant to stream"
+    assert [o["finish_reason"] for o in outputs if "finish_reason" in o] == ["FINISH_REASON_STOP"]
+    assert rest[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": len("Grüße, 世界!".encode()) + 1}
+
+
+async def test_without_streaming_there_is_one_message(service):
+    answer = await service.call(GENERATE, {"prompt": "say|", "stream": False})
+    (message,) = answer.messages
+    assert message["outputs"][0]["text"] == "Grüße, 世界!"
+    assert message["request_id"] and message["usage"]["prompt_tokens"] == 4
+
+
+async def test_messages_go_through_the_chat_template(service):
+    messages = [{"role": "user", "content": "hi"}]
+    request = {
+        "messages": {"messages": messages},
+        "return_prompt_token_ids": True,
+        "sampling_params": {"max_tokens": 1},
+    }
+    (first, *_) = (await service.call(GENERATE, request)).messages
+    shown = await service.call("octavo.v1.Inference/Detokenize", {"token_ids": first["prompt_token_ids"]})
+    (text,) = shown.messages
+    assert text["text"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    (tokens,) = (await service.call("octavo.v1.Inference/Tokenize", {"messages": {"messages": messages}})).messages
+    assert tokens["token_ids"] == first["prompt_token_ids"]
+
+
+INVALID, NOT_FOUND, UNIMPLEMENTED = 3, 5, 12
+
+BAD_INPUT = {
+    "no prompt": ({}, INVALID, "prompt: none or several were given"),
+    "two prompts": (
+        {"prompt": "x", "prompt_token_ids": {"ids": [1]}},
+        INVALID,
+        "exactly one of prompt, prompt_token_ids and messages is accepted",
+    ),
+    "empty prompt": ({"prompt": ""}, INVALID, "no tokens"),
+    "no token ids": ({"prompt_token_ids": {}}, INVALID, "prompt_token_ids"),
+    "no messages": ({"messages": {}}, INVALID, "messages"),
+    "token outside the vocabulary": (
+        {"prompt_token_ids": {"ids": [3, 400]}},
+        INVALID,
+        "400 is not accepted, 0 to 399 are",
+    ),
+    "out of range": ({"prompt": "x", "sampling_params": {"temperature": 2.5}}, INVALID, "temperature: 2.5"),
+    "zero where one is the least": ({"prompt": "x", "sampling_params": {"max_tokens": 0}}, INVALID, "max_tokens: 0"),
+    "empty stop": ({"prompt": "x", "sampling_params": {"stop": [""]}}, INVALID, "stop[0]"),
+    "contradiction": (
+        {"prompt": "x", "sampling_params": {"detokenize": False, "stop": ["a"]}},
+        INVALID,
+        "detokenize = false",
+    ),
+    "too many logprobs": ({"prompt": "x", "sampling_params": {"logprobs": 21}}, INVALID, "logprobs: 21"),
+    "unknown enum": ({"prompt": "x", "sampling_params": {"early_stopping": 9}}, INVALID, "early_stopping"),
+    "longer than the model": ({"prompt": "x" * 256}, INVALID, "256 tokens and 1 to generate are too many"),
+    "longer than the cache": ({"prompt": "x" * 200}, INVALID, "200 tokens are too many: a worker's cache holds 192"),
+    "unknown model": ({"prompt": "x", "model": "gpt-17"}, NOT_FOUND, "'fake-model' is"),
+    "several outputs": ({"prompt": "x", "sampling_params": {"n": 2}}, UNIMPLEMENTED, "n is not implemented"),
+    "beams": (
+        {"prompt": "x", "sampling_params": {"use_beam_search": True, "best_of": 2, "temperature": 0}},
+        UNIMPLEMENTED,
+        "not implemented",
+    ),
+    "guided": ({"prompt": "x", "sampling_params": {"guided": {"regex": "a+"}}}, UNIMPLEMENTED, "guided"),
+    "a penalty": ({"prompt": "x", "sampling_params": {"presence_penalty": 1}}, UNIMPLEMENTED, "presence_penalty"),
+    "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "adapter"),
+    "resume": ({"prompt": "x", "resume": [{"index": 0, "token_ids": [1]}]}, UNIMPLEMENTED, "resume"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+async def test_bad_input_gets_its_status(service, name):
+    request, code, message = BAD_INPUT[name]
+    answer = await service.call(GENERATE, request)
+    assert answer.code == 64 + code, answer.stderr
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    if code == INVALID:
+        assert "google.rpc.BadRequest" in answer.stderr, "the field is named for machines, too"
+
+
+async def test_media_in_fields_that_are_not_known_are_invalid(service):
+    image = pb.GenerateRequest(prompt="x").SerializeToString() + bytes([0xFA, 0x07, 3]) + b"png"  # field 127, bytes
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        call = channel.unary_stream(f"/{GENERATE}")(image)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no other media" in raised.value.details()
+
+
+async def test_parts_that_come_later_answer_unimplemented(service):
+    for method in ("Drain", "FlushPrefixCache", "LoadAdapter", "UnloadAdapter", "WatchSteps"):
+        answer = await service.call(f"octavo.v1.Control/{method}", {})
+        assert answer.code == 64 + UNIMPLEMENTED
+        assert f"{method} is not implemented by this server" in answer.stderr
+
+
+async def test_unknown_requests_are_not_found(service):
+    answer = await service.call("octavo.v1.Control/GetRequest", {"request_id": "nobody"})
+    assert answer.code == 64 + NOT_FOUND and "nobody" in answer.stderr
+    (aborted,) = (await service.call("octavo.v1.Inference/Abort", {"request_id": "nobody"})).messages
+    assert aborted == {}
+
+
+async def test_health_model_info_and_channelz_answer(service):
+    (health,) = (await service.call("grpc.health.v1.Health/Check", {"service": "octavo.v1.Inference"})).messages
+    assert health == {"status": "SERVING"}
+    (info,) = (await service.call("octavo.v1.Inference/GetModelInfo", {})).messages
+    assert info["vocab_size"] == 400 and info["has_chat_template"] and info["eos_token_ids"] == [258]
+    assert (await service.call("grpc.channelz.v1.Channelz/GetServers", {})).messages
+
+
+SLOW = spell("slow " * 200)
+
+
+@pytest.fixture(scope="module")
+def slow_service() -> Iterator[Service]:
+    """One sequence at a time, 20 ms a token, so that requests can be seen while they run and wait."""
+    with FakeWorker(SLOW, delay_s=0.02, max_num_seqs=1) as worker:
+        with scheduler(f"--worker={worker.address}", "--max-waiting-requests=2") as it:
+            it.wait_until_ready()
+            yield it
+
+
+async def _nothing_runs(service: Service) -> None:
+    for _ in range(100):
+        (load,) = (await service.call("octavo.v1.Control/GetLoad", {})).messages
+        (worker,) = load["workers"]
+        if "num_running" not in worker and worker["num_free_device_blocks"] == worker["num_device_blocks"]:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"something still runs: {json.dumps(load)}")
+
+
+async def test_abort_ends_the_stream_with_abort_and_ok(slow_service):
+    async with stub_of(slow_service) as stub:
+        call = stub.Generate(pb.GenerateRequest(prompt="say|", request_id="to-abort"))
+        await call.read(), await call.read()
+        (state,) = (await slow_service.call("octavo.v1.Control/GetRequest", {"request_id": "to-abort"})).messages
+        assert state["phase"] == "REQUEST_PHASE_RUNNING" and state["sequences"][0]["block_table"]
+        assert (await stub.Abort(pb.AbortRequest(request_id="to-abort"))).found
+        last = await read_last(call)
+        assert last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
+        assert await call.code() is grpc.StatusCode.OK
+    await _nothing_runs(slow_service)
+
+
+async def test_a_client_that_leaves_frees_its_blocks(slow_service):
+    async with stub_of(slow_service) as stub:
+        call = stub.Generate(pb.GenerateRequest(prompt="say|"))
+        await call.read(), await call.read()
+        call.cancel()
+    await _nothing_runs(slow_service)
+
+
+async def test_a_deadline_ends_the_request(slow_service):
+    async with stub_of(slow_service) as stub:
+        call = stub.Generate(pb.GenerateRequest(prompt="say|"), timeout=0.3)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await _nothing_runs(slow_service)
+
+
+async def test_a_full_queue_and_a_live_id_are_refused_at_once(slow_service):
+    async with stub_of(slow_service) as stub:
+        calls = [stub.Generate(pb.GenerateRequest(prompt="say|", request_id=f"request {i}")) for i in range(3)]
+        await asyncio.gather(*(call.read() for call in calls))
+        again = await slow_service.call(GENERATE, {"prompt": "say|", "request_id": "request 0"})
+        assert again.code == 64 + 6 and "'request 0' is live already" in again.stderr
+        full = await slow_service.call(GENERATE, {"prompt": "say|"})
+        assert full.code == 64 + 8 and "2 requests wait, at most 2 may" in full.stderr
+        assert "google.rpc.RetryInfo" in full.stderr
+        replaced = stub.Generate(pb.GenerateRequest(prompt="say|", request_id="request 1", attempt=1))
+        assert (await replaced.read()).request_id == "request 1"
+        last = await read_last(calls[1])
+        assert last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
+        for call in [*calls, replaced]:
+            call.cancel()
+    await _nothing_runs(slow_service)
+
+
+async def test_without_a_worker_it_is_alive_but_not_ready():
+    with scheduler(f"--worker=127.0.0.1:{free_port()}") as it:
+        for _ in range(100):
+            live = await it.call("grpc.health.v1.Health/Check", {})
+            if live.code == 0:
+                break
+            await asyncio.sleep(0.1)
+        assert live.messages == [{"status": "SERVING"}]
+        ready = await it.call("grpc.health.v1.Health/Check", {"service": "octavo.v1.Inference"})
+        assert ready.messages == [{"status": "NOT_SERVING"}]
+        refused = await it.call(GENERATE, {"prompt": "x"})
+        assert refused.code == 64 + 14 and "no worker has joined" in refused.stderr
+
+
+async def test_sigterm_ends_running_streams_and_the_process():
+    with FakeWorker(SLOW, delay_s=0.02) as worker, scheduler(f"--worker={worker.address}") as it:
+        it.wait_until_ready()
+        async with stub_of(it) as stub:
+            call = stub.Generate(pb.GenerateRequest(prompt="say|"))
+            await call.read(), await call.read()
+            it.process.terminate()
+            last = await read_last(call)
+            assert last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
+        assert await asyncio.to_thread(it.process.wait, 5) == 0
