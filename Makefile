@@ -51,7 +51,7 @@ protos: setup
 	  protos/inference.proto protos/worker.proto
 
 bench: model
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.readme_figures
 
 chaos: model
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
