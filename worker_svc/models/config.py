@@ -171,6 +171,8 @@ def _dtype(raw: dict[str, Any], asked: str, device: str) -> torch.dtype:
     if asked != "auto":
         if asked not in DTYPES:
             raise ModelError(f"dtype {asked!r} is not supported; known: auto, {', '.join(DTYPES)}")
+        if asked == "float16" and torch.device(device).type == "cpu":
+            raise ModelError("dtype float16 is not computed on a CPU; use float32 or bfloat16")
         return DTYPES[asked]
     own = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), torch.float32)
     if own == torch.float16 and torch.device(device).type == "cpu":

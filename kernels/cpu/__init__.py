@@ -1,0 +1,16 @@
+"""Compiled kernels for CPUs, behind the signatures of `kernels.reference`; float32 and bfloat16.
+
+Each file holds one operation: a launcher that passes addresses and strides on, and the numba code that does the work
+without the interpreter's lock. Results of a row depend on that row (and its sequence's cache) alone.
+"""
+
+from __future__ import annotations
+
+from kernels.cpu.activation import silu_and_mul
+from kernels.cpu.attention import paged_attention
+from kernels.cpu.cache import reshape_and_cache
+from kernels.cpu.norm import rms_norm
+from kernels.cpu.rotary import rotary
+from kernels.reference import copy_blocks  # torch's indexing moves whole blocks at the speed of memory already
+
+__all__ = ["copy_blocks", "paged_attention", "reshape_and_cache", "rms_norm", "rotary", "silu_and_mul"]

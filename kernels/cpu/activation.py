@@ -1,0 +1,28 @@
+"""The gate of a SwiGLU layer: out = silu(gate) * up, silu(g) = g / (1 + e^-g); see `kernels.reference.silu_and_mul`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from kernels.cpu.numbers import element_of, exp, from_float32, lines, to_float32
+from kernels.cpu.runtime import num_threads
+
+
+def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    """See `kernels.reference.silu_and_mul`; both contiguous."""
+    _silu_and_mul(element_of(out, x), out.data_ptr(), x.data_ptr(), out.shape[0], out.shape[1], num_threads())
+
+
+@njit(nogil=True, parallel=True, cache=True, fastmath={"contract"})
+def _silu_and_mul(element, out_address, x_address, count, size, num_threads):  # type: ignore[no-untyped-def]
+    out = lines(out_address, element, count, size)
+    x = lines(x_address, element, count, 2 * size)
+    lanes = min(num_threads, count)
+    for lane in prange(lanes):
+        for t in range(lane, count, lanes):
+            target, gate, up = out[t], x[t, :size], x[t, size:]
+            for i in range(size):
+                g = to_float32(gate[i])
+                target[i] = from_float32(g / (np.float32(1.0) + exp(-g)) * to_float32(up[i]), target[i])

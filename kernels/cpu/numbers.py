@@ -1,0 +1,102 @@
+"""Memory and numbers inside compiled kernels: tensors as lines of elements, bfloat16 as 16 bits, an exponential.
+
+Launchers hand a tensor over as its address and the distance between its rows, in elements: a part of a fused projection
+needs no copy, and a kernel is compiled once a type, not once a layout. numba knows no bfloat16; such elements are
+uint16 here. Compiled code is cached by the files of the kernels: after a change here remove `kernels/cpu/__pycache__`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, extending, njit, types
+
+intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
+
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH = np.float32(0.693359375)  # exact in few bits, so that n * LN2_HIGH is exact
+LN2_LOW = np.float32(-2.12194440e-4)
+
+_ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+
+INT32, INT64, FLOAT32 = np.int32(0), np.int64(0), np.float32(0)
+
+
+def element_of(*tensors: torch.Tensor) -> Any:
+    """A number of the type that stands for the tensors' one dtype in a kernel: float32, or uint16 for bfloat16."""
+    dtype = tensors[0].dtype
+    if dtype not in _ELEMENTS or any(tensor.dtype != dtype for tensor in tensors):
+        raise TypeError(f"CPU kernels compute float32 or bfloat16, not {', '.join(str(t.dtype) for t in tensors)}")
+    return _ELEMENTS[dtype]
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any, element: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(element)(types.intp, element), generate
+
+
+@njit(nogil=True, inline="always")
+def lines(address: Any, element: Any, count: Any, stride: Any) -> Any:
+    """The tensor at `address` as an array [count, stride]; past a line's own elements nothing may be touched."""
+    return carray(_pointer(address, element), (count, stride))
+
+
+@intrinsic
+def bits_to_float32(typing_context: Any, bits: Any) -> Any:
+    """The float32 that has these 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def to_float32(typing_context: Any, element: Any) -> Any:
+    """An element as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if element == types.float32:
+            return arguments[0]
+        word = builder.zext(arguments[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return types.float32(element), generate
+
+
+@intrinsic
+def from_float32(typing_context: Any, value: Any, like: Any) -> Any:
+    """`value` float32 as an element of `like`'s type; bfloat16 rounds to nearest, ties to even (finite values)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if like == types.float32:
+            return arguments[0]
+        int32 = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], int32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(int32, 16)), ir.Constant(int32, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(int32, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(int32, 16)), ir.IntType(16))
+
+    return like(types.float32, like), generate
+
+
+@njit(fastmath={"contract"}, nogil=True, inline="always")
+def exp(x: Any) -> Any:
+    """e^x in float32 within 2 ulp, 0 below -87, e^88 above 88; a polynomial as in Cephes `expf`."""
+    inside = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(inside * LOG2_E + np.float32(0.5))
+    r = inside - n * LN2_HIGH - n * LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = bits_to_float32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (p * r * r + r + np.float32(1.0)) * power if x >= np.float32(-87.0) else np.float32(0.0)

@@ -1,0 +1,179 @@
+"""Compiled CPU kernels against the oracles in float64, and their promise that a row depends on nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import cpu, reference
+from kernels.cpu.runtime import num_threads
+from tests.kernels.cases import PagedCase
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def attend(case: PagedCase, **options: Any) -> torch.Tensor:
+    out = torch.full_like(case.query, float("nan"))
+    cpu.paged_attention(out, *case.arguments, **case.options, **options)
+    return out
+
+
+def check_attention(case: PagedCase, **options: Any) -> None:
+    exact = torch.empty_like(case.query, dtype=torch.float64)
+    query, keys, values, *rest = case.arguments
+    reference.paged_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options, **options)
+    tolerance = TOLERANCE[case.query.dtype]
+    torch.testing.assert_close(attend(case, **options).double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "block_size"),
+    [(6, 2, 10, 4), (9, 3, 64, 16), (5, 5, 80, 8), (8, 1, 128, 32), (1, 1, 2, 1), (7, 1, 96, 16)],
+)
+def test_attention_of_any_mix_of_rows(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, block_size: int
+) -> None:
+    check_attention(
+        PagedCase(
+            query_lens=[1, 37, 1, 16, 5, 1, 64],
+            context_lens=[0, 0, 200, 63, 130, 64, 1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=dtype,
+        )
+    )
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+def test_sliding_window(window: int) -> None:
+    check_attention(PagedCase([1, 40, 90], [170, 90, 0]), sliding_window=window)
+
+
+def test_alibi_and_soft_cap() -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.2, 0.3])
+    check_attention(PagedCase([1, 40], [170, 60]), alibi_slopes=slopes)
+    check_attention(PagedCase([1, 40], [170, 60]), alibi_slopes=slopes, logit_soft_cap=0.7, sliding_window=50)
+
+
+def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
+    case = PagedCase([1, 20], [150, 60])
+    case.query *= 200
+    exact = torch.empty_like(case.query, dtype=torch.float64)
+    query, keys, values, *rest = case.arguments
+    reference.paged_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options)
+    torch.testing.assert_close(attend(case).double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_query_and_out_may_be_parts_of_wider_rows() -> None:
+    case = PagedCase([3, 1], [4, 20])
+    wide = torch.randn(4, 6 * 10 + 40)
+    case.query, expected = wide[:, :60].unflatten(1, (6, 10)), PagedCase([3, 1], [4, 20])
+    expected.query = case.query.contiguous()
+    out = torch.zeros(4, 77)
+    cpu.paged_attention(out[:, :60].unflatten(1, (6, 10)), *case.arguments, **case.options)
+    assert torch.equal(out[:, :60].reshape(4, 6, 10), attend(expected))
+    assert not out[:, 60:].any()
+
+
+def test_a_cache_beyond_32_bit_offsets() -> None:
+    """Five billion elements, of which four blocks are touched: memory that is never written costs nothing."""
+    blocks = [0, 2_299_999, 1_150_000, 2_250_001]
+    case = PagedCase([5], [55], num_heads=2, num_kv_heads=2, head_size=64, block_size=16, dtype=torch.bfloat16)
+    far = {name: torch.empty(2_300_000, 2, 16, 64, dtype=torch.bfloat16) for name in ("key_cache", "value_cache")}
+    expected = attend(case)
+    near = case.block_tables[0, :4].tolist()
+    for name, store in far.items():
+        for here, there in zip(near, blocks, strict=True):
+            store[there] = getattr(case, name)[here]
+        setattr(case, name, store)
+    case.block_tables[0, :4] = torch.tensor(blocks)
+    assert torch.equal(attend(case), expected)
+
+
+@DTYPES
+def test_a_token_is_the_same_alone_beside_others_in_a_prompt_and_in_chunks(dtype: torch.dtype) -> None:
+    """Bit for bit: 150 tokens at once, against each computed as a decode row, in chunks, and beside other sequences."""
+    case = PagedCase([150, 33], [0, 90], num_heads=9, num_kv_heads=3, head_size=64, block_size=16, dtype=dtype)
+    whole = attend(case)
+    caches = (case.key_cache, case.value_cache)
+    table = case.block_tables[:1]
+    for first, last in [(p, p + 1) for p in (0, 1, 15, 16, 63, 64, 100, 149)] + [(0, 7), (7, 71), (71, 150)]:
+        out = torch.empty(last - first, 9, 64, dtype=dtype)
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        lens = torch.tensor([last], dtype=torch.int32)
+        cpu.paged_attention(out, case.query[first:last], *caches, table, lens, starts, **case.options)
+        assert torch.equal(out, whole[first:last]), (first, last)
+
+
+@DTYPES
+def test_reshape_and_cache(dtype: torch.dtype) -> None:
+    fused = torch.randn(7, 50).to(dtype)
+    key, value = fused[:, :20].unflatten(1, (2, 10)), fused[:, 20:40].unflatten(1, (2, 10))
+    slots = torch.tensor([3, 39, -1, 0, 17, -1, 16])
+    stores = [torch.zeros(5, 2, 8, 10, dtype=dtype) for _ in range(4)]
+    cpu.reshape_and_cache(key, value, stores[0], stores[1], slots)
+    reference.reshape_and_cache(key, value, stores[2], stores[3], slots)
+    assert torch.equal(stores[0], stores[2]) and torch.equal(stores[1], stores[3])
+
+
+@DTYPES
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(dtype: torch.dtype, with_residual: bool) -> None:
+    x, weight = torch.randn(5, 61).to(dtype), torch.randn(61).to(dtype)
+    residual = torch.randn(5, 61).to(dtype) if with_residual else None
+    exact = torch.empty(5, 61, dtype=torch.float64)
+    total = None if residual is None else (residual + x).double() - x.double()  # the sum as it is rounded
+    reference.rms_norm(exact, x.double(), weight.double(), eps=1e-5, residual=total)
+    out = torch.empty_like(x)
+    cpu.rms_norm(out, x, weight, eps=1e-5, residual=residual)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    if residual is not None and total is not None:
+        assert torch.equal(residual.double(), total)
+
+
+@DTYPES
+def test_rotary(dtype: torch.dtype) -> None:
+    fused = torch.randn(5, 100).to(dtype)
+    query, key = fused[:, :60].unflatten(1, (6, 10)), fused[:, 60:80].unflatten(1, (2, 10))
+    positions, table = torch.tensor([0, 3, 30, 3, 7]), torch.randn(31, 10)
+    exact_query, exact_key, untouched = query.double(), key.double(), fused[:, 80:].clone()
+    reference.rotary(exact_query, exact_key, positions, table.double())
+    cpu.rotary(query, key, positions, table)
+    for got, exact in ((query, exact_query), (key, exact_key)):
+        torch.testing.assert_close(got.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(fused[:, 80:], untouched)
+
+
+@DTYPES
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    x = torch.cat((torch.tensor([0.0, -1e4, 1e4, -88.5, 90.0, -1e-9]).repeat(5, 1), torch.randn(5, 100)), 1).to(dtype)
+    exact, out = torch.empty(5, 53, dtype=torch.float64), torch.empty(5, 53, dtype=dtype)
+    reference.silu_and_mul(exact, x.double())
+    cpu.silu_and_mul(out, x)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_other_dtypes_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="float16"):
+        cpu.silu_and_mul(torch.empty(1, 2, dtype=torch.float16), torch.empty(1, 4, dtype=torch.float16))
+
+
+def test_kernels_leave_torchs_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    attend(PagedCase([1], [5]))
+    assert num_threads() == before == torch.get_num_threads()

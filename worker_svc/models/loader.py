@@ -1,0 +1,67 @@
+"""From a folder to a model that computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from worker_svc.attention import AttentionMetadata
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.llama import LlamaModel
+from worker_svc.models.weights import DummyWeights, SafetensorsWeights, Weights
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")  # auto is safetensors
+
+_MODELS = {"LlamaForCausalLM": LlamaModel}
+
+
+class Model(Protocol):
+    """A decoder over a paged cache. It holds no state between calls but its weights."""
+
+    config: ModelConfig
+    device: torch.device
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes that the weights occupy on the device."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        attention: AttentionMetadata,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute T tokens, write their keys and values to `caches`, and return logits of R rows: f32[R, vocab_size].
+
+        token_ids, positions i64[T]; caches: a layer's (keys, values) as `CacheEngine.layers`; logits_rows i64[R] are
+        row numbers below T, R may be 0. A row's logits depend on its own sequence alone, on a CPU bit for bit.
+        """
+
+
+def load_model(folder: str | Path, config: ModelConfig, device: str | torch.device, load_format: str = "auto") -> Model:
+    """Load weights from `folder`, or make them up (`load_format` dummy).
+
+    Raises `ModelError` with a line that names the file or tensor when the checkpoint cannot be read, lacks a tensor,
+    has one too many or one of another shape, or when memory does not suffice.
+    """
+    device = torch.device(device)
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    weights: Weights
+    if load_format == "dummy":
+        weights = DummyWeights(config.dtype, device)
+    else:
+        weights = SafetensorsWeights(Path(folder), config.dtype, device)
+    try:
+        with torch.inference_mode():
+            model = _MODELS[config.architecture](config, weights, device)
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise ModelError(f"not enough memory on {device} for the weights of {config.model_name}") from error
+    weights.finish()
+    return model
