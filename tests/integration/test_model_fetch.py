@@ -192,6 +192,8 @@ def test_a_converted_folder_is_the_model_it_was_made_from(
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert [tokenizer(text).input_ids for text in TEXTS] == [byte_tokenizer.encode(text).ids for text in TEXTS]
+    written = json.loads((folder / "tokenizer.json").read_text())
+    assert written["pre_tokenizer"] == json.loads(byte_tokenizer.to_str())["pre_tokenizer"]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.model_max_length) == ("<|im_start|>", "<|im_end|>", 128)
     messages = [{"role": "user", "content": "hi"}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -220,6 +222,11 @@ def test_quantised_weights_are_expanded_as_the_gguf_package_does(
     np.testing.assert_array_equal(weights["model.layers.2.mlp.up_proj.weight"], up)
 
 
+def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
+    merges: list[list[str]] = json.loads(tokenizer.to_str())["model"]["merges"]
+    return merges
+
+
 @pytest.mark.parametrize("space_prefix", [True, False])
 def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, llama: Any, space_prefix: bool) -> None:
     from transformers import AutoTokenizer
@@ -245,6 +252,7 @@ def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, 
     metadata = {name: field.contents() for name, field in _open(tmp_path / "spm.gguf").fields.items()}
     ours = Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
+    assert merges_of(ours) == merges_of(oracle.backend_tokenizer)
     if not space_prefix:  # transformers' loader does not read this key; the switch below is what it stands for
         oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="never", split=False)
     for text in [*TEXTS, "the quinine", " the the<extra>the", "</s>the"]:

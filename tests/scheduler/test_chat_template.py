@@ -77,7 +77,7 @@ Today is {{ strftime_now('%Y') | length }} digits.
 {% if add_generation_prompt %}<|assistant|>{% endif %}
 """,
 }
-USER = {"role": "user", "content": "  What is 1 < 2 & \"3\"?\n"}
+USER = {"role": "user", "content": '  What is 1 < 2 & "3"?\n'}
 ANSWER = {"role": "assistant", "content": "It is é 👍. "}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CONVERSATIONS = [[USER], [SYSTEM, USER], [USER, ANSWER], [SYSTEM, USER, ANSWER, USER], [USER, ANSWER, USER, ANSWER]]

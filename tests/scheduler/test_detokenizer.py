@@ -36,9 +36,10 @@ def pieces_of(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
 
 
 def ids_for(name: str, data: Any) -> list[int]:
-    """Random ids; often ones that are bytes or special, and sometimes beyond the vocabulary."""
+    """Random ids: bytes and special tokens from the front of the vocabulary, words from its end, some beyond it."""
     size = TOKENIZERS[name].vocab_size
-    return data.draw(st.lists(st.integers(0, size + 3) | st.integers(0, min(size - 1, 260)), max_size=40))
+    bytes_and_special, words = st.integers(0, min(size - 1, 260)), st.integers(max(0, size - 50), size - 1)
+    return data.draw(st.lists(words | bytes_and_special | st.integers(0, size + 3), max_size=40))
 
 
 @exact
@@ -168,6 +169,15 @@ def test_stop_strings_match_as_a_naive_search_does(
     else:
         start, end, string = expected
         assert (shown, matched) == (text[: end if include else start], string)
+
+
+def test_a_match_that_does_not_count_yet_is_shown_at_once() -> None:
+    stops = StopStrings(["ab", "bc"])
+    assert stops.push("ab", may_match=False) == ("a", None)  # "b" may still become "bc"
+    assert stops.push("x") == ("bx", None)
+    assert stops.push("xab", may_match=False).text + stops.push("c").text == "xa"
+    alone = StopStrings(["ab", "zzz"])
+    assert alone.push("xab", may_match=False) == ("xab", None)
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ def test_many_threads_may_use_one_tokenizer(kind: str) -> None:
         return "".join([stream.push([index]) for index in ids]) + stream.finish()
 
     def work(_: int) -> bool:
-        return all(tokenizer.encode(text) == ids and tokenizer.decode(ids) == streamed(ids)
-                   for text, ids in expected.items())
+        return all(
+            tokenizer.encode(text) == ids and tokenizer.decode(ids) == streamed(ids) for text, ids in expected.items()
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))

@@ -22,11 +22,20 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False,
-                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.add_tokens([AddedToken("two words", normalized=False), AddedToken("日本", normalized=False),
-                          AddedToken("ÿ", normalized=False)])
+    tokenizer.add_tokens(
+        [
+            AddedToken("two words", normalized=False),
+            AddedToken("日本", normalized=False),
+            AddedToken("ÿ", normalized=False),
+        ]
+    )
     tokenizer.add_special_tokens([AddedToken("<extra>", special=True)])
     return tokenizer
 
