@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from protos import worker_pb2
-from worker_svc.attention import AttentionMetadata
 from worker_svc.cache_engine import CacheEngine
 from worker_svc.input_batch import build_input_batch
 from worker_svc.memory import peak_bytes
@@ -24,23 +23,13 @@ from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations, Ints
 from worker_svc.step_timer import StepTimer
 
-_PROFILED_TOKENS = 256  # of one prefill; a whole budget of tokens would take seconds on a CPU
+if TYPE_CHECKING:
+    from worker_svc.models.loader import Model
+
+_PROFILED_TOKENS = 128  # of one prefill; a whole budget of tokens would take seconds on a CPU
+_WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
 _SWAPPED_BLOCKS = 64
 _SAMPLING_BYTES = 4 + 8 + 8 + 8  # an entry of the vocabulary and row: logits, their sorted copy, weights, running sums
-
-
-class Model(Protocol):
-    """What a runner needs of a model; `worker_svc.models` has the real ones."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,  # i64[T]
-        positions: torch.Tensor,  # i64[T]
-        caches: list[tuple[torch.Tensor, torch.Tensor]],  # keys and values of each layer
-        attention: AttentionMetadata,
-        logits_rows: torch.Tensor,  # i64[L], of the T tokens
-    ) -> torch.Tensor:  # f32[L, vocab]
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +99,13 @@ class ModelRunner:
         return outputs
 
     def profile(self, max_num_batched_tokens: int) -> Profile:
-        """Measures a prefill, in a small cache of its own, after a first one that compiles and warms up."""
-        num_tokens = min(_PROFILED_TOKENS, max_num_batched_tokens, self.config.max_model_len - 2)
-        num_tokens = max(num_tokens, 1)
-        self._run_once(num_tokens)
-        started_s = time.perf_counter()
-        num_bytes = peak_bytes(lambda: self._run_once(num_tokens))
-        return Profile(num_bytes / num_tokens, num_tokens / (time.perf_counter() - started_s))
+        """Measures a prefill, in a small cache of its own, after a smaller one that compiles and warms up."""
+        most = max(min(max_num_batched_tokens, self.config.max_model_len - 2), 1)
+        self._run_once(min(_WARM_UP_TOKENS, most))
+        num_tokens = min(_PROFILED_TOKENS, most)
+        seconds = []
+        num_bytes = peak_bytes(lambda: seconds.append(self._run_once(num_tokens)))
+        return Profile(num_bytes / num_tokens, num_tokens / seconds[0])
 
     def step_bytes(self, profile: Profile, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """The most memory that a step of this size takes besides weights and cache."""
@@ -135,8 +124,8 @@ class ModelRunner:
         self._cache.swap_out(pairs)
         return num_blocks * self.block_bytes / (time.perf_counter() - started_s)
 
-    def _run_once(self, num_tokens: int) -> None:
-        """A prefill of one sequence that samples at random, and, where the model is long enough, a decode step."""
+    def _run_once(self, num_tokens: int) -> float:
+        """A prefill of one sequence that samples at random, and a decode step; the seconds of the prefill."""
         num_blocks = -(-(num_tokens + 1) // self._block_size)
         states = SequenceStates(1, num_tokens + 2, self._block_size, num_blocks)
         self.allocate_cache(num_blocks, 0)
@@ -147,8 +136,11 @@ class ModelRunner:
         token_ids = (index % self.config.vocab_size for index in range(num_tokens))
         group.sequences.add(token_ids=token_ids, block_table=range(num_blocks))
         decode = worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=b"\0\0", num_decode_rows=1))
-        for step in (prefill, decode):
-            self.run(states, states.apply(step).rows, StepTimer(time.perf_counter_ns()))
+        started_s = time.perf_counter()
+        self.run(states, states.apply(prefill).rows, StepTimer(time.perf_counter_ns()))
+        seconds = time.perf_counter() - started_s
+        self.run(states, states.apply(decode).rows, StepTimer(time.perf_counter_ns()))
+        return seconds
 
     def _pairs(self, pairs: Ints) -> torch.Tensor:
         return torch.from_numpy(pairs).to(self._device)

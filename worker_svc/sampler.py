@@ -83,7 +83,7 @@ def _draw(
     rows = np.flatnonzero(is_random)
     if not is_random.all():
         logits, maxima = logits[torch.from_numpy(rows)], maxima[torch.from_numpy(rows)]
-    cumulative = _kept_weights(logits, maxima, params.take(rows)).cumsum_(dim=-1)
+    cumulative = kept_weights(logits, maxima, params.take(rows)).cumsum_(dim=-1)
 
     samples = np.flatnonzero(is_random[draws.rows])
     where = np.searchsorted(rows, draws.rows[samples])  # row of `cumulative` of each sample
@@ -101,7 +101,7 @@ def _draw(
     return token_ids
 
 
-def _kept_weights(logits: torch.Tensor, maxima: torch.Tensor, params: SamplingRows) -> torch.Tensor:
+def kept_weights(logits: torch.Tensor, maxima: torch.Tensor, params: SamplingRows) -> torch.Tensor:
     """Probabilities after temperature and filters, but for a factor, f64[R, vocab]: the most likely token has 1.
 
     Each filter gives the smallest logit that is kept.

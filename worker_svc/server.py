@@ -25,6 +25,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.models import ModelConfig, ModelError
+from worker_svc.models.loader import load_model
 from worker_svc.tokenizer_files import TokenizerFiles
 from worker_svc.worker import Worker, is_out_of_memory
 from worker_svc.worker_service import WorkerService
@@ -91,8 +92,6 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     """The model of `config`, its weights loaded. Raises ModelNotFound, ModelError."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    from worker_svc.models import load_model
-
     folder = resolve_model(config.model, config.download_dir or None)
     asked = config.max_model_len
     model_config = ModelConfig.from_folder(folder, config.dtype, asked if isinstance(asked, int) else None)

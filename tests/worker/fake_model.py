@@ -24,7 +24,11 @@ def next_token(token_id: int, position: int) -> int:
 class FakeModel:
     """Puts logit 5 on `next_token` and 0 elsewhere; can be slow, fail, or answer NaN for one token id."""
 
-    def __init__(self) -> None:
+    weights_bytes = 0
+    device = torch.device("cpu")
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        self.config = config or fake_config()
         self.delay_s = 0.0
         self.spins = False  # whether it computes in Python for that long, rather than sleep
         self.error: Exception | None = None
