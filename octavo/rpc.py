@@ -12,10 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
-from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from octavo.reflection import add_reflection
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's own 4 MiB is less than first-time metadata of 256 long prompts
 
@@ -112,6 +109,10 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
 
     `service_names` are full names (`octavo.v1.Inference`) of services whose descriptors are imported.
     """
+    from grpc_channelz.v1 import channelz  # these two are installed with a service, not with the client
+
+    from octavo.reflection import add_reflection
+
     health = Health(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     channelz.add_channelz_servicer(server)
