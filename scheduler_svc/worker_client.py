@@ -23,6 +23,7 @@ log = structlog.get_logger()
 KEEPALIVE_INTERVAL_S = 1.0  # a worker ends the lease of a scheduler that is silent for 3 s
 RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection costs next to nothing
 LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds
+GET_INFO_TIMEOUT_S = 10.0  # a worker that is still starting listens but does not answer yet
 INITIALIZE_TIMEOUT_S = 600.0
 EXECUTE = "/octavo.v1.Worker/Execute"
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
@@ -30,6 +31,10 @@ RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reco
 
 class WorkerRefused(Exception):
     """This worker does not belong to the pool: another model, another protocol, too small a cache."""
+
+
+class _Closed(Exception):
+    """The stream ended because this client was closed."""
 
 
 class Members(Protocol):
@@ -133,6 +138,8 @@ class WorkerClient:
                 with grpc.insecure_channel(self.address, options=[*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]) as channel:
                     self._serve(channel)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, "the stream ended")
+            except _Closed:
+                return
             except WorkerRefused as error:
                 self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
                 retry_s = LEASED_RETRY_S
@@ -149,7 +156,7 @@ class WorkerClient:
     def _serve(self, channel: grpc.Channel) -> None:
         """One connection, from handshake to loss."""
         stub = worker_pb2_grpc.WorkerStub(channel)
-        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5.0)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=GET_INFO_TIMEOUT_S)
         if info.schema_revision != SCHEMA_REVISION:
             raise WorkerRefused(f"speaks schema revision {info.schema_revision}, this scheduler {SCHEMA_REVISION}")
         settings = self._members.settings_for(info)
@@ -169,6 +176,8 @@ class WorkerClient:
                 self._members.said(stream, data)
             self._members.lost(stream, "it ended the stream")
         except grpc.RpcError as error:
+            if self._closed.is_set():
+                raise _Closed from error
             self._members.lost(stream, f"{error.code().name}: {error.details()}")
             raise
         finally:

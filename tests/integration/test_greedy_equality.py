@@ -1,0 +1,100 @@
+"""Greedy output equals that of transformers, token for token, however requests are batched, chunked or preempted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.cache import resolve_model
+from scheduler_svc.tokenizer import Tokenizer
+from tests.oracle import GreedyOracle
+from tests.prompts import token_ids
+from tests.tiny_models import make_tiny_llama
+
+GIB = 1 << 30
+
+
+@dataclass
+class Case:
+    """A model, its prompts, and what transformers says to each of them."""
+
+    folder: Path
+    oracle: GreedyOracle
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    max_tokens: int
+    max_model_len: int
+    block_bytes: int
+
+    def check(self, outputs: list[list[int]], what: str) -> None:
+        before = self.oracle.num_near_ties
+        assert len(outputs) == len(self.prompts)
+        for prompt, expected, got in zip(self.prompts, self.expected, outputs, strict=True):
+            self.oracle.check(prompt, expected, got, f"{what}, prompt of {len(prompt)} tokens")
+        print(f"{what}: {self.oracle.num_near_ties - before} of {len(outputs)} outputs left the oracle at a near-tie")
+
+
+def make_case(folder: Path, max_tokens: int, longest: int, block_bytes: int) -> Case:
+    oracle = GreedyOracle(folder)
+    prompts = token_ids(Tokenizer.from_folder(folder).encode, longest)
+    assert len(prompts) == 24 and len(prompts[-1]) == longest and min(map(len, prompts)) == 1
+    expected = [oracle.generate(prompt, max_tokens) for prompt in prompts]
+    return Case(folder, oracle, prompts, expected, max_tokens, longest + max_tokens, block_bytes)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return make_case(folder, max_tokens=24, longest=700, block_bytes=2 * 3 * 2 * 10 * 16 * 4)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Case:
+    folder = resolve_model("smollm2-135m-instruct")
+    return make_case(folder, max_tokens=16, longest=1500, block_bytes=2 * 30 * 3 * 64 * 16 * 4)
+
+
+CASES = ["tiny", pytest.param("smollm2", marks=pytest.mark.smollm2)]
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.getfixturevalue(request.param)
+
+
+def engine(case: Case, **options: object) -> LLM:
+    return LLM(model=str(case.folder), max_model_len=case.max_model_len, **options)
+
+
+def ids(case: Case, llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=case.max_tokens)
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_each_alone(case, steps_in_flight):
+    with engine(case, steps_in_flight=steps_in_flight) as llm:
+        case.check([ids(case, llm, [prompt])[0] for prompt in case.prompts], "alone")
+
+
+def test_all_at_once(case):
+    with engine(case) as llm:
+        case.check(ids(case, llm, case.prompts), "all at once")
+
+
+def test_in_small_chunks(case):
+    """Prompts are computed 48 tokens a step, beside up to 24 decodes."""
+    with engine(case, max_num_batched_tokens=48, max_num_seqs=24) as llm:
+        case.check(ids(case, llm, case.prompts), "in small chunks")
+        assert llm.statistics()["num_steps"] > sum(map(len, case.prompts)) / 48
+
+
+def test_in_a_cache_so_small_that_groups_are_preempted(case):
+    blocks = -(-case.max_model_len // 16) + 2
+    with engine(case, kv_cache_memory=blocks * case.block_bytes / GIB) as llm:
+        case.check(ids(case, llm, case.prompts), "preempted")
+        assert llm.statistics()["num_preempted"] > 0, "the cache was meant to be too small"
