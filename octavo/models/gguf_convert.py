@@ -43,8 +43,7 @@ _LAYER_NAMES = {
 
 def write_model_folder(gguf_path: Path, folder: Path) -> None:
     """Convert `gguf_path` into the existing empty `folder`. Raises `GGUFError`."""
-    reader = _open(gguf_path)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    reader, metadata = _read(gguf_path)
     config = _config(metadata, {tensor.name: tensor for tensor in reader.tensors})
     tokenizer = tokenizer_files(metadata, config["max_position_embeddings"])
     _write_json(folder / "config.json", config)
@@ -54,15 +53,16 @@ def write_model_folder(gguf_path: Path, folder: Path) -> None:
     write_safetensors(folder / "model.safetensors", _weights(reader, config))
 
 
-def _open(path: Path) -> GGUFReader:
+def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
     try:
         from gguf import GGUFReader
     except ImportError:
         raise GGUFError("converting a GGUF file needs the Python package `gguf`") from None
     try:
-        return GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise GGUFError(f"{path} is not a readable GGUF file: {error}") from error
+        reader = GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # the package checks little, so a damaged file raises whatever its bytes lead to
+        raise GGUFError(f"this is not a readable GGUF file: {' '.join(str(error).split())}") from error
 
 
 def _config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+            "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
             "hidden_size": hidden_size,
             "intermediate_size": metadata["llama.feed_forward_length"],
             "num_hidden_layers": metadata["llama.block_count"],
@@ -121,19 +121,42 @@ def _shortest(value: float) -> float:
 
 
 def _weights(reader: GGUFReader, config: dict[str, Any]) -> Iterator[PendingTensor]:
-    expected = set(_OUTER_NAMES.values()) | {
-        f"model.layers.{layer}.{name}" for layer in range(config["num_hidden_layers"]) for name in _LAYER_NAMES.values()
-    }
-    if config["tie_word_embeddings"]:
-        expected.remove("lm_head.weight")
+    missing = _shapes(config)
     for tensor in reader.tensors:
         name = _hub_name(tensor.name)
-        if name not in expected:
+        shape = missing.pop(name, None) if name is not None else None
+        if name is None or shape is None:
             raise GGUFError(f"tensor {tensor.name!r} is not part of a plain Llama model")
-        expected.remove(name)
-        yield PendingTensor(name, tuple(int(size) for size in reversed(tensor.shape)), _loader(tensor, config))
-    if expected:
-        raise GGUFError(f"the file lacks {len(expected)} tensors, {min(expected)!r} among them")
+        found = tuple(int(size) for size in reversed(tensor.shape))
+        if found != shape:
+            raise GGUFError(f"tensor {tensor.name!r} has shape {found}, not {shape}")
+        yield PendingTensor(name, shape, _loader(tensor, config))
+    if missing:
+        raise GGUFError(f"the file lacks {len(missing)} tensors, {min(missing)!r} among them")
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight of the model; projections are [out, in]."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    layer_shapes = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    return shapes
 
 
 def _hub_name(gguf_name: str) -> str | None:

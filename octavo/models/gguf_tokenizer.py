@@ -34,6 +34,10 @@ def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str
         tokenizer = _build(metadata, tokens)
     except KeyError as error:
         raise GGUFError(f"the file lacks {error.args[0]!r}") from None
+    except GGUFError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise GGUFError(f"its tokenizer cannot be built: {' '.join(str(error).split())}") from error
     _add_tokens(tokenizer, metadata, tokens)
     _add_bos(tokenizer, metadata, tokens)
 

@@ -71,20 +71,24 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
+def make_llama(sizes: dict[str, int], tied: bool) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
     config = LlamaConfig(
-        **SIZES,
+        **sizes,
         rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
         rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return make_llama(SIZES, tied=False)
 
 
 def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -133,15 +137,16 @@ def write_gguf(
     *,
     arch: str = "llama",
     pre: str = "smollm",
+    sizes: dict[str, int] = SIZES,
     quantization: GGMLQuantizationType | None = None,
 ) -> Path:
     writer = GGUFWriter(path, arch)
-    writer.add_context_length(SIZES["max_position_embeddings"])
-    writer.add_embedding_length(tensors["token_embd.weight"].shape[1])
-    writer.add_feed_forward_length(tensors["blk.0.ffn_up.weight"].shape[0])
-    writer.add_block_count(SIZES["num_hidden_layers"])
-    writer.add_head_count(SIZES["num_attention_heads"])
-    writer.add_head_count_kv(SIZES["num_key_value_heads"])
+    writer.add_context_length(sizes["max_position_embeddings"])
+    writer.add_embedding_length(sizes["hidden_size"])
+    writer.add_feed_forward_length(sizes["intermediate_size"])
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_head_count(sizes["num_attention_heads"])
+    writer.add_head_count_kv(sizes["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(5000.0)
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -200,26 +205,25 @@ def test_a_converted_folder_is_the_model_it_was_made_from(
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_quantised_weights_are_expanded_as_the_gguf_package_does(
-    tmp_path: Path, llama: Any, byte_tokenizer: Tokenizer
-) -> None:
+def test_quantised_weights_are_expanded_as_the_gguf_package_does(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     from safetensors.numpy import load_file
 
-    quantization = GGMLQuantizationType.Q4_1
-    tensors = {}
-    for name, weight in gguf_tensors(llama).items():  # Q4_1 wants widths of 32: only shapes matter to the converter
-        tensors[name] = weight if weight.ndim == 1 else np.ascontiguousarray(np.tile(weight, (1, 8))[:, :64])
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}  # Q4_1 has blocks of 32
+    sizes, quantization = SIZES | wide, GGMLQuantizationType.Q4_1
+    tensors = gguf_tensors(make_llama(sizes, tied=True))
     del tensors["output.weight"]
-    folder = convert(write_gguf(tmp_path / "q.gguf", tensors, byte_tokenizer, quantization=quantization), report=quiet)
+    path = write_gguf(tmp_path / "q.gguf", tensors, byte_tokenizer, sizes=sizes, quantization=quantization)
+    folder = convert(path, report=quiet)
 
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
     q = weights["model.layers.1.self_attn.q_proj.weight"]
     expanded = dequantize(quantize(tensors["blk.1.attn_q.weight"], quantization), quantization)
-    np.testing.assert_array_equal(interleave(q, SIZES["num_attention_heads"]), expanded)
+    np.testing.assert_array_equal(interleave(q, sizes["num_attention_heads"]), expanded)
     up = dequantize(quantize(tensors["blk.2.ffn_up.weight"], quantization), quantization)
     np.testing.assert_array_equal(weights["model.layers.2.mlp.up_proj.weight"], up)
+    assert not np.array_equal(up, tensors["blk.2.ffn_up.weight"])
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
@@ -231,7 +235,7 @@ def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
 def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, llama: Any, space_prefix: bool) -> None:
     from transformers import AutoTokenizer
 
-    from octavo.models.gguf_convert import _open
+    from octavo.models.gguf_convert import _read
     from octavo.models.gguf_tokenizer import tokenizer_files
 
     words = ["▁", "t", "h", "e", "q", "u", "i", "n", "▁t", "he", "th", "▁th", "the", "▁the", "in", "qu", "▁▁", "ui"]
@@ -249,7 +253,7 @@ def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    metadata = {name: field.contents() for name, field in _open(tmp_path / "spm.gguf").fields.items()}
+    _, metadata = _read(tmp_path / "spm.gguf")
     ours = Tokenizer.from_str(tokenizer_files(metadata, 64)["tokenizer.json"])
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
     assert merges_of(ours) == merges_of(oracle.backend_tokenizer)
@@ -267,6 +271,7 @@ def test_sentencepiece_vocabulary_gives_the_ids_of_transformers(tmp_path: Path, 
         (lambda t: t.pop("blk.1.ffn_up.weight"), "lacks 1 tensors, 'model.layers.1.mlp.up_proj.weight'"),
         (lambda t: t.update({"blk.0.attn_q.bias": np.ones(60, np.float32)}), "'blk.0.attn_q.bias' is not part"),
         (lambda t: t.update({"rope_freqs.weight": np.ones(5, np.float32)}), "scaled rotary"),
+        (lambda t: t.update({"output_norm.weight": np.ones(61, np.float32)}), r"shape \(61,\), not \(60,\)"),
     ],
 )
 def test_what_is_no_plain_llama_is_refused_by_name(
