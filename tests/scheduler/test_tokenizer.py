@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from octavo.cache import ModelNotFound, resolve_model
 from scheduler_svc.tokenizer import Tokenizer, TokenizerError
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.tiny_tokenizers import TEXTS, files_of
@@ -141,6 +143,29 @@ def test_many_threads_may_use_one_tokenizer(kind: str) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
+
+
+@pytest.mark.smollm2
+def test_the_real_vocabulary_agrees_with_transformers() -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        folder = resolve_model("smollm2-135m-instruct")
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+    tokenizer, oracle = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_ids == (2,) and tokenizer.chat_template is not None
+    messages = [{"role": "user", "content": TEXTS[3]}]
+    prompt = tokenizer.chat_template.render(messages)
+    assert prompt == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for text in [*TEXTS, prompt, "  7 apples", "١٢٣ ½"]:
+        assert tokenizer.encode(text) == oracle(text).input_ids
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(rng.choice((280, 49_152))) for _ in range(rng.randrange(60))]
+        stream = tokenizer.stream()
+        text = "".join([stream.push([index]) for index in ids]) + stream.finish()
+        assert text == oracle.decode(ids, skip_special_tokens=True)
 
 
 def test_neither_torch_nor_transformers_is_needed() -> None:
