@@ -86,7 +86,7 @@ def reshape_and_cache(
 def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copy whole blocks in every layer: pairs i64[n, 2] of (block of `source`, block of `destination`).
 
-    Both stores are [num_layers, 2, num_blocks, num_kv_heads, block_size, head_size], on one device or two. They may be the
+    Both stores are [num_layers, 2, num_blocks, num_kv_heads, block_size, head_size], on one device or two, or are the
     same, as no block is source and destination at once.
     """
     if pairs.numel():

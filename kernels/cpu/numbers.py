@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import carray, extending, njit, types
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,9 @@ from kernels.cpu.runtime import num_threads
 from tests.kernels.cases import PagedCase
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+paged_attention: Callable[..., None] = cpu.paged_attention
+exact_attention: Callable[..., None] = reference.paged_attention
+
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
@@ -26,14 +29,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def attend(case: PagedCase, **options: Any) -> torch.Tensor:
     out = torch.full_like(case.query, float("nan"))
-    cpu.paged_attention(out, *case.arguments, **case.options, **options)
+    paged_attention(out, *case.arguments, **case.options, **options)
     return out
 
 
 def check_attention(case: PagedCase, **options: Any) -> None:
     exact = torch.empty_like(case.query, dtype=torch.float64)
     query, keys, values, *rest = case.arguments
-    reference.paged_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options, **options)
+    exact_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options, **options)
     tolerance = TOLERANCE[case.query.dtype]
     torch.testing.assert_close(attend(case, **options).double(), exact, rtol=tolerance, atol=tolerance)
 
@@ -75,7 +78,7 @@ def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
     case.query *= 200
     exact = torch.empty_like(case.query, dtype=torch.float64)
     query, keys, values, *rest = case.arguments
-    reference.paged_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options)
+    exact_attention(exact, query.double(), keys.double(), values.double(), *rest, **case.options)
     torch.testing.assert_close(attend(case).double(), exact, rtol=1e-3, atol=1e-3)
 
 
@@ -85,7 +88,7 @@ def test_query_and_out_may_be_parts_of_wider_rows() -> None:
     case.query, expected = wide[:, :60].unflatten(1, (6, 10)), PagedCase([3, 1], [4, 20])
     expected.query = case.query.contiguous()
     out = torch.zeros(4, 77)
-    cpu.paged_attention(out[:, :60].unflatten(1, (6, 10)), *case.arguments, **case.options)
+    paged_attention(out[:, :60].unflatten(1, (6, 10)), *case.arguments, **case.options)
     assert torch.equal(out[:, :60].reshape(4, 6, 10), attend(expected))
     assert not out[:, 60:].any()
 
@@ -116,7 +119,7 @@ def test_a_token_is_the_same_alone_beside_others_in_a_prompt_and_in_chunks(dtype
         out = torch.empty(last - first, 9, 64, dtype=dtype)
         starts = torch.tensor([0, last - first], dtype=torch.int32)
         lens = torch.tensor([last], dtype=torch.int32)
-        cpu.paged_attention(out, case.query[first:last], *caches, table, lens, starts, **case.options)
+        paged_attention(out, case.query[first:last], *caches, table, lens, starts, **case.options)
         assert torch.equal(out, whole[first:last]), (first, last)
 
 

@@ -88,9 +88,7 @@ class ModelConfig:
         num_kv_heads = integer("num_key_value_heads", num_heads)
         head_size = integer("head_dim", hidden_size // num_heads)
         if num_heads % num_kv_heads:
-            raise ModelError(
-                f"{folder}/config.json: {num_heads} heads over {num_kv_heads} key/value heads is not whole"
-            )
+            raise ModelError(f"{folder}/config.json: {num_heads} heads do not divide by {num_kv_heads} key/value heads")
         if head_size % 2:
             raise ModelError(f"{folder}/config.json: head size {head_size} is odd; rotary embedding needs pairs")
         longest = integer("max_position_embeddings")

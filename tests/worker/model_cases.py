@@ -1,0 +1,49 @@
+"""Steps for a model without a scheduler: which sequences compute how many tokens, over blocks that lie scattered."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_svc.attention import AttentionMetadata
+from worker_svc.cache_engine import CacheEngine
+from worker_svc.models.loader import Model
+
+BLOCK_SIZE = 4
+
+
+class Stepper:
+    """Runs chosen pieces of chosen token sequences through a model and returns the logits of every new token."""
+
+    def __init__(self, model: Model, sequences: list[list[int]]) -> None:
+        counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
+        self._tables = [[order.pop() for _ in range(count)] for count in counts]
+        self._model, self._sequences = model, sequences
+        self._caches = CacheEngine(model.config, BLOCK_SIZE, sum(counts), 0, model.config.dtype, "cpu").layers
+
+    def step(self, pieces: dict[int, tuple[int, int]], logits_rows: list[int] | None = None) -> dict[int, torch.Tensor]:
+        """Compute tokens `first .. last` of each named sequence in one forward pass; f32[last - first, vocab] each.
+
+        With `logits_rows`, which asks for rows of a single sequence, f32[len(logits_rows), vocab].
+        """
+        token_ids, positions, slots, starts, tables = [], [], [], [0], []
+        for sequence, (first, last) in pieces.items():
+            table = self._tables[sequence]
+            token_ids += self._sequences[sequence][first:last]
+            positions += range(first, last)
+            slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(first, last)]
+            starts.append(len(token_ids))
+            tables.append(table)
+        widest = max(map(len, tables))
+        metadata = AttentionMetadata(
+            slot_mapping=torch.tensor(slots),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor([last for _, last in pieces.values()], dtype=torch.int32),
+            block_tables=torch.tensor([table + [0] * (widest - len(table)) for table in tables], dtype=torch.int32),
+            max_query_len=max(last - first for first, last in pieces.values()),
+            max_seq_len=max(last for _, last in pieces.values()),
+        )
+        counts = [last - first for first, last in pieces.values()] if logits_rows is None else [len(logits_rows)]
+        rows = torch.arange(len(token_ids)) if logits_rows is None else torch.tensor(logits_rows, dtype=torch.int64)
+        logits = self._model.forward(torch.tensor(token_ids), torch.tensor(positions), self._caches, metadata, rows)
+        return dict(zip(pieces, logits.split(counts), strict=True))

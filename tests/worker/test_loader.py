@@ -1,0 +1,128 @@
+"""Checkpoints are understood whole or refused with one line that names the file or tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_models import make_tiny_llama
+from tests.worker.model_cases import Stepper
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.loader import Model, load_model
+
+TOKENS = [1, 500, 20, 1030, 7]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
+
+
+def load(folder: Path, load_format: str = "auto") -> Model:
+    return load_model(folder, ModelConfig.from_folder(folder), "cpu", load_format)
+
+
+def logits(model: Model) -> torch.Tensor:
+    return Stepper(model, [TOKENS]).step({0: (0, len(TOKENS))})[0]
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as raised:
+        load(folder)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def rewrite(folder: Path, *, without: str = "", **changes: torch.Tensor) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    tensors.pop(without, None)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file_name = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file_name)
+        weight_map |= dict.fromkeys(part, file_name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_shards_are_the_same_model(original: Path, folder: Path) -> None:
+    shard(folder)
+    assert torch.equal(logits(load(folder)), logits(load(original)))
+
+
+def test_a_tied_checkpoint_may_carry_its_head(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    expected = logits(load(folder))
+    rewrite(folder, **{"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()})
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    first, second = logits(load(folder, "dummy")), logits(load(folder, "dummy"))
+    assert torch.equal(first, second)
+    assert first.isfinite().all() and first.std() > 0.01
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, without="model.layers.1.mlp.up_proj.weight")
+    assert "the checkpoint has no tensor model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_a_tensor_too_many_is_named(folder: Path) -> None:
+    rewrite(folder, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(10), "zz": torch.ones(1)})
+    assert "no place for tensor model.layers.0.self_attn.q_norm.weight and 1 more" in refusal(folder)
+
+
+def test_another_shape_is_named(folder: Path) -> None:
+    rewrite(folder, **{"model.norm.weight": torch.ones(61)})
+    assert "tensor model.norm.weight is [61], config.json says [60]" in refusal(folder)
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert f"cannot read {path}" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"not tensors at all"])
+def test_a_file_that_is_no_safetensors_is_named(folder: Path, content: bytes) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(content)
+    assert f"cannot read {path}" in refusal(folder)
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+
+
+def test_a_missing_shard_and_a_broken_index_are_named(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "names model-00002-of-00002.safetensors, which does not exist" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "has no readable weight_map" in refusal(folder)
+
+
+def test_an_unknown_load_format(folder: Path) -> None:
+    with pytest.raises(ModelError, match="load format 'pickle' is not one of auto, safetensors, dummy"):
+        load(folder, "pickle")

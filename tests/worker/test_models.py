@@ -1,0 +1,127 @@
+"""The forward pass against transformers in float32, in whatever pieces and company a sequence is computed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import make_tiny_llama
+from tests.worker.model_cases import Stepper
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.loader import Model, load_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "uneven": {},
+    "tied": {"tie_word_embeddings": True},
+    "multi-head": {"num_heads": 3, "num_kv_heads": 3, "hidden_size": 42},
+    "multi-query": {"num_heads": 5, "num_kv_heads": 1, "hidden_size": 50, "head_dim": 16},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+}
+
+LENGTHS = [1, 5, 83, 140]
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(1031), k=length)
+
+
+def load(folder: Path, dtype: str = "auto") -> Model:
+    config = ModelConfig.from_folder(folder, dtype)
+    return load_model(folder, config, "cpu")
+
+
+def expected_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """f32[length, vocab] for each sequence, by transformers, each alone and without a cache."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "uneven")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "model", seed=3, **VARIANTS[name])
+    sequences = [tokens(length) for length in LENGTHS]
+    got = Stepper(load(folder), sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})
+    for i, expected in enumerate(expected_logits(folder, sequences)):
+        torch.testing.assert_close(got[i], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pieces_and_company_change_no_bit(uneven: Path) -> None:
+    """Whole prompts alone are the reference; then decode rows, chunks and mixtures of both must give the same bits."""
+    model = load(uneven)
+    sequences = [tokens(length) for length in LENGTHS]
+    alone = [Stepper(model, [sequence]).step({0: (0, len(sequence))})[0] for sequence in sequences]
+    for sequence, expected in zip(sequences, expected_logits(uneven, sequences), strict=True):
+        torch.testing.assert_close(alone[sequences.index(sequence)], expected, rtol=1e-4, atol=1e-4)
+
+    one_by_one = Stepper(model, [sequences[2]])
+    for position in range(len(sequences[2])):
+        logits = one_by_one.step({0: (position, position + 1)})[0]
+        assert torch.equal(logits[0], alone[2][position]), position
+
+    mixed, done, numbers = Stepper(model, sequences), [0] * len(sequences), random.Random(5)
+    while unfinished := [i for i, sequence in enumerate(sequences) if done[i] < len(sequence)]:
+        chosen = numbers.sample(unfinished, numbers.randint(1, len(unfinished)))
+        pieces = {i: (done[i], min(len(sequences[i]), done[i] + numbers.choice([1, 1, 3, 40]))) for i in chosen}
+        for i, logits in mixed.step(pieces).items():
+            first, last = pieces[i]
+            assert torch.equal(logits, alone[i][first:last]), (i, first, last)
+            done[i] = last
+
+
+def test_greedy_output_is_that_of_transformers_generate(uneven: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model, oracle = load(uneven), LlamaForCausalLM.from_pretrained(uneven, dtype=torch.float32)
+    prompt, length = tokens(11), 40
+    expected = oracle.generate(
+        torch.tensor([prompt]), max_new_tokens=length, min_new_tokens=length, do_sample=False, eos_token_id=None
+    )[0].tolist()
+    sequence = prompt + [0] * length
+    stepper, computed = Stepper(model, [sequence]), 0
+    for known in range(len(prompt), len(sequence)):
+        sequence[known] = int(stepper.step({0: (computed, known)})[0][-1].argmax())
+        computed = known
+    assert sequence == expected
+
+
+def test_bfloat16_is_near_float32(uneven: Path) -> None:
+    sequence = tokens(30)
+    full, half = (Stepper(load(uneven, dtype), [sequence]).step({0: (0, 30)})[0] for dtype in ("float32", "bfloat16"))
+    assert half.dtype == torch.float32
+    assert (full - half).abs().mean() < 0.05 * full.std()
+
+
+@pytest.mark.parametrize("rows", [[], [4], [0, 2, 2]])
+def test_only_the_rows_asked_for_get_logits(uneven: Path, rows: list[int]) -> None:
+    model = load(uneven)
+    full = Stepper(model, [tokens(5)]).step({0: (0, 5)})[0]
+    picked = Stepper(model, [tokens(5)]).step({0: (0, 5)}, logits_rows=rows)[0]
+    assert torch.equal(picked, full[rows])
+
+
+def test_weights_bytes_counts_what_is_held(uneven: Path) -> None:
+    on_disk = (uneven / "model.safetensors").stat().st_size
+    assert on_disk < load(uneven).weights_bytes < on_disk + 2048 * 10 * 4 + 2**16  # rotary table; the file has a header

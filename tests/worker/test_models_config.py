@@ -1,0 +1,142 @@
+"""Configuration from a folder: both spellings of rope, defaults, and one-line errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worker_svc.models.config import ModelConfig, ModelError, RopeScaling
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    raw = {key: value for key, value in (BASE | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_defaults_of_absent_keys(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write(tmp_path))
+    assert (config.num_kv_heads, config.head_size, config.max_model_len) == (4, 12, 512)
+    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (10000.0, RopeScaling(), 1e-6)
+    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
+    assert (config.dtype, config.eos_token_ids, config.model_name) == (torch.float32, (), tmp_path.name)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    ],
+)
+def test_rope_is_read_as_new_and_as_old_files_write_it(tmp_path: Path, written: dict[str, Any]) -> None:
+    config = ModelConfig.from_folder(write(tmp_path, **written))
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
+
+
+@pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2}])
+def test_linear_rope(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    config = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaling))
+    assert config.rope_scaling == RopeScaling("linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "generation", "expected"),
+    [(7, None, (7,)), ([7, 9], None, (7, 9)), (7, {"eos_token_id": [2, 3]}, (2, 3)), (None, {"eos_token_id": 2}, (2,))],
+)
+def test_stop_tokens_come_from_the_generation_config_first(
+    tmp_path: Path, raw: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    assert ModelConfig.from_folder(write(tmp_path, generation, eos_token_id=raw)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "device", "expected"),
+    [
+        ("bfloat16", "auto", "cpu", torch.bfloat16),
+        ("float16", "auto", "cpu", torch.float32),
+        ("float16", "auto", "cuda", torch.float16),
+        ("float32", "bfloat16", "cpu", torch.bfloat16),
+        ("bfloat16", "float32", "cpu", torch.float32),
+    ],
+)
+def test_dtype(tmp_path: Path, own: str, asked: str, device: str, expected: torch.dtype) -> None:
+    for key in ("dtype", "torch_dtype"):
+        folder = write(tmp_path, **{key: own})
+        assert ModelConfig.from_folder(folder, asked, device=device).dtype == expected
+
+
+def test_max_model_len_may_be_shortened_only(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert ModelConfig.from_folder(folder, max_model_len=100).max_model_len == 100
+    with pytest.raises(ModelError, match="513 is not within 1 and 512"):
+        ModelConfig.from_folder(folder, max_model_len=513)
+
+
+def test_the_hash_follows_config_and_weight_headers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def hashed(**changes: Any) -> str:
+        return ModelConfig.from_folder(write(tmp_path, **changes)).model_hash
+
+    plain = hashed()
+    assert hashed() == plain != hashed(vocab_size=100)
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with_weights = hashed()
+    save_file({"b": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert len({plain, with_weights, hashed()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; known: LlamaForCausalLM"),
+        ({"architectures": None}, "architecture not given"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+        ({"num_key_value_heads": 3}, "4 heads do not divide by 3 key/value heads"),
+        ({"head_dim": 7}, "head size 7 is odd"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear lacks 'factor'"),
+        ({"eos_token_id": "two"}, "eos_token_id must be a token id"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        ModelConfig.from_folder(write(tmp_path, **changes))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_folder_without_a_readable_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"cannot read .*config.json: No such file"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config.json is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+    with pytest.raises(ModelError, match="dtype 'int8' is not supported"):
+        ModelConfig.from_folder(write(tmp_path), "int8")
+    with pytest.raises(ModelError, match="float16 is not computed on a CPU"):
+        ModelConfig.from_folder(write(tmp_path), "float16")
