@@ -26,7 +26,10 @@ class Stepper:
 
         With `logits_rows`, which asks for rows of a single sequence, f32[len(logits_rows), vocab].
         """
-        token_ids, positions, slots, starts, tables = [], [], [], [0], []
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, tables = [0], []
         for sequence, (first, last) in pieces.items():
             table = self._tables[sequence]
             token_ids += self._sequences[sequence][first:last]

@@ -45,7 +45,7 @@ def refusal(folder: Path) -> str:
     return message
 
 
-def rewrite(folder: Path, *, without: str = "", **changes: torch.Tensor) -> None:
+def rewrite(folder: Path, changes: dict[str, torch.Tensor], without: str = "") -> None:
     tensors = load_file(folder / "model.safetensors") | changes
     tensors.pop(without, None)
     save_file(tensors, folder / "model.safetensors")
@@ -55,7 +55,7 @@ def shard(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         file_name = f"model-{number:05}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, folder / file_name)
@@ -71,7 +71,7 @@ def test_shards_are_the_same_model(original: Path, folder: Path) -> None:
 def test_a_tied_checkpoint_may_carry_its_head(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
     expected = logits(load(folder))
-    rewrite(folder, **{"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()})
+    rewrite(folder, {"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()})
     assert torch.equal(logits(load(folder)), expected)
 
 
@@ -83,17 +83,17 @@ def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
-    rewrite(folder, without="model.layers.1.mlp.up_proj.weight")
+    rewrite(folder, {}, without="model.layers.1.mlp.up_proj.weight")
     assert "the checkpoint has no tensor model.layers.1.mlp.up_proj.weight" in refusal(folder)
 
 
 def test_a_tensor_too_many_is_named(folder: Path) -> None:
-    rewrite(folder, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(10), "zz": torch.ones(1)})
+    rewrite(folder, {"model.layers.0.self_attn.q_norm.weight": torch.ones(10), "zz": torch.ones(1)})
     assert "no place for tensor model.layers.0.self_attn.q_norm.weight and 1 more" in refusal(folder)
 
 
 def test_another_shape_is_named(folder: Path) -> None:
-    rewrite(folder, **{"model.norm.weight": torch.ones(61)})
+    rewrite(folder, {"model.norm.weight": torch.ones(61)})
     assert "tensor model.norm.weight is [61], config.json says [60]" in refusal(folder)
 
 

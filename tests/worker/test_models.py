@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.cache import resolve_model
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
@@ -125,3 +126,15 @@ def test_only_the_rows_asked_for_get_logits(uneven: Path, rows: list[int]) -> No
 def test_weights_bytes_counts_what_is_held(uneven: Path) -> None:
     on_disk = (uneven / "model.safetensors").stat().st_size
     assert on_disk < load(uneven).weights_bytes < on_disk + 2048 * 10 * 4 + 2**16  # rotary table; the file has a header
+
+
+@pytest.mark.smollm2
+def test_smollm2_logits_and_greedy_tokens() -> None:
+    """The real model: 30 layers let rounding grow, so logits of size 20 are held to 1e-3."""
+    folder = resolve_model("smollm2-135m-instruct")
+    # "The capital of France is", and 60 arbitrary tokens.
+    sequences = [[504, 3575, 282, 4649, 314], random.Random(0).choices(range(49152), k=60)]
+    got = Stepper(load(folder), sequences).step({0: (0, 5), 1: (0, 60)})
+    for i, expected in enumerate(expected_logits(folder, sequences)):
+        torch.testing.assert_close(got[i], expected, rtol=1e-3, atol=1e-3)
+        assert torch.equal(got[i].argmax(-1), expected.argmax(-1))

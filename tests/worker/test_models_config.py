@@ -80,9 +80,8 @@ def test_stop_tokens_come_from_the_generation_config_first(
     ],
 )
 def test_dtype(tmp_path: Path, own: str, asked: str, device: str, expected: torch.dtype) -> None:
-    for key in ("dtype", "torch_dtype"):
-        folder = write(tmp_path, **{key: own})
-        assert ModelConfig.from_folder(folder, asked, device=device).dtype == expected
+    assert ModelConfig.from_folder(write(tmp_path, dtype=own), asked, device=device).dtype == expected
+    assert ModelConfig.from_folder(write(tmp_path, torch_dtype=own), asked, device=device).dtype == expected
 
 
 def test_max_model_len_may_be_shortened_only(tmp_path: Path) -> None:
