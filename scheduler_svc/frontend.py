@@ -190,7 +190,9 @@ def _render(messages: pb.Messages, model: ServedModel) -> str:
     try:
         return template.render(
             [{"role": message.role, "content": message.content} for message in messages.messages],
-            add_generation_prompt=not messages.HasField("add_generation_prompt") or messages.add_generation_prompt,
+            add_generation_prompt=messages.add_generation_prompt
+            if messages.HasField("add_generation_prompt")
+            else None,
             continue_final_message=messages.continue_final_message,
         )
     except TemplateError as error:

@@ -19,6 +19,8 @@ from scheduler_svc.sequence_columns import Ints, SequenceColumns, TokenIds
 from scheduler_svc.step_plan import Introduction, NewTokens, ScheduledRows, SchedulerOutputs, StepPlan
 from scheduler_svc.waiting_queue import WaitingQueue
 
+# Tokens of full metadata in one step: at five bytes each (the longest varint of an id) a third of the message limit.
+MAX_INTRODUCED_TOKENS = 4 * 1024 * 1024
 NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))  # an empty entry of StepPlan.appended
 
 
@@ -42,8 +44,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []  # tokens known to the worker not all computed, in order of their start
         self.preempted: list[SequenceGroup] = []  # in policy order
         self.suspects: deque[SequenceGroup] = deque()  # were in a failed step: each runs one step alone
+        self._unknown: set[Sequence] = set()  # have a slot, but the worker was not told of them yet
         self._released_slots: set[int] = set()
-        self._introductions: list[Introduction] = []
 
     # ---- deciding a step --------------------------------------------------------------------------------------------
 
@@ -82,13 +84,20 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING and alone in (None, sequence.group):
                 self._add_chunk(plan, sequence)
 
-    def _add_chunk(self, plan: StepPlan, sequence: Sequence, *, introduce: bool = False) -> None:
+    def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Computes as many known tokens of a sequence as budget and blocks allow, maybe none.
 
         Takes blocks only from prompts that began later, which have no row in this step yet: the oldest always gets on,
         so half-computed prompts cannot block each other, and decodes give blocks back when they end.
         """
         columns, slot = self.columns, sequence.slot
+        is_unknown = sequence in self._unknown
+        if (
+            is_unknown
+            and plan.introduced_tokens
+            and plan.introduced_tokens + sequence.num_tokens > MAX_INTRODUCED_TOKENS
+        ):
+            return
         computed, known = int(columns.num_computed_tokens[slot]), int(columns.num_known_tokens[slot])
         query_len = min(known - computed, plan.tokens_left)
         while self.blocks.num_blocks_missing(slot, computed + query_len) > self.blocks.num_free_blocks:
@@ -100,9 +109,10 @@ class Scheduler:
         if query_len <= 0:
             return
         blocks = self.blocks.grow(slot, computed + query_len)
-        if introduce:
-            self._introductions.append(Introduction(sequence, computed))
-        elif len(blocks) and not self._is_introduced(sequence):
+        if is_unknown:
+            self._unknown.remove(sequence)
+            plan.introduce(Introduction(sequence, computed))
+        elif len(blocks):
             plan.appended.append((np.array([slot]), np.array([len(blocks)]), blocks))
         is_last = computed + query_len == known
         columns.num_computed_tokens[slot] += query_len
@@ -128,7 +138,8 @@ class Scheduler:
             for sequence in group.unfinished():
                 sequence.attach(self.columns)
                 self.prefilling.append(sequence)
-                self._add_chunk(plan, sequence, introduce=True)
+                self._unknown.add(sequence)
+                self._add_chunk(plan, sequence)
 
     def _can_admit(self, group: SequenceGroup) -> bool:
         if group.num_pending_tokens or len(group.unfinished()) > self.columns.num_free_slots:
@@ -160,18 +171,14 @@ class Scheduler:
         outputs = SchedulerOutputs(
             rows=rows,
             released_slots=sorted(self._released_slots),
-            introductions=self._introductions,
+            introductions=plan.introductions,
             appended_slots=appended_slots,
             appended_counts=appended_counts,
             appended_blocks=appended_blocks,
             num_preempted=plan.num_preempted,
         )
-        self._released_slots, self._introductions = set(), []
+        self._released_slots = set()
         return outputs
-
-    def _is_introduced(self, sequence: Sequence) -> bool:
-        """Whether this step tells the worker of the sequence in full, with its whole table as it stands at the end."""
-        return any(entry.sequence is sequence for entry in self._introductions)
 
     # ---- preemption -------------------------------------------------------------------------------------------------
 
@@ -198,10 +205,11 @@ class Scheduler:
     def _give_up_slot(self, sequence: Sequence, status: SequenceStatus) -> None:
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
-        if self._is_introduced(sequence):
-            self._introductions = [entry for entry in self._introductions if entry.sequence is not sequence]
+        if sequence in self._unknown:
+            self._unknown.remove(sequence)
+        else:
+            self._released_slots.add(sequence.slot)
         self.blocks.free(sequence.slot)
-        self._released_slots.add(sequence.slot)
         sequence.detach(status)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
@@ -283,16 +291,15 @@ class Scheduler:
     def resume(self, failed_rows: ScheduledRows) -> None:
         """Starts over after every step in flight was rolled back.
 
-        The next step releases all slots and introduces each running sequence in full, its cached tokens included, so
+        The next step releases all slots, and each running sequence is introduced anew, its cached tokens included, so
         nothing has to be known of what the worker still applied. The groups of the failed step become suspects.
         """
         self._released_slots = set(range(self.columns.max_num_seqs))
         running = sorted(self.running, key=self.policy)
         self.prefilling = [s for group in running for s in group.unfinished() if s.status is SequenceStatus.RUNNING]
-        self._introductions = []
+        self._unknown = set(self.prefilling)
         for sequence in self.prefilling:
             self.columns.num_known_tokens[sequence.slot] = sequence.num_tokens
-            self._introductions.append(Introduction(sequence, sequence.num_computed_tokens))
         groups = {sequence.group for sequence in failed_rows.sequences}
         self.suspects = deque(sorted((group for group in groups if group in self.running), key=self.policy))
 
@@ -304,6 +311,7 @@ class Scheduler:
             for sequence in group.unfinished():
                 sequence.status = SequenceStatus.WAITING
                 sequence.drop_pending()
+        assert not self._unknown and not self.prefilling
         self.running.clear()
         self.preempted.clear()
         self.suspects.clear()

@@ -81,4 +81,10 @@ class StepPlan:
     decode_slots: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, query_len, num_samples)
     appended: list[tuple[Ints, Ints, BlockIds]] = field(default_factory=list)  # (slots, counts, blocks)
+    introductions: list[Introduction] = field(default_factory=list)
+    introduced_tokens: int = 0
     num_preempted: int = 0
+
+    def introduce(self, introduction: Introduction) -> None:
+        self.introductions.append(introduction)
+        self.introduced_tokens += introduction.sequence.num_tokens

@@ -29,12 +29,12 @@ def next_token(history: np.ndarray) -> int:
     return state % VOCAB_SIZE
 
 
-def expected_tokens(prompt: list[int], max_num_tokens: int) -> list[int]:
+def expected_tokens(prompt: list[int], max_num_tokens: int, eos: int | None = EOS) -> list[int]:
     """What a request must end with, whatever happens around it."""
     tokens = list(prompt)
     while len(tokens) < max_num_tokens:
         tokens.append(next_token(np.array(tokens)))
-        if tokens[-1] == EOS:
+        if tokens[-1] == eos:
             break
     return tokens
 
@@ -58,6 +58,7 @@ class Simulation:
         self.groups: list[SequenceGroup] = []
         self.num_preempted = 0
         self.sent: list[tuple[SchedulerOutputs, bytes]] = []
+        self.steps: list[worker_pb2.Step] = []
         self.start_worker()
 
     def start_worker(self) -> None:
@@ -111,7 +112,8 @@ class Simulation:
         data = encode(outputs, self.step_id, self.failed[0] if self.failed else None).SerializeToString()
         self.failed = None
         self.sent.append((outputs, data))
-        status, token_ids = self._run(worker_pb2.Step.FromString(data), fails)
+        self.steps.append(worker_pb2.Step.FromString(data))
+        status, token_ids = self._run(self.steps[-1], fails)
         self.in_flight.append((self.step_id, outputs.rows, status, token_ids))
         return True
 

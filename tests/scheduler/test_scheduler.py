@@ -92,6 +92,23 @@ def test_nothing_leaks_over_500_requests_with_aborts():
     assert simulation.num_preempted > 50, "the cache was meant to be too small"
 
 
+def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch):
+    """At admission, and when every running sequence is introduced anew after a failed step."""
+    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_TOKENS", 70)
+    simulation = Simulation(num_slots=8, num_blocks=200, max_num_batched_tokens=500)
+    for number in range(8):
+        simulation.add([number] * 30, 20, eos_token_id=None)
+    for fails in [False] * 5 + [True]:
+        simulation.send(fails)
+        simulation.answer()
+    simulation.run_to_end()
+    told = [sum(len(s.token_ids) for g in step.groups for s in g.sequences) for step in simulation.steps]
+    assert max(told) <= 70 and sum(told) > 2 * 8 * 30
+    for number, group in enumerate(simulation.groups):
+        assert group.sequences[0].token_ids.tolist() == expected_tokens([number] * 30, 50, eos=None)
+    simulation.check_nothing_left()
+
+
 def test_decodes_come_before_prompts_and_prompts_are_chunked():
     simulation = Simulation(num_slots=4, num_blocks=64, max_num_batched_tokens=8, depth=1)
     simulation.add([1, 2], 20, eos_token_id=None)
