@@ -112,7 +112,7 @@ def test_draw_is_the_same_alone_and_in_a_full_batch() -> None:
             top_p=float(random.choice([1.0, 0.9, 0.3])),
             min_p=float(random.choice([0.0, 0.05])),
             seed=int(random.integers(2**63)),
-            logprobs=random.choice([None, 0, 3]),
+            logprobs=[None, 0, 3][random.integers(3)],
         )
         for _ in range(256)
     ]
@@ -135,7 +135,7 @@ def test_draw_is_the_same_alone_and_in_a_full_batch() -> None:
 
 def test_several_samples_of_one_row_are_those_of_one_row_each() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    rows = [dict(seed=1), dict(seed=2), dict(temperature=0.0)]
+    rows: list[dict[str, Any]] = [dict(seed=1), dict(seed=2), dict(temperature=0.0)]
     several = sample(logits, params_of(rows), draws_of([7, 9, 9, 9, 4], rows=[0, 1, 1, 1, 2], index=[0, 0, 1, 2, 0]))
     single = [
         sample(logits[row : row + 1], params_of([rows[row]]), draws_of([position], index=[index])).token_ids[0]

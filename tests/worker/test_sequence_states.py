@@ -330,7 +330,7 @@ def _num_calls(num_seqs: int) -> int:
     try:
         rows = states.apply(step).rows
         batch = build_input_batch(states, rows, vocab_size=1000)
-        states.record_samples(rows, np.zeros(num_seqs))
+        states.record_samples(rows, np.zeros(num_seqs, np.int64))
     finally:
         sys.setprofile(None)
     assert batch.token_ids.shape == (num_seqs,)

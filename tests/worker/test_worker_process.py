@@ -1,0 +1,314 @@
+"""The worker as a process and as a whole: starts, refusals to start, ends, and a tiny Llama over the step stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.rpc import CHANNEL_OPTIONS
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from tests.tiny_models import make_tiny_llama
+from tests.worker.fake_model import decode, greedy, slots_u16, tokens_of, u32
+from worker_svc import server as worker_server
+from worker_svc.config import WorkerConfig
+from worker_svc.server import WorkerServer, load, main
+from worker_svc.worker import Worker
+
+PROMPTS = [[5], [17, 3, 200, 45, 9], list(range(60, 101)), [7] * 23, [1000, 4, 4, 900, 31, 2, 650]]
+NUM_NEW_TOKENS = 24
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> WorkerConfig:
+    return WorkerConfig(
+        model=str(folder),
+        port=0,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_model_len=128,
+        kv_cache_memory=0.02,
+    )
+
+
+# ---- A model over the stream ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def stub(config: WorkerConfig) -> AsyncIterator[Any]:
+    runner, files = load(config)
+    server = WorkerServer(Worker(runner, config), runner.config, files)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
+        yield worker_pb2_grpc.WorkerStub(channel)
+    await server.stop()
+
+
+class Scheduler:
+    """The least that can drive a worker: every prompt at once, in chunks, each with a table of its own."""
+
+    def __init__(self, call: Any, epoch: int, num_blocks: int) -> None:
+        self.call, self.epoch, self.step_id = call, epoch, 0
+        # Tables that neither rise nor lie together, so that a slot mapping that only looks right is found out.
+        self.free_blocks = np.random.default_rng(0).permutation(num_blocks).tolist()
+
+    @classmethod
+    async def connect(cls, stub: Any) -> Scheduler:
+        sizes = await stub.Initialize(worker_pb2.InitializeRequest())
+        call = stub.Execute()
+        await call.write(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=sizes.settings_id)))
+        return cls(call, (await call.read()).notice.lease.epoch, sizes.num_device_blocks)
+
+    async def run(self, step: worker_pb2.Step) -> list[int]:
+        self.step_id += 1
+        step.step_id = self.step_id
+        await self.call.write(worker_pb2.StepRequest(epoch=self.epoch, step=step))
+        while not (response := await self.call.read()).HasField("result"):
+            pass
+        assert response.result.status == worker_pb2.STEP_STATUS_OK, response.result.error.message
+        return tokens_of(response.result)
+
+    def introduce(self, prompts: list[list[int]], params: list[inference_pb2.SamplingParams]) -> worker_pb2.Step:
+        step = worker_pb2.Step()
+        for slot, prompt in enumerate(prompts):
+            num_blocks = -(-(len(prompt) + NUM_NEW_TOKENS) // BLOCK_SIZE)
+            table = [self.free_blocks.pop() for _ in range(num_blocks)]
+            group = step.groups.add(request_id=f"request-{slot}", sampling_params=params[slot])
+            group.sequences.add(slot=slot, token_ids=prompt, block_table=table)
+        return step
+
+    async def generate(
+        self, prompts: list[list[int]], params: list[inference_pb2.SamplingParams], chunk: int = 1000
+    ) -> list[list[int]]:
+        """Slots 0, 1, ... until all have NUM_NEW_TOKENS; they are free again afterwards."""
+        outputs: list[list[int]] = [[] for _ in prompts]
+        computed = [0] * len(prompts)
+        step = self.introduce(prompts, params)
+        while left := [slot for slot in range(len(prompts)) if computed[slot] < len(prompts[slot])]:
+            lens = [min(chunk, len(prompts[slot]) - computed[slot]) for slot in left]
+            ends = [computed[slot] + length == len(prompts[slot]) for slot, length in zip(left, lens, strict=True)]
+            decoding = [
+                slot for slot in range(len(prompts)) if slot not in left and len(outputs[slot]) < NUM_NEW_TOKENS
+            ]
+            step.rows.CopyFrom(decode(0, [*decoding, *left]).rows)
+            step.rows.num_decode_rows = len(decoding)
+            step.rows.query_lens_u32, step.rows.num_samples_u16 = u32(lens), slots_u16(map(int, ends))
+            tokens = await self.run(step)
+            sampling = [*decoding, *(slot for slot, is_end in zip(left, ends, strict=True) if is_end)]
+            for slot, token in zip(sampling, tokens, strict=True):
+                outputs[slot].append(token)
+            for slot, length in zip(left, lens, strict=True):
+                computed[slot] += length
+            step = worker_pb2.Step()
+        while going := [slot for slot in range(len(prompts)) if len(outputs[slot]) < NUM_NEW_TOKENS]:
+            for slot, token in zip(going, await self.run(decode(0, going)), strict=True):
+                outputs[slot].append(token)
+        await self.run(worker_pb2.Step(released_slots_u16=slots_u16(range(len(prompts)))))
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """What transformers generates greedily in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outputs = []
+    for prompt in PROMPTS:
+        output = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW_TOKENS, eos_token_id=None, pad_token_id=0
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("chunk", [1000, 7])
+async def test_greedy_tokens_are_those_of_transformers(stub: Any, expected: list[list[int]], chunk: int) -> None:
+    scheduler = await Scheduler.connect(stub)
+    assert await scheduler.generate(PROMPTS, [greedy()] * len(PROMPTS), chunk) == expected
+    for prompt, tokens in zip(PROMPTS[:2], expected[:2], strict=True):
+        assert await scheduler.generate([prompt], [greedy()], chunk) == [tokens]
+
+
+async def test_seeded_tokens_are_the_same_alone_and_in_a_full_batch(stub: Any) -> None:
+    scheduler = await Scheduler.connect(stub)
+    mine = inference_pb2.SamplingParams(seed=12345, temperature=1.1, top_p=0.95)
+    prompt = PROMPTS[1]
+    [alone] = await scheduler.generate([prompt], [mine])
+    others = [inference_pb2.SamplingParams(seed=seed, temperature=1.0, top_k=seed % 7) for seed in range(63)]
+    prompts = [PROMPTS[seed % 4][:9] for seed in range(63)]
+    # Not even the same slot, nor the same chunks.
+    outputs = await scheduler.generate([*prompts[:40], prompt, *prompts[40:]], [*others[:40], mine, *others[40:]], 4)
+    assert outputs[40] == alone
+    assert len({tuple(output) for output in outputs}) > 55
+
+
+# ---- Refusals to start ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "broken"))
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` in this process leaves its logging and its threads' switching alone."""
+    monkeypatch.setattr(worker_server.logging, "configure", lambda level: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+
+
+def refusal(config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    started_after_all = threading.Timer(30, os.kill, (os.getpid(), signal.SIGTERM))
+    started_after_all.start()
+    code = main(config)
+    started_after_all.cancel()
+    assert code != 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_missing_folder(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/nowhere/at/all" in refusal(dataclasses.replace(config, model="/nowhere/at/all"), capsys)
+
+
+def test_unknown_architecture(
+    quiet: None, config: WorkerConfig, broken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = broken / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["MambaForCausalLM"]}))
+    assert "MambaForCausalLM" in refusal(dataclasses.replace(config, model=str(broken)), capsys)
+
+
+@pytest.mark.parametrize("size", [0, 5, 2000])
+def test_corrupt_safetensors(
+    quiet: None, config: WorkerConfig, broken: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    path = broken / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert "model.safetensors" in refusal(dataclasses.replace(config, model=str(broken)), capsys)
+
+
+def test_too_little_memory(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    greedy_for_memory = dataclasses.replace(config, max_num_seqs=256, max_model_len=None, swap_space=1e6)
+    assert "too little memory" in refusal(greedy_for_memory, capsys)
+    assert "too little memory" in refusal(dataclasses.replace(config, kv_cache_memory=1e-9), capsys)
+
+
+def test_model_length_that_no_sequence_reaches(
+    quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = dataclasses.replace(config, kv_cache_memory=50_000 / 2**30)
+    said = refusal(small, capsys)
+    assert "max_model_len 128" in said and "--max-model-len auto" in said
+
+
+def test_port_in_use(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refusal(dataclasses.replace(config, port=port), capsys)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(device="cuda"),
+        dict(max_num_seqs=300, max_num_batched_tokens=200),
+        dict(max_model_len="long"),
+        dict(max_model_len=0),
+        dict(block_size=0),
+        dict(kv_cache_memory=0.0),
+        dict(swap_space=-1.0),
+    ],
+)
+def test_options_that_contradict(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        WorkerConfig(**options)
+
+
+# ---- A process ------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+sys.modules["transformers"] = None  # importing it on the way to readiness would fail
+from octavo.options import parse
+from worker_svc.config import WorkerConfig
+config = parse(WorkerConfig, None, "worker")
+from worker_svc.server import main
+sys.exit(main(config))
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture
+def process(config: WorkerConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A worker with made-up weights, whose longest sequence is what its cache holds, and its address."""
+    process = start(
+        f"--model={config.model}", "--port=0", "--load-format=dummy", "--kv-cache-memory=0.0005", "--max-model-len=auto"
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if (event := json.loads(line))["event"] == "worker ready":
+            break
+    yield process, event["address"]
+    process.kill()
+    process.wait()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_process_serves_and_ends_promptly(process: tuple[subprocess.Popen[str], str], number: signal.Signals) -> None:
+    worker, address = process
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        info = stub.GetInfo(worker_pb2.GetInfoRequest())
+        assert (info.model, info.architecture, info.dtype) == ("tiny", "LlamaForCausalLM", "float32")
+        sizes = stub.Initialize(worker_pb2.InitializeRequest())
+        assert sizes.max_model_len == sizes.num_device_blocks * info.block_size < info.max_model_len
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "octavo.v1.Worker"):
+            response = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
+    signalled = time.monotonic()
+    worker.send_signal(number)
+    assert worker.wait(timeout=10) == 0
+    assert time.monotonic() - signalled < 5
+
+
+def test_process_says_in_one_line_why_it_cannot_start() -> None:
+    worker = start("--model=/nowhere/at/all")
+    _, said = worker.communicate(timeout=60)
+    assert worker.returncode == 1
+    assert said.count("\n") == 1 and "/nowhere/at/all" in said
