@@ -30,6 +30,7 @@ from octavo.serving_plan import free_port
 
 RESULTS = Path(__file__).parent / "results"
 _STARTED_WITHIN_S = 60.0
+_PATIENT = RetryPolicy(retries_before_admission=3000, first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
 _BUSY_PHASES = ("cache_ops", "prepare", "forward", "sample")
 
 
@@ -81,9 +82,8 @@ def _server(model: str) -> Iterator[str]:
 
 def _start_to_first_token(model: str) -> dict[str, float]:
     """Seconds from starting the command to the first token of a short prompt, which is asked for until it comes."""
-    impatient = RetryPolicy(retries_before_admission=10_000, first_delay_s=0.02, max_delay_s=0.02)
     started = time.monotonic()
-    with _server(model) as address, Client(address, retry=impatient) as client:
+    with _server(model) as address, Client(address, retry=_PATIENT) as client:
         stream = client.generate("The sea is", SamplingParams(temperature=0, max_tokens=2), timeout=_STARTED_WITHIN_S)
         next(stream)
         first_token_s = time.monotonic() - started
@@ -128,7 +128,7 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
 
 def _over_generate(address: str, workload: workloads.Workload) -> Figures:
     async def run() -> Figures:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, retry=_PATIENT) as client:
             return await closed_loop.run(client, workload, num_streams=len(workload.requests))
 
     return asyncio.run(run())
