@@ -7,18 +7,16 @@ import queue
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from octavo.embedded import Embedded, GatheredOutput
 from octavo.generation import Generation, RetryPolicy, build_request
-from octavo.options import OptionError
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from scheduler_svc.output_processor import Delivery
     from scheduler_svc.tokenizer import Tokenizer
-
-READY_TIMEOUT_S = 600.0
-POLL_S = 0.02
 
 
 class LLM:
@@ -34,33 +32,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        import structlog
-
-        from octavo import log
-        from octavo.worker_process import WorkerProcess
-        from scheduler_svc.config import SchedulerConfig
-        from scheduler_svc.serving import Serving
-        from worker_svc.config import WorkerConfig
-
-        if not structlog.is_configured():
-            log.configure(options.get("log_level", "warning"))
-        worker_options = {"log_level": "warning", **options, "model": model}
-        config = _build(WorkerConfig, worker_options, besides=SchedulerConfig)
-        self._worker = WorkerProcess(config)
-        scheduler_options = {
-            name: value for name, value in options.items() if name not in ("port", "host", "tokenizer")
-        }
-        self._deliveries: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-        self._serving = Serving(
-            _build(SchedulerConfig, {**scheduler_options, "worker": (self._worker.address,)}, besides=WorkerConfig),
-            self._deliveries.put,
-        )
-        self._serving.start()
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.shutdown()
-            raise
+        self._deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._embedded = Embedded(model, options, self._deliveries.put)
 
     def generate(
         self,
@@ -93,13 +66,13 @@ class LLM:
     def _run(self, generations: list[Generation], use_tqdm: bool) -> list[RequestOutput]:
         from scheduler_svc.errors import QueueFull, RequestRefused
 
-        engine, frontend = self._serving.engine, self._serving.frontend
+        engine, frontend = self._embedded.engine, self._embedded.frontend
         try:
             groups = [frontend.prepare(generation.request) for generation in generations]
         except RequestRefused as error:
             raise ValueError(str(error)) from error
         gathered = {
-            group.request_id: _Gathered(generation) for group, generation in zip(groups, generations, strict=True)
+            group.request_id: GatheredOutput(generation) for group, generation in zip(groups, generations, strict=True)
         }
         unsent = list(reversed(groups))
         progress = _Progress(len(groups), use_tqdm)
@@ -127,30 +100,28 @@ class LLM:
             progress.close()
         return [gathered[group.request_id].output for group in groups]
 
-    def _next_delivery(self) -> list[Any]:
+    def _next_delivery(self) -> Delivery:
         """Waits for messages; notices when the worker that should make them is gone for good."""
         while True:
             try:
                 return self._deliveries.get(timeout=1.0)
             except queue.Empty:
-                self._worker.check()
+                self._embedded.worker.check()
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._model().tokenizer
+        return self._embedded.model.tokenizer
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Encodes and decodes with another tokenizer from the next request on."""
-        self._serving.pool.model = dataclasses.replace(self._model(), tokenizer=tokenizer)
+        self._embedded.model = dataclasses.replace(self._embedded.model, tokenizer=tokenizer)
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps: counts, bytes, and nanoseconds by phase (`StepStatistics`)."""
-        (worker,) = self._serving.engine.call(lambda: list(self._serving.engine.workers)).result()
-        return dataclasses.asdict(worker.statistics)
+        return self._embedded.statistics()
 
     def shutdown(self) -> None:
         """Ends the worker. The object cannot be used afterwards."""
-        self._serving.stop()
-        self._worker.stop()
+        self._embedded.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -159,49 +130,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def _model(self) -> Any:
-        return self._serving.frontend.model()
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not self._serving.is_ready:
-            self._worker.check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the worker was not ready after {READY_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_S)
-
-
-class _Gathered:
-    """One request's deltas put together."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        request = generation.request
-        self.output = RequestOutput(request.request_id, prompt=request.prompt or None)
-        self.output.prompt_token_ids = list(request.prompt_token_ids.ids)
-
-    def take(self, response: Any) -> bool:
-        """Adds one message; True with the last."""
-        delta = self._generation.receive(response, time.monotonic_ns())
-        if delta is None:
-            return False
-        for part in delta.outputs:
-            while len(self.output.outputs) <= part.index:
-                self.output.outputs.append(CompletionOutput(len(self.output.outputs), token_ids=[]))
-            _join(self.output.outputs[part.index], part)
-        self.output.seed, self.output.model, self.output.metrics = delta.seed, delta.model, delta.metrics
-        self.output.finished = delta.finished
-        return delta.finished
-
-
-def _join(whole: CompletionOutput, part: CompletionOutput) -> None:
-    whole.text += part.text
-    cast(list[int], whole.token_ids).extend(part.token_ids)
-    if part.logprobs:
-        whole.logprobs = [*(whole.logprobs or []), *part.logprobs]
-    whole.cumulative_logprob = part.cumulative_logprob
-    whole.finish_reason, whole.stop_reason, whole.error = part.finish_reason, part.stop_reason, part.error
 
 
 class _Progress:
@@ -230,17 +158,6 @@ class _Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _build(cls: type, options: dict[str, Any], besides: type) -> Any:
-    """The options of one dataclass out of those of both. Raises OptionError for a name that neither knows."""
-    own, other = ({field.name for field in dataclasses.fields(each)} for each in (cls, besides))
-    if unknown := options.keys() - own - other:
-        raise OptionError(f"no option is called {min(unknown)}")
-    try:
-        return cls(**{name: value for name, value in options.items() if name in own})
-    except ValueError as error:
-        raise OptionError(str(error)) from error
 
 
 def _requests(prompts: Any, prompt_token_ids: Any) -> list[tuple[str | None, list[int] | None]]:

@@ -51,7 +51,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Start it, let workers join, submit groups. Methods without underscore may be called from any thread."""
+    """Start it, let workers join, submit groups. Methods of the first two sections may be called from any thread."""
 
     def __init__(self, settings: EngineSettings, sink: OutputSink) -> None:
         self.settings = settings
@@ -75,7 +75,10 @@ class Engine:
     def stop(self) -> None:
         """Ends the loop and closes every worker's stream; what is unfinished is aborted."""
         self._inbox.put(self._on_stop)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self.take_events()
 
     def submit(self, group: SequenceGroup) -> None:
         """Queues a group.
@@ -153,13 +156,14 @@ class Engine:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._take_events()
-            for worker in list(self.workers):
-                with self._fencing(worker):
-                    self._fill(worker)
+            self.take_events()
+            self.send_steps()
 
-    def _take_events(self) -> None:
-        """Waits for something to happen, then takes all that has: one schedule answers many events."""
+    def take_events(self) -> None:
+        """Waits a while for something to happen, then takes all that has: one schedule answers many events.
+
+        With `send_steps` the whole of the loop, for a caller who runs it himself in place of `start`.
+        """
         try:
             event = self._inbox.get(timeout=WATCH_INTERVAL_S)
             while True:
@@ -167,6 +171,11 @@ class Engine:
                 event = self._inbox.get_nowait()
         except queue.Empty:
             self._watch()
+
+    def send_steps(self) -> None:
+        for worker in list(self.workers):
+            with self._fencing(worker):
+                self._fill(worker)
 
     @contextmanager
     def _fencing(self, worker: WorkerHandle) -> Iterator[None]:

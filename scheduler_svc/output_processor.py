@@ -36,8 +36,9 @@ class OutputProcessor:
         self._thread.start()
 
     def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         self._queue.put(lambda: self._take_tokens(tokens, outputs))
@@ -45,10 +46,18 @@ class OutputProcessor:
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         self._queue.put(lambda: _keep(group.output, group.output.end(reason, message)))
 
+    def run_pending(self) -> None:
+        """Makes and delivers what is there, for a caller who has not started the thread."""
+        while not self._queue.empty():
+            self._work(self._queue.get())
+
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            if delivery := work():
-                self._deliver(delivery)
+            self._work(work)
+
+    def _work(self, work: Callable[[], Delivery] | None) -> None:
+        if work is not None and (delivery := work()):
+            self._deliver(delivery)
 
     def _take_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> Delivery:
         delivery: Delivery = []
