@@ -23,7 +23,7 @@ import torch
 from numba import njit, prange
 
 from kernels.cpu.numbers import FLOAT32, INT32, element_of, exp, from_float32, lines, to_float32
-from kernels.cpu.registers import LANES, matmul_add, transpose
+from kernels.cpu.registers import LANES, matmul_add, prefetch, transpose
 from kernels.cpu.runtime import num_threads
 
 KEY_TILE = 64  # keys whose scores make one register block of 4 vectors
@@ -72,6 +72,28 @@ def paged_attention(
         np.float32(logit_soft_cap),
         num_threads(),
     )
+
+
+@njit(nogil=True)
+def _item(item, num_kv_heads, tile_starts, query_starts, seq_lens):  # type: ignore[no-untyped-def]
+    """Work item `item`: its sequence, key/value head, first row of `query`, number of tokens, first one's position."""
+    tile, kv_head = item // num_kv_heads, item % num_kv_heads
+    s = np.searchsorted(tile_starts, tile, side="right") - 1
+    first = (tile - tile_starts[s]) * QUERY_TILE
+    query_len = query_starts[s + 1] - query_starts[s]
+    return s, kv_head, query_starts[s] + first, min(QUERY_TILE, query_len - first), seq_lens[s] - query_len + first
+
+
+@njit(nogil=True)
+def _first_key(position, window):  # type: ignore[no-untyped-def]
+    """Where the key tiles of an item start whose first token has this position."""
+    return max(0, position + 1 - window) // KEY_TILE * KEY_TILE if window > 0 else 0
+
+
+@njit(nogil=True)
+def _line(block_table, num_kv_heads, block_size, kv_head, position):  # type: ignore[no-untyped-def]
+    """The cache's line that holds a position of a sequence."""
+    return (block_table[position // block_size] * num_kv_heads + kv_head) * block_size + position % block_size
 
 
 @njit(nogil=True)
@@ -164,14 +186,8 @@ def _paged_attention(  # type: ignore[no-untyped-def]
         scores = np.empty(ROW_BLOCK * KEY_TILE, dtype=np.float32)
         # Items go round the threads: in a causal prefill later tiles cost more than earlier ones.
         for item in range(lane, num_items, lanes):
-            tile, kv_head = item // num_kv_heads, item % num_kv_heads
-            s = np.searchsorted(tile_starts, tile, side="right") - 1
-            first = (tile - tile_starts[s]) * QUERY_TILE
-            query_len = query_starts[s + 1] - query_starts[s]
-            count = min(QUERY_TILE, query_len - first)
+            s, kv_head, token, count, position = _item(item, num_kv_heads, tile_starts, query_starts, seq_lens)
             rows = count * group
-            token = query_starts[s] + first
-            position = seq_lens[s] - query_len + first  # of the tile's first token
             for row in range(rows):
                 head = kv_head * group + row % group
                 line = query[token + row // group, head * head_size : (head + 1) * head_size]
@@ -183,14 +199,29 @@ def _paged_attention(  # type: ignore[no-untyped-def]
             sums[:rows] = np.float32(0.0)
 
             end = position + count  # no row of the tile sees a key from here on
-            start = max(0, position + 1 - window) // KEY_TILE * KEY_TILE if window > 0 else 0
-            for key in range(start, end, KEY_TILE):
+            for key in range(_first_key(position, window), end, KEY_TILE):
                 num_keys = min(KEY_TILE, end - key)
-                for i in range(num_keys):
-                    block, offset = (key + i) // block_size, (key + i) % block_size
-                    line = (block_tables[s, block] * num_kv_heads + kv_head) * block_size + offset
-                    _widen(key_cache[line], keys[i * padded : (i + 1) * padded], head_size)
-                    _widen(value_cache[line], values[i * padded : (i + 1) * padded], head_size)
+                # Blocks lie anywhere, so the processor does not see the next coming: while these keys are copied, ask
+                # for those after them, of this item or the thread's next. 32 decode rows of 200 tokens from memory,
+                # Zen 5: 1.20 ms without, 0.83 with on one thread; 0.67 and 0.46 on two. All asked at once: 1.00.
+                if key + KEY_TILE < end:
+                    next_s, next_head, next_key, next_end = s, kv_head, key + KEY_TILE, end
+                elif item + lanes < num_items:
+                    next_s, next_head, _, next_count, next_position = _item(
+                        item + lanes, num_kv_heads, tile_starts, query_starts, seq_lens
+                    )
+                    next_key, next_end = _first_key(next_position, window), next_position + next_count
+                else:
+                    next_s, next_head, next_key, next_end = s, kv_head, end, end
+                for i in range(KEY_TILE):
+                    if next_key + i < next_end:
+                        line = _line(block_tables[next_s], num_kv_heads, block_size, next_head, next_key + i)
+                        prefetch(key_cache[line])
+                        prefetch(value_cache[line])
+                    if i < num_keys:
+                        line = _line(block_tables[s], num_kv_heads, block_size, kv_head, key + i)
+                        _widen(key_cache[line], keys[i * padded : (i + 1) * padded], head_size)
+                        _widen(value_cache[line], values[i * padded : (i + 1) * padded], head_size)
                 for j in range(0, num_keys, LANES):
                     for d in range(0, padded, LANES):
                         transpose(keys, j * padded + d, padded, keys_t, d * KEY_TILE + j, KEY_TILE)

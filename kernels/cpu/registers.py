@@ -15,6 +15,7 @@ from numba.core import cgutils
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
+CACHE_LINE_BYTES = 64
 LANES = 16  # float32 numbers of one AVX-512 register; LLVM splits them on narrower machines
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -104,6 +105,29 @@ def transpose(typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any,
 
     flat, number = types.Array(types.float32, 1, "C"), types.intp
     return types.void(flat, number, number, flat, number, number), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, line: Any) -> Any:
+    """Ask for the memory of a line of elements ahead of its use."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        byte, word = ir.IntType(8), ir.IntType(32)
+        start = builder.bitcast(array.data, byte.as_pointer())
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word]), "llvm.prefetch.p0"
+        )
+        with cgutils.for_range_slice(
+            builder,
+            array.nitems.type(0),
+            builder.mul(array.nitems, array.itemsize),
+            array.nitems.type(CACHE_LINE_BYTES),
+        ) as (offset, _):
+            builder.call(function, [builder.gep(start, [offset]), word(0), word(2), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(line), generate
 
 
 def _element(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
