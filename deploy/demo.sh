@@ -10,8 +10,10 @@ server=$!
 
 stop() {
   status=$?
+  ended=0
   kill -TERM "$server" 2>/dev/null || true
-  wait "$server" || { [ "$status" -ne 0 ] || status=$?; }
+  wait "$server" || ended=$?
+  [ "$status" -ne 0 ] || status=$ended
   [ "$status" -eq 0 ] || { echo "what the server said:" >&2; cat "$log" >&2; }
   rm -f "$log"
   exit "$status"
