@@ -7,30 +7,25 @@ slows down slows all of them; medians over rounds are shown and every round is k
 from __future__ import annotations
 
 import argparse
-import asyncio
 import datetime
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from octavo import LLM, AsyncClient, Client, SamplingParams
-from octavo.bench import closed_loop, offline, workloads
+from benchmarks.served import PATIENT, over_generate, served
+from octavo import LLM, Client, SamplingParams
+from octavo.bench import offline, workloads
 from octavo.bench.figures import Figures, table
 from octavo.cache import resolve_model
-from octavo.generation import RetryPolicy
-from octavo.serving_plan import free_port
 
 RESULTS = Path(__file__).parent / "results"
 _STARTED_WITHIN_S = 60.0
-_PATIENT = RetryPolicy(retries_before_admission=3000, first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
 _BUSY_PHASES = ("cache_ops", "prepare", "forward", "sample")
 
 
@@ -67,23 +62,10 @@ def main() -> int:
 # ---- Start ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _server(model: str) -> Iterator[str]:
-    """A fresh `octavo serve`; yields its address at once, ready or not."""
-    port = free_port()
-    command = [sys.executable, "-m", "octavo", "serve", "--model", model, "--dtype", "float32"]
-    process = subprocess.Popen([*command, "--port", str(port), "--log-level", "warning"], stdout=subprocess.DEVNULL)
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def _start_to_first_token(model: str) -> dict[str, float]:
     """Seconds from starting the command to the first token of a short prompt, which is asked for until it comes."""
     started = time.monotonic()
-    with _server(model) as address, Client(address, retry=_PATIENT) as client:
+    with served(model) as address, Client(address, retry=PATIENT) as client:
         stream = client.generate("The sea is", SamplingParams(temperature=0, max_tokens=2), timeout=_STARTED_WITHIN_S)
         next(stream)
         first_token_s = time.monotonic() - started
@@ -103,11 +85,11 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
     rows: list[Figures] = []
     steps: list[dict[str, Any]] = []
     agreement: dict[str, str] = {}
-    with _server(arguments.model) as address, LLM(arguments.model, dtype="float32") as llm:
+    with served(arguments.model) as address, LLM(arguments.model, dtype="float32") as llm:
         vocab_size = llm.get_tokenizer().vocab_size
         warm_up = workloads.warm_up(vocab_size)
         offline.run(llm, warm_up)
-        _over_generate(address, warm_up)
+        over_generate(address, warm_up)
         if baseline:
             baseline.run(warm_up)
         for number in range(arguments.rounds):
@@ -116,7 +98,7 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
                 before = llm.statistics()
                 row, token_ids = offline.run(llm, workload)
                 steps.append({"workload": name, **_step_costs(before, llm.statistics(), row.wall_s)})
-                rows += [row, _over_generate(address, workload)]
+                rows += [row, over_generate(address, workload)]
                 if baseline:
                     row, expected = baseline.run(workload)
                     rows.append(row)
@@ -124,14 +106,6 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
                     agreement[name] = f"{same} of {len(expected)} requests"
                 print(f"round {number + 1} of {arguments.rounds}: {name} done", file=sys.stderr)
     return rows, steps, agreement
-
-
-def _over_generate(address: str, workload: workloads.Workload) -> Figures:
-    async def run() -> Figures:
-        async with AsyncClient(address, retry=_PATIENT) as client:
-            return await closed_loop.run(client, workload, num_streams=len(workload.requests))
-
-    return asyncio.run(run())
 
 
 def _step_costs(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, float]:

@@ -1,0 +1,84 @@
+"""How many threads a worker should compute with, and how they should wait: `python -m benchmarks.thread_settings`.
+
+A thread that spins at a barrier is quick on an idle machine and costs milliseconds on one where scheduler, client or a
+neighbour want the core. Every setting takes its turn in each round, each with a server of its own, alone and beside
+a busy neighbour; medians are shown. `octavo.serving_plan.worker_environment` holds what was chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.served import over_generate, served
+from octavo.bench import workloads
+from octavo.serving_plan import available_cores
+
+RESULTS = Path(__file__).parent / "results"
+# libgomp reads GOMP_SPINCOUNT before OMP_WAIT_POLICY: rounds of spinning before a waiting thread sleeps.
+SETTINGS = {
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 20,000": {"GOMP_SPINCOUNT": "20000"},
+    "active": {"OMP_WAIT_POLICY": "ACTIVE"},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compares thread counts and ways of waiting.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--vocab-size", type=int, default=49152)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=["W1", "W2"])
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    arguments = parser.parse_args()
+
+    facts = machine.describe()
+    speeds: dict[str, list[float]] = {}
+    for number in range(arguments.rounds):
+        for threads in sorted({1, available_cores()}):
+            for setting, environment in SETTINGS.items():
+                if threads == 1 and setting != "passive":
+                    continue  # one thread never waits
+                with served(arguments.model, "--num-threads", str(threads), environment=environment) as address:
+                    over_generate(address, workloads.warm_up(arguments.vocab_size))
+                    for neighbours in (0, 1):
+                        with _busy(neighbours):
+                            for name in arguments.workloads:
+                                row = over_generate(address, workloads.make(name, arguments.vocab_size))
+                                key = f"{name} | {threads} | {setting} | {neighbours}"
+                                speeds.setdefault(key, []).append(row.output_tokens_per_s)
+        print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
+
+    if not arguments.no_results:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        path = RESULTS / f"{date[:10]}-threads-{machine.slug(facts)}.json"
+        path.write_text(json.dumps({"date": date, "machine": facts, "output_tokens_per_s": speeds}, indent=1) + "\n")
+    print("| workload | threads | waiting | busy neighbours | tokens/s |\n| --- | --- | --- | --- | --- |")
+    for key in sorted(speeds):
+        print(f"| {key} | {statistics.median(speeds[key]):.1f} |")
+    return 0
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """So many processes that compute without end."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
