@@ -29,6 +29,7 @@ from kernels.cpu.runtime import num_threads
 KEY_TILE = 64  # keys whose scores make one register block of 4 vectors
 ROW_BLOCK = 4  # rows multiplied at once: 4 x 4 accumulators, 4 vectors of keys, of 32 registers
 QUERY_TILE = 16  # tokens of a prefill that share a gathered tile of keys
+HIDDEN = np.float32(-1e30)  # a score whose weight is zero beside any other
 
 
 def paged_attention(
@@ -103,33 +104,39 @@ def _widen(line, place, count):  # type: ignore[no-untyped-def]
         place[d] = to_float32(line[d])
 
 
-@njit(nogil=True, fastmath={"nnan", "nsz", "reassoc"})
-def _largest(scores, offset):  # type: ignore[no-untyped-def]
-    largest = scores[offset]
+@njit(nogil=True, fastmath={"contract"})
+def _bias(scores, distance, cap, slope):  # type: ignore[no-untyped-def]
+    """Soft cap and ALiBi; `distance` is the first key's position minus the query's."""
     for j in range(KEY_TILE):
-        largest = max(largest, scores[offset + j])
+        score = scores[j]
+        if cap > np.float32(0.0):
+            score = cap * np.tanh(score / cap)
+        scores[j] = score + slope * np.float32(distance + j)
+
+
+@njit(nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+def _largest(scores):  # type: ignore[no-untyped-def]
+    largest = HIDDEN
+    for j in range(KEY_TILE):
+        largest = max(largest, scores[j])
     return largest
 
 
 @njit(nogil=True, fastmath={"contract", "reassoc", "nsz"})
-def _weights(scores, offset, maximum):  # type: ignore[no-untyped-def]
+def _weights(scores, maximum):  # type: ignore[no-untyped-def]
     """Scores to e^(score - maximum) in place; returns their sum."""
     total = np.float32(0.0)
     for j in range(KEY_TILE):
-        weight = exp(scores[offset + j] - maximum)
-        scores[offset + j] = weight
+        weight = exp(scores[j] - maximum)
+        scores[j] = weight
         total += weight
     return total
 
 
-@njit(nogil=True, fastmath={"contract"})
-def _bias(scores, offset, distance, cap, slope):  # type: ignore[no-untyped-def]
-    """Soft cap and ALiBi; `distance` is the first key's position minus the query's."""
-    for j in range(KEY_TILE):
-        score = scores[offset + j]
-        if cap > np.float32(0.0):
-            score = cap * np.tanh(score / cap)
-        scores[offset + j] = score + slope * np.float32(distance + j)
+@njit(nogil=True)
+def _scale(numbers, factor):  # type: ignore[no-untyped-def]
+    for d in range(numbers.size):
+        numbers[d] *= factor
 
 
 @njit(nogil=True, parallel=True, cache=True)
@@ -166,7 +173,6 @@ def _paged_attention(  # type: ignore[no-untyped-def]
     value_cache = lines(value_address, element, num_blocks * num_kv_heads * block_size, head_size)
     slopes = lines(slopes_address, FLOAT32, 1, num_heads)[0]
     biased = slopes_address != 0
-    hidden = np.float32(-1e30)
 
     tile_starts = np.zeros(num_sequences + 1, dtype=np.int64)
     for s in range(num_sequences):
@@ -195,7 +201,7 @@ def _paged_attention(  # type: ignore[no-untyped-def]
                 for d in range(head_size):
                     place[d] = to_float32(line[d]) * scale
             acc[: rows * padded] = np.float32(0.0)
-            maxima[:rows] = hidden
+            maxima[:rows] = HIDDEN
             sums[:rows] = np.float32(0.0)
 
             end = position + count  # no row of the tile sees a key from here on
@@ -234,25 +240,24 @@ def _paged_attention(  # type: ignore[no-untyped-def]
                         block_rows, q, row * padded, padded, keys_t, KEY_TILE, scores, 0, KEY_TILE, head_size, KEY_TILE
                     )
                     for r in range(block_rows):
-                        offset = r * KEY_TILE
                         own = position + (row + r) // group
+                        tile_scores = scores[r * KEY_TILE : (r + 1) * KEY_TILE]
                         if cap > np.float32(0.0) or biased:
                             slope = slopes[kv_head * group + (row + r) % group] if biased else np.float32(0.0)
-                            _bias(scores, offset, key - own, cap, slope)
-                        visible_end = max(0, min(KEY_TILE, own + 1 - key))
+                            _bias(tile_scores, key - own, cap, slope)
                         visible_start = max(0, own + 1 - window - key) if window > 0 else 0
-                        if visible_start >= visible_end:
-                            scores[offset : offset + KEY_TILE] = np.float32(0.0)
-                            continue
-                        scores[offset : offset + visible_start] = hidden
-                        scores[offset + visible_end : offset + KEY_TILE] = hidden
-                        maximum = max(maxima[row + r], _largest(scores, offset))
+                        visible_end = max(0, min(KEY_TILE, own + 1 - key))
+                        if visible_start > 0 or visible_end < KEY_TILE:
+                            if visible_start >= visible_end:
+                                tile_scores[:] = np.float32(0.0)
+                                continue
+                            tile_scores[:visible_start] = HIDDEN
+                            tile_scores[visible_end:] = HIDDEN
+                        maximum = max(maxima[row + r], _largest(tile_scores))
                         shrink = exp(maxima[row + r] - maximum)
-                        sums[row + r] = sums[row + r] * shrink + _weights(scores, offset, maximum)
+                        sums[row + r] = sums[row + r] * shrink + _weights(tile_scores, maximum)
                         if shrink != np.float32(1.0):
-                            line = acc[(row + r) * padded : (row + r + 1) * padded]
-                            for d in range(padded):
-                                line[d] *= shrink
+                            _scale(acc[(row + r) * padded : (row + r + 1) * padded], shrink)
                         maxima[row + r] = maximum
                     matmul_add(
                         block_rows, scores, 0, KEY_TILE, values, padded, acc, row * padded, padded, num_keys, padded
