@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 _STORY = (
     "The lighthouse keeper had not spoken to anyone for eleven days when the boat came. It was small and grey, and the "
     "woman who rowed it did not look up until its bow touched the stones. She had brought bread, three letters, and a "
@@ -60,7 +62,7 @@ LONGEST_TOKENS = 1500
 PROMPTS = [*SHORT, *SCRIPTS, *CODE, *LONG]
 
 
-def token_ids(encode, max_tokens: int = LONGEST_TOKENS) -> list[list[int]]:  # type: ignore[no-untyped-def]
+def token_ids(encode: Callable[[str], list[int]], max_tokens: int = LONGEST_TOKENS) -> list[list[int]]:
     """All 24 as ids: the texts cut to `max_tokens`, and one prompt of exactly that length made of them all."""
     prompts = [encode(text)[:max_tokens] for text in PROMPTS]
     endless = [token_id for _ in range(8) for prompt in prompts for token_id in prompt]

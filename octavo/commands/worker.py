@@ -18,6 +18,6 @@ def run(arguments: argparse.Namespace) -> int:
     from worker_svc.config import WorkerConfig
 
     config = from_namespace(WorkerConfig, arguments)
-    from worker_svc import server
+    from worker_svc.server import main
 
-    return server.main(config)
+    return main(config)

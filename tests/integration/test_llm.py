@@ -9,6 +9,7 @@ import pytest
 
 from octavo import LLM, LLMEngine, SamplingParams
 from octavo.options import OptionError
+from octavo.outputs import CompletionOutput
 from tests.tiny_models import make_tiny_llama
 
 PROMPTS = ["One", "A second prompt", "3", "And the last, which is the longest of the four"]
@@ -90,7 +91,7 @@ def test_the_engine_steps_only_when_it_is_told_to(folder, llm):
         )
         engine.add_request(PROMPTS[3], PROMPTS[3], GREEDY)
         engine.abort_request(PROMPTS[1])
-        finished = {}
+        finished: dict[str, CompletionOutput] = {}
         while engine.has_unfinished_requests():
             assert engine.get_num_unfinished_requests() == 4 - len(finished)
             for output in engine.step():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,14 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 
 def varied_params(count: int, max_tokens: int) -> list[SamplingParams]:
-    kinds = [{}, {"temperature": 0.7}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 50, "top_p": 0.8}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"min_p": 0.02},
+        {"top_k": 50, "top_p": 0.8},
+    ]
     return [
         SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True, **kinds[number % len(kinds)])
         for number in range(count)

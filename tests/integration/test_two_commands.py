@@ -23,7 +23,8 @@ from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 
 PROMPT = list(b"Two commands, two ports: ")
-GREEDY = SamplingParams(temperature=0, max_tokens=450, ignore_eos=True)
+MAX_TOKENS = 450
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 READY_S = 60.0
 
 
@@ -114,7 +115,7 @@ def expected(folder: Path) -> list[int]:
     if folder not in _EXPECTED:
         oracle = GreedyOracle(folder)
         oracle._model.generation_config.eos_token_id = None
-        _EXPECTED[folder] = oracle.generate(PROMPT, GREEDY.max_tokens)
+        _EXPECTED[folder] = oracle.generate(PROMPT, MAX_TOKENS)
     return _EXPECTED[folder]
 
 

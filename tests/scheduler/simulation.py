@@ -134,7 +134,7 @@ class Simulation:
     def answer(self) -> None:
         """Takes the answer of the oldest step in flight."""
         step_id, rows, status, token_ids = self.in_flight.popleft()
-        if status == OK:
+        if status == OK and token_ids is not None:
             self.scheduler.process_outputs(rows, token_ids, rows.num_samples, {})
             return
         self.scheduler.roll_back(rows)

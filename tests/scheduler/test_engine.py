@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ TIMEOUT_S = 10.0
 class Client:
     """Submits requests to a `Serving` and gathers what comes back, by request id."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         self._deliveries: queue.SimpleQueue = queue.SimpleQueue()
         self.serving = Serving(SchedulerConfig(**options), self._deliveries.put)
         self.text: dict[str, str] = {}
@@ -30,7 +31,7 @@ class Client:
         self.last: dict[str, pb.GenerateResponse] = {}
         self.reasons: dict[str, int] = {}
 
-    def submit(self, request_id: str, prompt: str = "say|", **params: object) -> None:
+    def submit(self, request_id: str, prompt: str = "say|", **params: Any) -> None:
         request = pb.GenerateRequest(
             request_id=request_id, prompt=prompt, sampling_params=pb.SamplingParams(temperature=0, **params)
         )
@@ -71,7 +72,7 @@ class Client:
 
 
 @contextmanager
-def client(worker: FakeWorker, **options: object) -> Iterator[Client]:
+def client(worker: FakeWorker, **options: Any) -> Iterator[Client]:
     it = Client(worker=(worker.address,), **options)
     it.serving.start()
     try:

@@ -192,6 +192,7 @@ def _calls_of_a_steady_step(num_slots: int) -> int:
     sys.setprofile(count)
     try:
         outputs = simulation.scheduler.schedule(simulation.waiting, 0)
+        assert outputs is not None
         data = encode(outputs, simulation.step_id + 1).SerializeToString()
         applied = simulation.mirror.apply(worker_pb2.Step.FromString(data))
         simulation.mirror.record_samples(applied.rows, token_ids)
