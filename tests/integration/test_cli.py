@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,33 +139,35 @@ def test_chat_remembers_the_conversation(
 def test_ctrl_c_cuts_an_answer_short_and_ctrl_d_leaves(server: FakeServer) -> None:
     server.inference.token_delay_s = 0.02
     terminal, inside = pty.openpty()
-    with start("chat", "--address", server.address, "--seed", "1", stdin=inside, stdout=inside) as process:
-        os.write(terminal, b"Hi\n")
-        shown = b""
-        while expected_tokens(1, 0, 3)[-1] not in [int(t) for t in re.findall(rb"t(\d+) ", shown)]:
+    shown = b""
+
+    def wait_for(text: bytes) -> None:
+        """Keys count only once the program waits for them: a terminal changes its mode around each input."""
+        nonlocal shown
+        while text not in shown:
             shown += os.read(terminal, 4096)
+        shown = shown.partition(text)[2]
+
+    with start(
+        "chat", "--address", server.address, "--seed", "1", "--max-tokens", "50", stdin=inside, stdout=inside
+    ) as process:
+        wait_for(b"> ")
+        os.write(terminal, b"Hi\n")
+        wait_for(text_of(expected_tokens(1, 0, 3)).encode())
         process.send_signal(signal.SIGINT)
+        wait_for(b"> ")
         assert server.inference.cancelled.wait(2)
-        server.inference.token_delay_s = 0
         os.write(terminal, b"Again\n")
-        while len(server.inference.requests) < 2:
-            time.sleep(0.01)
+        wait_for(b"> ")
         os.write(terminal, b"\x04")
-        reader = threading.Thread(target=_drain, args=(terminal,), daemon=True)
-        reader.start()
         _, err = process.communicate(timeout=10)
     os.close(inside)
+    os.close(terminal)
     assert process.returncode == 0
     assert "Traceback" not in err
     question, cut_short, again = server.inference.requests[1].messages.messages
     assert (question.content, again.content) == ("Hi", "Again")
     assert cut_short.content.startswith(text_of(expected_tokens(1, 0, 3)))
-
-
-def _drain(terminal: int) -> None:
-    with contextlib.suppress(OSError):
-        while os.read(terminal, 4096):
-            pass
 
 
 def _end_of_input(lines: Iterator[str]) -> str:
