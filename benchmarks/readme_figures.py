@@ -97,7 +97,7 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
                 workload = workloads.make(name, vocab_size)
                 before = llm.statistics()
                 row, token_ids = offline.run(llm, workload)
-                steps.append({"workload": name, **_step_costs(before, llm.statistics(), row.wall_s)})
+                steps.append({"workload": name, **step_costs(before, llm.statistics(), row.wall_s)})
                 rows += [row, over_generate(address, workload)]
                 if baseline:
                     row, expected = baseline.run(workload)
@@ -108,7 +108,7 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
     return rows, steps, agreement
 
 
-def _step_costs(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, float]:
+def step_costs(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, float]:
     """Per step of one run: bytes on the wire and microseconds of each part; and what of the wall time the split took.
 
     The worker is busy while it runs cache operations, prepares, computes and samples. All the rest of the wall time,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import machine
+from benchmarks.readme_figures import step_costs
 from octavo.bench import workloads
 from octavo.bench.figures import measure, percentile, table
 from octavo.cli import main
@@ -85,6 +87,28 @@ def test_figures_and_their_table() -> None:
         "| W9 | LLM | 2.0 | 10 / 30 ms | 5 / 10 ms | 2.00 s |",
         "| W9 | another | 2.0 | - | - | 2.00 s |",
     ]
+
+
+def test_step_costs_are_differences_per_step() -> None:
+    def sums(factor: int) -> dict[str, object]:
+        plain = ("bytes_sent", "bytes_received", "schedule_ns", "encode_ns", "decode_ns", "process_ns", "wire_ns")
+        phases = ("queue", "cache_ops", "prepare", "forward", "sample", "total")
+        return {
+            "num_steps": 10 * factor,
+            **dict.fromkeys(plain, 40_000 * factor),
+            "worker_ns": dict.fromkeys(phases, 225_000_000 * factor),
+        }
+
+    costs = step_costs(sums(1), sums(2), wall_s=1.0)
+    assert (costs["num_steps"], costs["bytes_sent"], costs["schedule_us"]) == (10, 4000, 4)
+    assert costs["worker_busy_us"] == 90_000  # cache operations, preparing, forward and sampling; not the queue
+    assert costs["share_outside_worker"] == pytest.approx(0.1)
+
+
+def test_hardware_makes_a_file_name() -> None:
+    facts = {"cpu": "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.50GHz", "cores": 2}
+    assert machine.slug(facts) == "intel-xeon-platinum-8259cl-2-cores"
+    assert machine.describe()["cores"] >= 1
 
 
 def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

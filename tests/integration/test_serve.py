@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from octavo import Client, SamplingParams
+from octavo.cli import main
 from octavo.serving_plan import free_port
 from tests.tiny_models import make_tiny_llama
 
@@ -55,7 +57,8 @@ class Served:
             time.sleep(0.02)
 
     def wait_until_ready(self) -> None:
-        self.wait_for(lambda: "Octavo is ready after" in self.said or self.process.poll() is not None)
+        last = "octavo.v1.Inference/Generate\n"
+        self.wait_for(lambda: last in self.said or self.process.poll() is not None)
         assert self.process.poll() is None, self.said
 
     def family(self) -> list[psutil.Process]:
@@ -102,6 +105,23 @@ def test_says_how_to_call_it_answers_and_ends_with_ctrl_c(model: Path) -> None:
         code, seconds = served.end(signal.SIGINT)
     assert code == 130 and seconds < 5
     assert "Traceback" not in served.said
+
+
+def test_every_command_against_it(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt_token_ids": [5, 6, 7], "max_tokens": 4}\n' * 5)
+    with serving("--model", str(model), "--workers", "2") as served:
+        served.wait_until_ready()
+        address = ["--address", served.address]
+        assert main(["health", served.address]) == 0
+        assert main(["generate", "Once", *address, "--max-tokens", "9", "--ignore-eos", "--stats"]) == 0
+        assert "4 tokens in, 9 out" in capsys.readouterr().err
+        assert main(["chat", "Who are you?", *address, "--max-tokens", "9"]) == 0
+        capsys.readouterr()
+        assert main(["bench", "serve", *address, "--requests-file", str(requests), "--streams", "3", "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["output_tokens"] == 20
+        served.end(signal.SIGTERM)
 
 
 def test_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
