@@ -24,13 +24,14 @@ import numpy.typing as npt
 
 from protos import inference_pb2, worker_pb2
 from worker_svc.errors import ProtocolError
-from worker_svc.sampling_columns import SamplingColumns, check_supported
+from worker_svc.row_checks import check_rows
+from worker_svc.sampling_columns import SamplingColumns
+from worker_svc.sequence_metadata import NewSequence, read_group
 from worker_svc.step_columns import (
     BlockOperations,
     Ints,
     RowColumns,
     TableChange,
-    check_below,
     ragged_offsets,
     read_operations,
     read_rows,
@@ -65,19 +66,6 @@ class AppliedStep:
 
     operations: BlockOperations
     rows: AppliedRows
-
-
-@dataclass(frozen=True, slots=True)
-class _NewSequence:
-    """A sequence of full metadata, read and checked."""
-
-    slot: int
-    index: int
-    request_id: str
-    params: inference_pb2.SamplingParams
-    token_ids: Ints
-    num_computed_tokens: int
-    block_table: Ints
 
 
 class SequenceStates:
@@ -165,46 +153,13 @@ class SequenceStates:
             occupied[child] = True
         return forks
 
-    def _check_groups(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[_NewSequence]:
-        sequences = []
-        for group in step.groups:
-            check_supported(group.sampling_params)
-            if group.adapter:
-                raise ProtocolError(f"adapter {group.adapter!r} is not loaded")
-            for data in group.sequences:
-                sequence = self._read_sequence(group, data)
-                if occupied[sequence.slot]:
-                    raise ProtocolError(f"metadata of {group.request_id!r} for slot {sequence.slot}, which is occupied")
-                occupied[sequence.slot] = True
-                sequences.append(sequence)
+    def _check_groups(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[NewSequence]:
+        sequences = [sequence for group in step.groups for sequence in read_group(group, self)]
+        for sequence in sequences:
+            if occupied[sequence.slot]:
+                raise ProtocolError(f"metadata of {sequence.request_id!r} for slot {sequence.slot}, which is occupied")
+            occupied[sequence.slot] = True
         return sequences
-
-    def _read_sequence(self, group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData) -> _NewSequence:
-        name = f"metadata of {group.request_id!r}"
-        if data.slot >= self.max_num_seqs:
-            raise ProtocolError(f"{name} for slot {data.slot} of {self.max_num_seqs}")
-        token_ids = np.fromiter(data.token_ids, np.int64, len(data.token_ids))
-        block_table = np.fromiter(data.block_table, np.int64, len(data.block_table))
-        if not 0 < token_ids.size <= self.max_model_len:
-            raise ProtocolError(f"{name} brings {token_ids.size} tokens, not 1 to {self.max_model_len}")
-        check_below(token_ids, 1 << 31, f"token_ids in {name}")
-        check_below(block_table, self.num_device_blocks, f"block_table in {name}")
-        if block_table.size > self.max_blocks:
-            raise ProtocolError(f"{name} brings {block_table.size} blocks, more than {self.max_blocks}")
-        if data.num_computed_tokens > min(token_ids.size, block_table.size * self.block_size):
-            raise ProtocolError(
-                f"{name} says {data.num_computed_tokens} tokens computed of {token_ids.size} "
-                f"in {block_table.size} blocks"
-            )
-        return _NewSequence(
-            slot=data.slot,
-            index=data.index,
-            request_id=group.request_id,
-            params=group.sampling_params,
-            token_ids=token_ids,
-            num_computed_tokens=data.num_computed_tokens,
-            block_table=block_table,
-        )
 
     def _check_tables(
         self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_], num_blocks: Ints
@@ -242,7 +197,7 @@ class SequenceStates:
         self.request_ids[child] = self.request_ids[parent]
         self.sampling_params[child] = self.sampling_params[parent]
 
-    def _add(self, sequence: _NewSequence) -> None:
+    def _add(self, sequence: NewSequence) -> None:
         slot = sequence.slot
         self.occupied[slot] = True
         self.token_ids[slot, : sequence.token_ids.size] = sequence.token_ids
@@ -272,7 +227,7 @@ class SequenceStates:
         uses_last_sampled = columns.inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED
         is_given = columns.inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
         num_tokens = np.where(is_given, context_lens + query_lens, tokens_before)
-        self._check_rows(columns, context_lens, tokens_before, num_tokens)
+        check_rows(self, columns, tokens_before, num_tokens)
 
         sample_rows = np.repeat(np.arange(slots.size), num_samples)
         sample_slots, sample_indices = slots[sample_rows], self.sequence_index[slots[sample_rows]]
@@ -304,40 +259,6 @@ class SequenceStates:
             computed_before=computed_before,
             tokens_before=tokens_before,
         )
-
-    def _check_rows(self, columns: RowColumns, context_lens: Ints, tokens_before: Ints, num_tokens: Ints) -> None:
-        slots, inputs = columns.slots, columns.inputs
-        seq_lens = context_lens + columns.query_lens
-        samples = columns.num_samples > 0
-        is_last = inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED
-        _refuse(slots, ~self.occupied[slots], "which is not occupied")
-        _refuse(slots, inputs > worker_pb2.ROW_INPUT_GIVEN_TOKENS, "whose input is unknown")
-        _refuse(slots, is_last & (columns.query_lens > 1), "which looks ahead; this worker cannot")
-        _refuse(slots, is_last & (context_lens + 1 != tokens_before), "which has no sampled token to go on from")
-        computes_unknown = (context_lens > tokens_before) | (seq_lens > num_tokens)
-        _refuse(slots, computes_unknown, "which computes beyond its known tokens")
-        _refuse(slots, seq_lens > self.max_model_len, f"which computes beyond {self.max_model_len} tokens")
-        _refuse(slots, seq_lens > self.num_blocks[slots] * self.block_size, "whose block table is too short")
-        _refuse(slots, samples & (seq_lens != num_tokens), "which samples before its last known token")
-        _refuse(slots, samples & (seq_lens >= self.max_model_len), "which samples beyond the model's length")
-        num_given = int(columns.query_lens[inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS].sum())
-        if num_given != columns.given_token_ids.size:
-            raise ProtocolError(f"{columns.given_token_ids.size} given tokens for rows that compute {num_given}")
-        self._check_children(columns, seq_lens)
-
-    def _check_children(self, columns: RowColumns, seq_lens: Ints) -> None:
-        parents = np.flatnonzero(columns.num_samples > 1)
-        counts = columns.num_samples[parents]
-        children = columns.child_slots
-        if int(counts.sum()) != children.size:
-            raise ProtocolError(f"{children.size} child slots for rows that sample {int(counts.sum())} of them")
-        if children.size == 0:
-            return
-        _refuse(children, ~self.occupied[children], "a child that is not occupied")
-        is_parent = children == np.repeat(columns.slots[parents], counts)
-        _refuse(children, ~is_parent & np.isin(children, columns.slots), "a child that has a row of its own")
-        lens = np.repeat(seq_lens[parents], counts)
-        _refuse(children, lens > self.num_blocks[children] * self.block_size, "a child whose block table is too short")
 
     def _take_given(self, columns: RowColumns, is_given: npt.NDArray[np.bool_], context_lens: Ints) -> None:
         counts = columns.query_lens[is_given]
@@ -391,8 +312,3 @@ class SequenceStates:
     def _demand(self, holds: npt.NDArray[np.bool_], where: npt.NDArray[np.bool_], complaint: str) -> None:
         if not holds.all():
             raise AssertionError(f"slot {np.flatnonzero(where)[~holds][0]} {complaint}")
-
-
-def _refuse(slots: Ints, is_wrong: npt.NDArray[np.bool_], complaint: str) -> None:
-    if is_wrong.any():
-        raise ProtocolError(f"a row for slot {slots[is_wrong][0]}, {complaint}")

@@ -1,0 +1,68 @@
+"""Reads `SequenceGroupMetadata` and checks what can be checked without the mirror's columns. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from protos import inference_pb2, worker_pb2
+from worker_svc.errors import ProtocolError
+from worker_svc.sampling_columns import check_supported
+from worker_svc.step_columns import Ints, check_below
+
+if TYPE_CHECKING:
+    from worker_svc.sequence_states import SequenceStates
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that the mirror does not hold yet."""
+
+    slot: int
+    index: int  # in its group
+    request_id: str
+    params: inference_pb2.SamplingParams
+    token_ids: Ints  # prompt and generated so far, at least one
+    num_computed_tokens: int
+    block_table: Ints  # holds at least the computed tokens
+
+
+def read_group(group: worker_pb2.SequenceGroupMetadata, states: SequenceStates) -> Iterator[NewSequence]:
+    """The sequences of a group, within the bounds of `states`. Raises ProtocolError."""
+    check_supported(group.sampling_params)
+    if group.adapter:
+        raise ProtocolError(f"adapter {group.adapter!r} is not loaded")
+    for data in group.sequences:
+        yield _read_sequence(group, data, states)
+
+
+def _read_sequence(
+    group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData, states: SequenceStates
+) -> NewSequence:
+    name = f"metadata of {group.request_id!r}"
+    if data.slot >= states.max_num_seqs:
+        raise ProtocolError(f"{name} for slot {data.slot} of {states.max_num_seqs}")
+    token_ids = np.fromiter(data.token_ids, np.int64, len(data.token_ids))
+    block_table = np.fromiter(data.block_table, np.int64, len(data.block_table))
+    if not 0 < token_ids.size <= states.max_model_len:
+        raise ProtocolError(f"{name} brings {token_ids.size} tokens, not 1 to {states.max_model_len}")
+    check_below(token_ids, 1 << 31, f"token_ids in {name}")
+    check_below(block_table, states.num_device_blocks, f"block_table in {name}")
+    if block_table.size > states.max_blocks:
+        raise ProtocolError(f"{name} brings {block_table.size} blocks, more than {states.max_blocks}")
+    if data.num_computed_tokens > min(token_ids.size, block_table.size * states.block_size):
+        raise ProtocolError(
+            f"{name} says {data.num_computed_tokens} tokens computed of {token_ids.size} in {block_table.size} blocks"
+        )
+    return NewSequence(
+        slot=data.slot,
+        index=data.index,
+        request_id=group.request_id,
+        params=group.sampling_params,
+        token_ids=token_ids,
+        num_computed_tokens=data.num_computed_tokens,
+        block_table=block_table,
+    )
