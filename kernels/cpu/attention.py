@@ -13,8 +13,8 @@ padded to whole vectors. Nothing else is gathered. Blocks lie anywhere, so the p
 coming: they are asked for line by line while the last are copied. 32 decode rows of 200 tokens out of memory, Zen 5:
 1.20 ms without that, 0.83 with it on one thread; 0.67 and 0.46 on two; asked for all at once, 1.00 on one.
 
-Decode is the same code with one token a tile. Beside torch's scaled_dot_product_attention over tokens that were gathered
-for it before, on one core: 1,500 tokens of prompt 22 ms to 36, 256 after 4,000 others 21 to 29.
+Decode is the same code with one token a tile. Beside torch's scaled_dot_product_attention over tokens gathered for it
+before, on one core: 1,500 tokens of prompt 22 ms to 36, 256 after 4,000 others 21 to 29.
 
 Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
 keys. Masked keys add exact zeros. So a row's result does not depend on the rows beside it, nor on whether its token is
