@@ -130,7 +130,7 @@ def test_weights_bytes_counts_what_is_held(uneven: Path) -> None:
 
 @pytest.mark.smollm2
 def test_smollm2_logits_and_greedy_tokens() -> None:
-    """The real model: 30 layers let rounding grow, so logits of size 20 are held to 1e-3."""
+    """The real model, in company and alone: 30 layers let rounding grow, so logits of size 20 are held to 1e-3."""
     folder = resolve_model("smollm2-135m-instruct")
     # "The capital of France is", and 60 arbitrary tokens.
     sequences = [[504, 3575, 282, 4649, 314], random.Random(0).choices(range(49152), k=60)]
@@ -138,3 +138,7 @@ def test_smollm2_logits_and_greedy_tokens() -> None:
     for i, expected in enumerate(expected_logits(folder, sequences)):
         torch.testing.assert_close(got[i], expected, rtol=1e-3, atol=1e-3)
         assert torch.equal(got[i].argmax(-1), expected.argmax(-1))
+
+    one_by_one = Stepper(load(folder), sequences[1:])
+    for position in range(60):
+        assert torch.equal(one_by_one.step({0: (position, position + 1)})[0][0], got[1][position]), position
