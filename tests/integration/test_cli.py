@@ -149,14 +149,15 @@ def test_ctrl_c_cuts_an_answer_short_and_ctrl_d_leaves(server: FakeServer) -> No
         shown = shown.partition(text)[2]
 
     with start(
-        "chat", "--address", server.address, "--seed", "1", "--max-tokens", "50", stdin=inside, stdout=inside
+        "chat", "--address", server.address, "--seed", "1", "--max-tokens", "500", stdin=inside, stdout=inside
     ) as process:
         wait_for(b"> ")
         os.write(terminal, b"Hi\n")
         wait_for(text_of(expected_tokens(1, 0, 3)).encode())
         process.send_signal(signal.SIGINT)
         wait_for(b"> ")
-        assert server.inference.cancelled.wait(2)
+        assert server.inference.cancelled.wait(5)
+        server.inference.token_delay_s = 0.0
         os.write(terminal, b"Again\n")
         wait_for(b"> ")
         os.write(terminal, b"\x04")

@@ -280,8 +280,12 @@ async def test_a_deadline_ends_the_request(slow_service):
 
 async def test_a_full_queue_and_a_live_id_are_refused_at_once(slow_service):
     async with stub_of(slow_service) as stub:
-        calls = [stub.Generate(pb.GenerateRequest(prompt="say|", request_id=f"request {i}")) for i in range(3)]
-        await asyncio.gather(*(call.read() for call in calls))
+        calls = []
+        for number in range(3):
+            calls.append(stub.Generate(pb.GenerateRequest(prompt="say|", request_id=f"request {number}")))
+            await calls[-1].read()
+            if number == 0:
+                await calls[0].read()  # its first token: it runs, and waits no more
         again = await slow_service.call(GENERATE, {"prompt": "say|", "request_id": "request 0"})
         assert again.code == 64 + 6 and "'request 0' is live already" in again.stderr
         full = await slow_service.call(GENERATE, {"prompt": "say|"})

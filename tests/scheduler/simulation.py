@@ -152,9 +152,11 @@ class Simulation:
 
     def _check_mirror(self) -> None:
         columns, mirror = self.columns, self.mirror
-        not_yet_told = set(np.flatnonzero(mirror.occupied)) - set(np.flatnonzero(columns.occupied))
-        assert not_yet_told <= self.scheduler._released_slots, "the worker holds a slot that nobody will release"
+        not_yet_released = set(np.flatnonzero(mirror.occupied)) - set(np.flatnonzero(columns.occupied))
+        assert not_yet_released <= self.scheduler._released_slots, "the worker holds a slot that nobody will release"
         for slot in np.flatnonzero(columns.occupied):
+            if columns.owner[slot] in self.scheduler._unknown:
+                continue
             length, num_blocks = columns.num_tokens[slot], columns.num_blocks[slot]
             assert mirror.num_tokens[slot] == length
             assert mirror.num_computed_tokens[slot] == columns.num_computed_tokens[slot]
