@@ -79,6 +79,8 @@ def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     first, second = logits(load(folder, "dummy")), logits(load(folder, "dummy"))
     assert torch.equal(first, second)
+    other = load_model(folder, ModelConfig.from_folder(folder), "cpu", "dummy", seed=1)
+    assert not torch.equal(first, logits(other))
     assert first.isfinite().all() and first.std() > 0.01
 
 
@@ -121,6 +123,16 @@ def test_a_missing_shard_and_a_broken_index_are_named(folder: Path) -> None:
     assert "names model-00002-of-00002.safetensors, which does not exist" in refusal(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     assert "has no readable weight_map" in refusal(folder)
+
+
+def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: 500_000)
+    assert "too little memory for tiny: its weights take 0.000" in refusal(folder)
+
+
+def test_the_estimate_of_memory_is_near_what_is_held(folder: Path) -> None:
+    model = load(folder)
+    assert model.config.weights_bytes == pytest.approx(model.weights_bytes, rel=0.1)
 
 
 def test_an_unknown_load_format(folder: Path) -> None:

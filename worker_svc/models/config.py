@@ -59,6 +59,13 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config and weight headers: same hash, same model
 
+    @property
+    def weights_bytes(self) -> int:
+        """What the weights take on a device, within a few parts in a hundred: embedding, head and layers' matrices."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return (2 * self.vocab_size * self.hidden_size + self.num_layers * layer) * self.dtype.itemsize
+
     @classmethod
     def from_folder(
         cls, folder: str | Path, dtype: str = "auto", max_model_len: int | None = None, device: str = "cpu"

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from worker_svc.attention import AttentionMetadata
+from worker_svc.memory import GIB, available_bytes
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.llama import LlamaModel
 from worker_svc.models.weights import DummyWeights, SafetensorsWeights, Weights
@@ -42,8 +43,10 @@ class Model(Protocol):
         """
 
 
-def load_model(folder: str | Path, config: ModelConfig, device: str | torch.device, load_format: str = "auto") -> Model:
-    """Load weights from `folder`, or make them up (`load_format` dummy).
+def load_model(
+    folder: str | Path, config: ModelConfig, device: str | torch.device, load_format: str = "auto", seed: int = 0
+) -> Model:
+    """Load weights from `folder`, or make them up from `seed` (`load_format` dummy).
 
     Raises `ModelError` with a line that names the file or tensor when the checkpoint cannot be read, lacks a tensor,
     has one too many or one of another shape, or when memory does not suffice.
@@ -51,17 +54,21 @@ def load_model(folder: str | Path, config: ModelConfig, device: str | torch.devi
     device = torch.device(device)
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    # Asked before, because Linux promises memory that it does not have and then kills the process that touches it.
+    if device.type == "cpu" and config.weights_bytes > (free_bytes := available_bytes()):
+        raise ModelError(
+            f"too little memory for {config.model_name}: its weights take {config.weights_bytes / GIB:.3g} GiB, "
+            f"{free_bytes / GIB:.3g} GiB are free"
+        )
     weights: Weights
     if load_format == "dummy":
-        weights = DummyWeights(config.dtype, device)
+        weights = DummyWeights(config.dtype, device, seed)
     else:
         weights = SafetensorsWeights(Path(folder), config.dtype, device)
     try:
         with torch.inference_mode():
             model = _MODELS[config.architecture](config, weights, device)
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise ModelError(f"not enough memory on {device} for the weights of {config.model_name}") from error
+    except torch.OutOfMemoryError:
+        raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
     return model

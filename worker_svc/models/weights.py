@@ -83,11 +83,11 @@ class SafetensorsWeights:
 
 
 class DummyWeights:
-    """Small random numbers for any shape, the same for the same model: load tests need no checkpoint."""
+    """Small random numbers for any shape, the same for the same model and seed: load tests need no checkpoint."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self._dtype, self._device = dtype, device
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if name.endswith("norm.weight"):
