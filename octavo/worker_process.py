@@ -29,7 +29,7 @@ class WorkerProcess:
         self._last_lines: deque[str] = deque(maxlen=20)
         self._process: subprocess.Popen[str] | None = None
         self._started = threading.Event()
-        # A thread of its own: the kernel ends the child with the thread that started it, and the caller's may end early.
+        # A thread of its own: the kernel ends a child with the thread that started it, and the caller's may end early.
         self._thread = threading.Thread(target=self._run, name="worker-process", daemon=True)
         self._thread.start()
         self._started.wait()

@@ -201,11 +201,12 @@ class Keepalive(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "resume_after", "released_slots_u16", "forks_u16", "groups", "swap_out", "swap_in", "copies", "block_tables", "rows")
+    __slots__ = ("step_id", "resume_after", "released_slots_u16", "forks_u16", "fork_indices_u16", "groups", "swap_out", "swap_in", "copies", "block_tables", "rows")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_U16_FIELD_NUMBER: _ClassVar[int]
     FORKS_U16_FIELD_NUMBER: _ClassVar[int]
+    FORK_INDICES_U16_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_FIELD_NUMBER: _ClassVar[int]
@@ -216,13 +217,14 @@ class Step(_message.Message):
     resume_after: int
     released_slots_u16: bytes
     forks_u16: bytes
+    fork_indices_u16: bytes
     groups: _containers.RepeatedCompositeFieldContainer[SequenceGroupMetadata]
     swap_out: BlockPairs
     swap_in: BlockPairs
     copies: BlockPairs
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTableUpdate]
     rows: Rows
-    def __init__(self, step_id: _Optional[int] = ..., resume_after: _Optional[int] = ..., released_slots_u16: _Optional[bytes] = ..., forks_u16: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[SequenceGroupMetadata, _Mapping]]] = ..., swap_out: _Optional[_Union[BlockPairs, _Mapping]] = ..., swap_in: _Optional[_Union[BlockPairs, _Mapping]] = ..., copies: _Optional[_Union[BlockPairs, _Mapping]] = ..., block_tables: _Optional[_Iterable[_Union[BlockTableUpdate, _Mapping]]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., resume_after: _Optional[int] = ..., released_slots_u16: _Optional[bytes] = ..., forks_u16: _Optional[bytes] = ..., fork_indices_u16: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[SequenceGroupMetadata, _Mapping]]] = ..., swap_out: _Optional[_Union[BlockPairs, _Mapping]] = ..., swap_in: _Optional[_Union[BlockPairs, _Mapping]] = ..., copies: _Optional[_Union[BlockPairs, _Mapping]] = ..., block_tables: _Optional[_Iterable[_Union[BlockTableUpdate, _Mapping]]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ...) -> None: ...
 
 class BlockPairs(_message.Message):
     __slots__ = ("pairs_u32",)
@@ -331,12 +333,12 @@ class StepError(_message.Message):
     def __init__(self, code: _Optional[_Union[StepErrorCode, str]] = ..., message: _Optional[str] = ..., block_operations_applied: bool = ...) -> None: ...
 
 class SequenceOutputs(_message.Message):
-    __slots__ = ("token_ids_i32", "num_tokens_u16", "logprobs_f32", "ranks_u32", "top_counts_u16", "top_token_ids_i32", "top_logprobs_f32", "row_errors")
+    __slots__ = ("token_ids_i32", "num_tokens_u16", "logprobs_f32", "ranks_u32", "top_counts_u32", "top_token_ids_i32", "top_logprobs_f32", "row_errors")
     TOKEN_IDS_I32_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_U16_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_F32_FIELD_NUMBER: _ClassVar[int]
     RANKS_U32_FIELD_NUMBER: _ClassVar[int]
-    TOP_COUNTS_U16_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNTS_U32_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_I32_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_F32_FIELD_NUMBER: _ClassVar[int]
     ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
@@ -344,11 +346,11 @@ class SequenceOutputs(_message.Message):
     num_tokens_u16: bytes
     logprobs_f32: bytes
     ranks_u32: bytes
-    top_counts_u16: bytes
+    top_counts_u32: bytes
     top_token_ids_i32: bytes
     top_logprobs_f32: bytes
     row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
-    def __init__(self, token_ids_i32: _Optional[bytes] = ..., num_tokens_u16: _Optional[bytes] = ..., logprobs_f32: _Optional[bytes] = ..., ranks_u32: _Optional[bytes] = ..., top_counts_u16: _Optional[bytes] = ..., top_token_ids_i32: _Optional[bytes] = ..., top_logprobs_f32: _Optional[bytes] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ...) -> None: ...
+    def __init__(self, token_ids_i32: _Optional[bytes] = ..., num_tokens_u16: _Optional[bytes] = ..., logprobs_f32: _Optional[bytes] = ..., ranks_u32: _Optional[bytes] = ..., top_counts_u32: _Optional[bytes] = ..., top_token_ids_i32: _Optional[bytes] = ..., top_logprobs_f32: _Optional[bytes] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ...) -> None: ...
 
 class RowError(_message.Message):
     __slots__ = ("row", "message")

@@ -83,7 +83,7 @@ class LogprobColumns:
         self._token_ids = np.frombuffer(outputs.token_ids_i32, "<i4")
         self._logprobs = np.frombuffer(outputs.logprobs_f32, "<f4")
         self._ranks = np.frombuffer(outputs.ranks_u32, "<u4")
-        counts = np.frombuffer(outputs.top_counts_u16, "<u2").astype(np.int64)
+        counts = np.frombuffer(outputs.top_counts_u32, "<u4").astype(np.int64)
         self._top_ends = np.cumsum(counts) if len(counts) else np.zeros(len(self._token_ids), np.int64)
         self._top_token_ids = np.frombuffer(outputs.top_token_ids_i32, "<i4")
         self._top_logprobs = np.frombuffer(outputs.top_logprobs_f32, "<f4")

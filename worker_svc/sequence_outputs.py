@@ -33,6 +33,6 @@ def _pack_logprobs(outputs: worker_pb2.SequenceOutputs, logprobs: Logprobs, keep
     outputs.logprobs_f32 = logprobs.drawn[keeps].astype("<f4").tobytes()
     outputs.ranks_u32 = logprobs.ranks[keeps].astype("<u4").tobytes()
     if logprobs.top_token_ids.size:  # samples of a bad row have no candidates
-        outputs.top_counts_u16 = logprobs.top_counts[keeps].astype("<u2").tobytes()
+        outputs.top_counts_u32 = logprobs.top_counts[keeps].astype("<u4").tobytes()
         outputs.top_token_ids_i32 = logprobs.top_token_ids.astype("<i4").tobytes()
         outputs.top_logprobs_f32 = logprobs.top_logprobs.astype("<f4").tobytes()

@@ -33,6 +33,7 @@ from worker_svc.step_columns import (
     RowColumns,
     TableChange,
     ragged_offsets,
+    read_column,
     read_operations,
     read_rows,
     read_slots,
@@ -114,7 +115,7 @@ class SequenceStates:
         released = self._check_released(step, occupied)
         num_blocks[released] = 0
         forks = self._check_forks(step, occupied)
-        for parent, child in forks:
+        for parent, child, _ in forks:
             num_blocks[child] = num_blocks[parent]
         sequences = self._check_groups(step, occupied)
         for sequence in sequences:
@@ -124,8 +125,8 @@ class SequenceStates:
 
         if released.size:
             self._release(released)
-        for parent, child in forks:
-            self._fork(parent, child)
+        for parent, child, index in forks:
+            self._fork(parent, child, index)
         for sequence in sequences:
             self._add(sequence)
         for change in changes:
@@ -140,12 +141,16 @@ class SequenceStates:
         occupied[released] = False
         return released
 
-    def _check_forks(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    def _check_forks(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[tuple[int, int, int]]:
+        """(parent slot, child slot, index of the child in its group) of each fork."""
         slots = read_slots(step.forks_u16, self.max_num_seqs, "forks", unique=False)
         if slots.size % 2:
             raise ProtocolError(f"forks holds {slots.size} slots, which are no pairs")
-        forks = [(int(parent), int(child)) for parent, child in slots.reshape(-1, 2)]
-        for parent, child in forks:
+        indices = read_column(step.fork_indices_u16, "<u2", "fork_indices")
+        if indices.size != slots.size // 2:
+            raise ProtocolError(f"{indices.size} fork_indices for {slots.size // 2} forks")
+        forks = list(zip(slots[::2].tolist(), slots[1::2].tolist(), indices.tolist(), strict=True))
+        for parent, child, _ in forks:
             if not occupied[parent]:
                 raise ProtocolError(f"fork of slot {parent}, which is not occupied")
             if occupied[child]:
@@ -186,12 +191,13 @@ class SequenceStates:
             self.request_ids[slot] = None
             self.sampling_params[slot] = None
 
-    def _fork(self, parent: int, child: int) -> None:
+    def _fork(self, parent: int, child: int, index: int) -> None:
         self.occupied[child] = True
+        self.sequence_index[child] = index
         num_tokens, num_blocks = int(self.num_tokens[parent]), int(self.num_blocks[parent])
         self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
         self.block_tables[child, :num_blocks] = self.block_tables[parent, :num_blocks]
-        for column in (self.num_tokens, self.num_computed_tokens, self.num_blocks, self.sequence_index):
+        for column in (self.num_tokens, self.num_computed_tokens, self.num_blocks):
             column[child] = column[parent]
         self.sampling.copy(parent, child)
         self.request_ids[child] = self.request_ids[parent]

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from protos import worker_pb2, worker_pb2_grpc
+from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from worker_svc.cache_sizing import Limits
 from worker_svc.errors import StartupError
 from worker_svc.lease import Lease, LeaseDesk, LeaseHeld
@@ -24,8 +24,6 @@ from worker_svc.tokenizer_files import TokenizerFiles
 from worker_svc.worker import Worker
 
 log = structlog.get_logger()
-
-SCHEMA_REVISION = 1
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):

@@ -104,14 +104,21 @@ def test_slot_is_free_again_within_the_step_that_releases_it() -> None:
     assert not states.occupied.any() and states.request_ids == [None] * 4
 
 
+def forks(*entries: list[int]) -> worker_pb2.Step:
+    """Forks of (parent slot, child slot, index of the child)."""
+    pairs = [slot for entry in entries for slot in entry[:2]]
+    return worker_pb2.Step(forks_u16=slots_u16(pairs), fork_indices_u16=slots_u16(entry[2] for entry in entries))
+
+
 def test_fork_copies_the_parent() -> None:
     states = states_of()
     params = inference_pb2.SamplingParams(seed=5, temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, logprobs=2)
     run(states, prefill(1, [[1, 2, 3]], max_len=8, params=params))
-    run(states, worker_pb2.Step(forks_u16=slots_u16([0, 2, 2, 3])))  # a child may have children in the same step
+    run(states, forks([0, 2, 7], [2, 3, 8]))  # a child may have children in the same step
     for child in (2, 3):
         assert tokens(states, child) == tokens(states, 0) and table(states, child) == table(states, 0)
         assert states.num_computed_tokens[child] == 3 and states.request_ids[child] == "request-0"
+    assert states.sequence_index[[0, 2, 3]].tolist() == [0, 7, 8]
     taken = states.sampling.take(np.array([3]))
     assert [float(column[0]) for column in (taken.temperature, taken.top_p, taken.min_p)] == [0.5, 0.5, 0.25]
     assert taken.top_k[0] == 3 and taken.seed[0] == 5 and taken.num_logprobs[0] == 2 and taken.wants_logprobs[0]
@@ -149,7 +156,7 @@ def test_row_with_children_gives_each_its_own_token_and_index() -> None:
     step.rows.query_lens_u32, step.rows.num_samples_u16 = u32([2, 1]), slots_u16([0, 1])
     step.rows.slots_u16 = slots_u16([0, 3])
     run(states, step)
-    step = worker_pb2.Step(forks_u16=slots_u16([0, 1, 0, 2]))
+    step = forks([0, 1, 1], [0, 2, 2])
     step.rows.CopyFrom(
         worker_pb2.Rows(
             slots_u16=slots_u16([3, 0]),
@@ -225,10 +232,11 @@ REFUSED = {
     "released, not there": worker_pb2.Step(released_slots_u16=slots_u16([3])),
     "released, no such slot": worker_pb2.Step(released_slots_u16=slots_u16([4])),
     "half a slot": worker_pb2.Step(released_slots_u16=b"\0"),
-    "fork of nothing": worker_pb2.Step(forks_u16=slots_u16([3, 2])),
-    "fork into itself": worker_pb2.Step(forks_u16=slots_u16([0, 0])),
-    "fork into occupied": worker_pb2.Step(forks_u16=slots_u16([0, 1])),
+    "fork of nothing": forks([3, 2, 1]),
+    "fork into itself": forks([0, 0, 1]),
+    "fork into occupied": forks([0, 1, 1]),
     "half a fork": worker_pb2.Step(forks_u16=slots_u16([0])),
+    "fork without an index": worker_pb2.Step(forks_u16=slots_u16([0, 2])),
     "metadata for occupied": _metadata(slot=0),
     "metadata, no such slot": _metadata(slot=4),
     "metadata without tokens": _metadata(token_ids=[]),
