@@ -23,7 +23,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         else:
@@ -33,3 +33,9 @@ class Linear:
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return functional.linear(x, self._weight, self._bias)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
