@@ -85,7 +85,14 @@ class Sequence:
     def attach(self, columns: SequenceColumns) -> None:
         """Takes a slot; nothing of the sequence is computed there yet."""
         assert self._columns is None and self.num_pending_tokens == 0
-        self.slot = columns.take_slot(self, self._own_token_ids, self.group.max_num_tokens)
+        group = self.group
+        self.slot = columns.take_slot(
+            self,
+            self._own_token_ids,
+            max_num_tokens=group.max_num_tokens,
+            eos_token_id=group.eos_token_id,
+            has_stop_token_ids=bool(group.stop_token_ids),
+        )
         self._columns = columns
         self.status = SequenceStatus.RUNNING
 

@@ -12,13 +12,8 @@ One sequence's tokens, in half-open intervals of positions:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from scheduler_svc.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
 TokenIds = npt.NDArray[np.int32]
@@ -65,7 +60,15 @@ class SequenceColumns:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def take_slot(self, sequence: Sequence, token_ids: TokenIds, max_num_tokens: int) -> int:
+    def take_slot(
+        self,
+        owner: object,
+        token_ids: TokenIds,
+        *,
+        max_num_tokens: int,
+        eos_token_id: int | None,
+        has_stop_token_ids: bool,
+    ) -> int:
         """Seats a sequence, none of whose tokens is computed yet; the caller asked `num_free_slots` before."""
         slot = self._free_slots.pop()
         self.token_ids[slot, : len(token_ids)] = token_ids
@@ -75,10 +78,10 @@ class SequenceColumns:
         self.max_num_tokens[slot] = max_num_tokens
         self.num_blocks[slot] = 0
         self.generation[slot] += 1
-        self.eos_token_id[slot] = -1 if sequence.group.eos_token_id is None else sequence.group.eos_token_id
-        self.has_stop_token_ids[slot] = bool(sequence.group.stop_token_ids)
+        self.eos_token_id[slot] = -1 if eos_token_id is None else eos_token_id
+        self.has_stop_token_ids[slot] = has_stop_token_ids
         self.occupied[slot] = True
-        self.owner[slot] = sequence
+        self.owner[slot] = owner
         return slot
 
     def release_slot(self, slot: int) -> None:
