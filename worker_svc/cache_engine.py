@@ -10,6 +10,9 @@ so that moving a block moves it in every layer with one call, while a layer's ke
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from kernels import reference
@@ -34,7 +37,8 @@ class CacheEngine:
 
         def store(num_blocks: int, where: str | torch.device, pinned: bool = False) -> torch.Tensor:
             shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
-            # Zeros, not empty: a cache that cannot be had must fail here and not at the first step that touches it.
+            if torch.device(where).type == "cpu" and not pinned and num_blocks:
+                return _untouched_zeros(shape, dtype)
             return torch.zeros(shape, dtype=dtype, device=where, pin_memory=pinned)
 
         self._device_store = store(num_device_blocks, device)
@@ -57,3 +61,13 @@ class CacheEngine:
     def swap_in(self, pairs: torch.Tensor) -> None:
         """Host to device; `pairs` i64[n, 2] of (host block, device block)."""
         reference.copy_blocks(self._host_store, self._device_store, pairs)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages the system provides at their first use.
+
+    `torch.zeros` touches every page at once: 1.5 s a GiB on a virtual machine, most of a worker's way to readiness.
+    Whether the memory is there has been checked before (`cache_sizing`).
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -11,7 +11,7 @@ from worker_svc.config import AUTO, WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.memory import GIB
 
-CPU_CACHE_BYTES = 1 * GIB  # when nothing is asked for: room for others on the machine, and pages are touched at start
+CPU_CACHE_BYTES = 4 * GIB  # when nothing is asked for: room for others on the machine
 CPU_CACHE_SHARE = 0.4  # of the memory that is free
 
 

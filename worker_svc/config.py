@@ -31,7 +31,7 @@ class WorkerConfig:
     block_size: int = option(16, "tokens in a block of the cache")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use; without meaning on the cpu")
     kv_cache_memory: float | None = option(
-        None, "GiB of cache (default on the cpu: 1, at most 0.4 of the memory that is free)", metavar="GIB"
+        None, "GiB of cache (default on the cpu: 4, at most 0.4 of the memory that is free)", metavar="GIB"
     )
     swap_space: float = option(0.0, "GiB of host memory for swapped blocks", metavar="GIB")
     max_num_seqs: int = option(256, "sequences that run at once, at most")

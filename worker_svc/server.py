@@ -95,7 +95,7 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     folder = resolve_model(config.model, config.download_dir or None)
     asked = config.max_model_len
     model_config = ModelConfig.from_folder(folder, config.dtype, asked if isinstance(asked, int) else None)
-    model = load_model(folder, model_config, config.device, config.load_format)
+    model = load_model(folder, model_config, config.device, config.load_format, seed=config.seed)
     runner = ModelRunner(model, model_config, config.block_size, config.device)
     return runner, TokenizerFiles.from_folder(folder)
 
