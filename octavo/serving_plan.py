@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 LOOPBACK = "127.0.0.1"
+# How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. On two cores,
+# SmolLM2, tokens/s of W1 and W2 over `LLM`: passive waiting 31 and 251, 2,000 looks 41 and 194, 20,000 looks 46 and 346,
+# 300,000 looks 49 and 320, one thread that never waits 43 and 204; waiting actively for ever starves the scheduler (25
+# and 170). `python -m benchmarks.thread_settings` measures it, also beside a busy neighbour.
+SPIN_COUNT = "20000"
 
 
 class PlanError(Exception):
@@ -61,11 +66,9 @@ def _child(name: str, command: str, config: object, environment: Mapping[str, st
 
 def worker_environment(num_threads: int) -> dict[str, str]:
     """The environment of a worker that computes with `num_threads` threads; what the user has set stays as it is."""
-    chosen = {
-        "OMP_NUM_THREADS": str(num_threads),
-        # A thread that waits for work gives its core away: scheduler and client want it, too.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+    chosen = {"OMP_NUM_THREADS": str(num_threads)}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        chosen["GOMP_SPINCOUNT"] = SPIN_COUNT
     return {**chosen, **environment_without_options()}
 
 

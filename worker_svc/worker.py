@@ -33,9 +33,10 @@ Deliver = Callable[[worker_pb2.StepResult], None]
 class Worker:
     """A model runner, its mirror, and the thread on which both live."""
 
-    def __init__(self, runner: ModelRunner, config: WorkerConfig) -> None:
+    def __init__(self, runner: ModelRunner, config: WorkerConfig, thread: ModelThread | None = None) -> None:
+        """`thread` is the one that loaded the model, where it was loaded on one (`server.load` says why)."""
         self.config = config
-        self.thread = ModelThread()
+        self.thread = thread or ModelThread()
         self._runner = runner
         self._profile: Profile | None = None
         self._limits: Limits | None = None  # that `_sizes` were made for
