@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 LOOPBACK = "127.0.0.1"
-# How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. On two cores,
-# SmolLM2, tokens/s of W1 and W2 over `LLM`: passive waiting 31 and 251, 2,000 looks 41 and 194, 20,000 looks 46 and 346,
-# 300,000 looks 49 and 320, one thread that never waits 43 and 204; waiting actively for ever starves the scheduler (25
-# and 170). `python -m benchmarks.thread_settings` measures it, also beside a busy neighbour.
+# How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. On two
+# cores, SmolLM2, tokens/s of W1 and W2 over `LLM`: passive waiting 31 and 251, 2,000 looks 41 and 194, 20,000 looks 46
+# and 346, 300,000 looks 49 and 320, one thread that never waits 43 and 204; waiting actively for ever starves the
+# scheduler (25 and 170). `python -m benchmarks.thread_settings` measures it, also beside a busy neighbour.
 SPIN_COUNT = "20000"
 
 
