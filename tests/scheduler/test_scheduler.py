@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,17 @@ events = st.lists(
 @given(events)
 @settings(max_examples=300, deadline=None)
 def test_any_order_of_events_keeps_every_invariant(script):
+    play(script)
+
+
+@pytest.mark.chaos
+@given(events)
+@settings(max_examples=10_000, deadline=None)
+def test_any_order_of_events_keeps_every_invariant_for_long(script):
+    play(script)
+
+
+def play(script: list[tuple[Any, ...]]) -> None:
     simulation = Simulation(num_blocks=18)
     aborted = set()
     for event, *arguments in script:
