@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "measure speed, in this process or against a server",
 }
 INTERRUPTED = 130  # as shells report SIGINT
+_OWN_PACKAGES = frozenset({"octavo", "protos", "scheduler_svc", "worker_svc", "kernels"})
 _BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has left; Python must not fail once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OWN_PACKAGES:
+            raise
+        print(f"{prog}: error: {error.name} is missing; pip install 'octavo[all]' brings it", file=sys.stderr)
+        return 1
     except Exception as error:
         if not _is_expected(error):
             raise

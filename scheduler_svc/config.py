@@ -27,7 +27,9 @@ class SchedulerConfig:
     steps_in_flight: int = option(2, "steps sent to a worker before the first of them is answered; 1 is lock-step")
     max_num_seqs: int | None = option(None, "sequences that run at once on a worker; lowers the worker's own bound")
     max_num_batched_tokens: int | None = option(None, "tokens in one step; lowers the worker's own bound")
-    max_model_len: int | None = option(None, "tokens in one sequence; lowers the worker's own bound")
+    max_model_len: int | str | None = option(
+        None, "tokens in one sequence; lowers the worker's own bound, which auto takes as it is", metavar="LEN"
+    )
     max_waiting_requests: int = option(4096, "requests that may wait; more are refused with a retry hint")
     max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
     max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
@@ -44,9 +46,12 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, at least 1 is accepted")
+        length = self.max_model_len
+        if not (length is None or length == "auto" or (isinstance(length, int) and length > 0)):
+            raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs is {self.max_num_seqs}, more than max_num_batched_tokens, {self.max_num_batched_tokens}"

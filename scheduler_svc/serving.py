@@ -34,7 +34,7 @@ class Serving:
             bounds=worker_pb2.InitializeRequest(
                 max_num_seqs=config.max_num_seqs or 0,
                 max_num_batched_tokens=config.max_num_batched_tokens or 0,
-                max_model_len=config.max_model_len or 0,
+                max_model_len=config.max_model_len if isinstance(config.max_model_len, int) else 0,
             ),
             tokenizer_folder=config.tokenizer,
             served_model_name=config.served_model_name,

@@ -250,3 +250,24 @@ def test_error_inside_a_request(server: FakeServer, capsys: pytest.CaptureFixtur
     ]
     assert main(["generate", "hi", "--address", server.address]) == 1
     assert capsys.readouterr() == ("Well\n", "octavo generate: error: the step could not run\n")
+
+
+def test_a_part_that_is_not_installed_is_one_line() -> None:
+    code = "import sys; sys.modules['torch'] = None; from octavo.cli import main; sys.exit(main(['worker']))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "octavo worker: error: torch is missing; pip install 'octavo[all]' brings it\n"
+
+
+def test_serve_takes_options_that_both_services_have() -> None:
+    from octavo.commands import serve
+    from octavo.options import Parser, from_namespace
+    from scheduler_svc.config import SchedulerConfig
+    from worker_svc.config import WorkerConfig
+
+    parser = Parser()
+    serve.add_arguments(parser)
+    namespace = parser.parse_args(["--max-model-len", "auto", "--max-num-seqs", "7"])
+    for cls in (SchedulerConfig, WorkerConfig):
+        config = from_namespace(cls, namespace, environ={})
+        assert (config.max_model_len, config.max_num_seqs) == ("auto", 7)
