@@ -268,6 +268,7 @@ def test_serve_takes_options_that_both_services_have() -> None:
     parser = Parser()
     serve.add_arguments(parser)
     namespace = parser.parse_args(["--max-model-len", "auto", "--max-num-seqs", "7"])
-    for cls in (SchedulerConfig, WorkerConfig):
-        config = from_namespace(cls, namespace, environ={})
-        assert (config.max_model_len, config.max_num_seqs) == ("auto", 7)
+    scheduler = from_namespace(SchedulerConfig, namespace, environ={})
+    worker = from_namespace(WorkerConfig, namespace, environ={})
+    assert (scheduler.max_model_len, scheduler.max_num_seqs) == ("auto", 7)
+    assert (worker.max_model_len, worker.max_num_seqs) == ("auto", 7)
