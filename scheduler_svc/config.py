@@ -37,6 +37,10 @@ class SchedulerConfig:
     disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
 
     def __post_init__(self) -> None:
+        for address in self.worker:
+            host, _, port = address.removeprefix("dns:///").rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
         for name in (
             "steps_in_flight",
             "max_workers",

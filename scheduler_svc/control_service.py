@@ -126,7 +126,8 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         ]
 
     def _request(self, group: SequenceGroup) -> pb.RequestState:
-        holders = (w for w in self._serving.engine.workers if group in w.scheduler.running)
+        workers = self._serving.engine.workers
+        holders = (w for w in workers if group in w.scheduler.running or group in w.scheduler.preempted)
         worker = next(holders, None)
         return pb.RequestState(
             request_id=group.request_id,

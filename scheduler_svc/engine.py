@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import structlog
 
 from protos import worker_pb2
-from scheduler_svc.errors import DuplicateRequest, QueueFull
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.step_encoder import decode, encode
@@ -30,6 +30,7 @@ from scheduler_svc.worker_handle import StepInFlight, WorkerHandle, WorkerLink
 
 log = structlog.get_logger()
 
+CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an idle worker's state
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
 
 
@@ -61,7 +62,8 @@ class Engine:
         self._waiting = WaitingQueue(self._policy)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
-        self._is_stopping = False
+        self._is_stopping = False  # refuses new groups
+        self._has_stopped = False
         self._admission = threading.Lock()  # guards what callers change before the loop sees their group
         self._live: dict[tuple[str, str], SequenceGroup] = {}
         self._num_submitted = 0  # groups and their prompt tokens that are on their way to the waiting queue
@@ -74,6 +76,8 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the loop and closes every worker's stream; what is unfinished is aborted."""
+        with self._admission:
+            self._is_stopping = True
         self._inbox.put(self._on_stop)
         if self._thread.is_alive():
             self._thread.join()
@@ -86,9 +90,12 @@ class Engine:
         Raises:
             QueueFull: the waiting queue is at its bound.
             DuplicateRequest: its tenant has a live request of this id.
+            NotReady: the engine is stopping.
         """
         settings = self.settings
         with self._admission:
+            if self._is_stopping:
+                raise NotReady("this server is shutting down")
             if (group.tenant, group.request_id) in self._live:
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
             if self.num_waiting >= settings.max_waiting_requests:
@@ -103,9 +110,13 @@ class Engine:
             self._num_submitted_tokens += group.num_prompt_tokens
         self._inbox.put(partial(self._on_submitted, group))
 
-    def abort(self, request_id: str) -> bool:
-        """Ends all live requests of this id with ABORT; False when there is none."""
-        groups = [group for (_, live_id), group in list(self._live.items()) if live_id == request_id]
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends live requests of this id, of one tenant or of all, with ABORT; False when there is none."""
+        groups = [
+            group
+            for (live_tenant, live_id), group in list(self._live.items())
+            if live_id == request_id and tenant in (None, live_tenant)
+        ]
         for group in groups:
             self.abort_group(group)
         return bool(groups)
@@ -115,10 +126,14 @@ class Engine:
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The layer above found the end of a sequence's text: it wants no more tokens of it."""
+        if sequence.group.unfinished() == [sequence]:
+            self._free_id(sequence.group)  # the client may use it again as soon as it has read the end
         self._inbox.put(partial(self._on_finished_above, sequence))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
+        if self._is_stopping:
+            raise NotReady("this server is shutting down")
         future: Future[Any] = Future()
         self._inbox.put(partial(_fulfil, future, function))
         return future
@@ -155,7 +170,7 @@ class Engine:
     # ---- the step loop ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_stopping:
+        while not self._has_stopped:
             self.take_events()
             self.send_steps()
 
@@ -167,10 +182,16 @@ class Engine:
         try:
             event = self._inbox.get(timeout=WATCH_INTERVAL_S)
             while True:
-                event()
+                self._take(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
             self._watch()
+
+    def _take(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except Exception:
+            log.exception("an event of the step loop failed")
 
     def send_steps(self) -> None:
         for worker in list(self.workers):
@@ -179,12 +200,12 @@ class Engine:
 
     @contextmanager
     def _fencing(self, worker: WorkerHandle) -> Iterator[None]:
-        """A fault of our own in one worker's state costs that state, not the loop: its groups start over elsewhere."""
+        """A fault in a worker's state or messages costs that worker, not the loop: its groups start over elsewhere."""
         try:
             yield
         except Exception:
             log.exception("the step loop failed over a worker", worker=worker.link.address)
-            self._on_lost(worker.link, "the scheduler's state of it broke")
+            self._on_lost(worker.link, "its state here, or what it said, is broken")
 
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
@@ -211,19 +232,26 @@ class Engine:
         worker = self._worker_of(link)
         if worker is None:
             return
-        received_ns = time.monotonic_ns()
-        response = worker_pb2.StepResponse.FromString(data)
-        if response.epoch != worker.epoch:
-            return
-        kind = response.WhichOneof("kind")
-        if kind == "result":
-            worker.statistics.bytes_received += len(data)
-            worker.statistics.decode_ns += time.monotonic_ns() - received_ns
-            with self._fencing(worker):
+        with self._fencing(worker):
+            received_ns = time.monotonic_ns()
+            response = worker_pb2.StepResponse.FromString(data)
+            if response.epoch != worker.epoch:
+                return
+            kind = response.WhichOneof("kind")
+            if kind == "result":
+                worker.statistics.bytes_received += len(data)
+                worker.statistics.decode_ns += time.monotonic_ns() - received_ns
                 self._on_result(worker, response.result, received_ns)
-        elif kind == "notice" and response.notice.WhichOneof("notice") == "draining":
-            log.info("worker is draining", worker=link.address)
+            elif kind == "notice":
+                self._on_notice(worker, response.notice)
+
+    def _on_notice(self, worker: WorkerHandle, notice: worker_pb2.Notice) -> None:
+        kind = notice.WhichOneof("notice")
+        log.info("worker says", worker=worker.link.address, notice=kind)
+        if kind == "draining":
             worker.is_draining = True
+        elif kind == "budget":
+            worker.scheduler.max_num_batched_tokens = notice.budget.max_num_batched_tokens
 
     def _on_result(self, worker: WorkerHandle, result: worker_pb2.StepResult, received_ns: int) -> None:
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
@@ -253,7 +281,8 @@ class Engine:
                 "step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message
             )
             groups = {sequence.group for sequence in sent.rows.sequences}
-            if len(groups) == 1:
+            is_smaller = result.error.code == worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY and worker.shrink_budget()
+            if len(groups) == 1 and not is_smaller:
                 self._on_end(groups.pop(), FinishReason.ERROR, f"the worker could not run it: {result.error.message}")
         if worker.failed_step and not worker.in_flight:
             worker.scheduler.resume(worker.failed_step.rows)
@@ -274,7 +303,8 @@ class Engine:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _on_submitted(self, group: SequenceGroup) -> None:
-        self._waiting.push(group)
+        if not group.is_finished:  # aborted before it came here
+            self._waiting.push(group)
         with self._admission:
             self._num_submitted -= 1
             self._num_submitted_tokens -= group.num_prompt_tokens
@@ -333,27 +363,38 @@ class Engine:
 
     def _forget(self, group: SequenceGroup) -> None:
         if group.is_finished:
-            with self._admission:
-                self._live.pop((group.tenant, group.request_id), None)
+            self._free_id(group)
+
+    def _free_id(self, group: SequenceGroup) -> None:
+        with self._admission:
+            if self._live.get((group.tenant, group.request_id)) is group:
+                del self._live[group.tenant, group.request_id]
 
     def _on_stop(self) -> None:
         for group in self.live_groups():
             self._on_end(group, FinishReason.ABORT, "the server is shutting down")
         for worker in self.workers:
             worker.link.close()
-        self._is_stopping = True
+        self.workers.clear()
+        self._has_stopped = True
 
     def _watch(self) -> None:
         now_ns = time.monotonic_ns()
         for worker in list(self.workers):
             if (reason := worker.problem(now_ns)) is not None:
                 self._on_lost(worker.link, reason)
+            elif worker.is_idle and now_ns - worker.checked_ns > CHECK_INTERVAL_NS:
+                worker.checked_ns = now_ns
+                with self._fencing(worker):
+                    worker.scheduler.check_integrity()
 
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
         return next((worker for worker in self.workers if worker.link is link), None)
 
 
 def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # the caller is gone
     try:
         future.set_result(function())
     except Exception as error:

@@ -1,7 +1,7 @@
 """From a `GenerateRequest` to a `SequenceGroup`: everything is checked here, before anything is queued.
 
-Synchronous and without side effects, so that it runs on any thread; tokenising is most of its time. Knows the served
-model and the limits, nothing of queues and sockets.
+Synchronous and without state of its own, so that it runs on any thread; tokenising is most of its time. Knows the
+served model and the limits, nothing of queues and sockets.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
 
+MAX_REQUEST_ID_CHARS = 256
+MAX_CHARS_PER_TOKEN = 100  # a prompt with more for each token that the model takes is refused before it is tokenised
 # Scalars of SamplingParams that do something only at another value than this, and that no worker here can do yet.
 _NEUTRAL = {
     "n": 1,
@@ -64,10 +66,11 @@ class Frontend:
         model = self.model(request.model)
         params = request.sampling_params
         _check_known_fields(request)
+        _check_sizes(request, model)
         self._check_sampling_params(params, model)
         self._check_supported(request)
         token_ids = self._prompt_token_ids(request, model)
-        if request.truncate_prompt_tokens:
+        if request.HasField("truncate_prompt_tokens"):
             token_ids = token_ids[-request.truncate_prompt_tokens :]
         self._check_length(token_ids, model)
         num_prompt_tokens = len(token_ids)
@@ -79,7 +82,7 @@ class Frontend:
             request.request_id,
             token_ids,
             params,
-            max_num_tokens=min(wanted, model.max_model_len),
+            max_num_tokens=min(wanted, model.max_model_len, model.max_cached_tokens + 1),
             arrival_ns=arrival_ns,
             eos_token_id=eos_token_ids[0] if eos_token_ids else None,
             stop_token_ids=frozenset([*eos_token_ids[1:], *params.stop_token_ids]),
@@ -155,6 +158,21 @@ class Frontend:
         if num_tokens > model.max_cached_tokens:
             limit = f"a worker's cache holds {model.max_cached_tokens}"
             raise InvalidRequest(FieldViolation("prompt", f"{num_tokens} tokens are too many: {limit}"))
+
+
+def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
+    """What is too large to look at any closer."""
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        accepted = f"at most {MAX_REQUEST_ID_CHARS} are"
+        raise InvalidRequest(FieldViolation("request_id", f"{len(request.request_id)} characters, {accepted} accepted"))
+    if request.HasField("truncate_prompt_tokens"):
+        if not request.truncate_prompt_tokens:
+            raise InvalidRequest(FieldViolation("truncate_prompt_tokens", "0 is not accepted, at least 1 is"))
+        return
+    longest = MAX_CHARS_PER_TOKEN * model.max_model_len
+    if len(request.prompt) > longest:
+        limit = f"{longest} are the most for a model of {model.max_model_len} tokens"
+        raise InvalidRequest(FieldViolation("prompt", f"{len(request.prompt)} characters are too many: {limit}"))
 
 
 def _check_known_fields(request: pb.GenerateRequest) -> None:

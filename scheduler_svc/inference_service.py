@@ -17,6 +17,7 @@ from scheduler_svc.errors import NotReady
 from scheduler_svc.output_processor import Delivery
 from scheduler_svc.request_reader import read_generate_request
 from scheduler_svc.request_stream import RequestStream
+from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.serving import Serving
 from scheduler_svc.status import refusals
 
@@ -68,17 +69,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 if self.is_draining:
                     raise NotReady("this server is draining")
                 group = await self._in_thread(self._serving.frontend.prepare, request, arrival_ns)
+                if request.attempt:
+                    await self._replace(group)
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
                 try:
-                    if request.attempt:
-                        await self._replace(group.request_id)
                     self._serving.engine.submit(group)
                     await self._write_all(stream, box, context)
+                except asyncio.CancelledError:
+                    log.info("client is gone")
+                    raise
                 finally:
                     self._mailboxes.close(stream)
-                    if not stream.is_finished:
-                        log.info("client is gone")
                     self._serving.engine.abort_group(group)
 
     async def _write_all(
@@ -92,9 +94,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if response.HasField("usage"):
                 return
 
-    async def _replace(self, request_id: str) -> None:
+    async def _replace(self, group: SequenceGroup) -> None:
         """A client that sends a request again wants no answer to the first attempt."""
-        self._serving.engine.abort(request_id)
+        self._serving.engine.abort(group.request_id, group.tenant)
         await asyncio.wrap_future(self._serving.engine.call(lambda: None))
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:

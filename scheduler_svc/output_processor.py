@@ -44,7 +44,7 @@ class OutputProcessor:
         self._queue.put(lambda: self._take_tokens(tokens, outputs))
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        self._queue.put(lambda: _keep(group.output, group.output.end(reason, message)))
+        self._queue.put(lambda: self._take_end(group, reason, message))
 
     def run_pending(self) -> None:
         """Makes and delivers what is there, for a caller who has not started the thread."""
@@ -56,18 +56,32 @@ class OutputProcessor:
             self._work(work)
 
     def _work(self, work: Callable[[], Delivery] | None) -> None:
-        if work is not None and (delivery := work()):
-            self._deliver(delivery)
+        try:
+            if work is not None and (delivery := work()):
+                self._deliver(delivery)
+        except Exception:
+            log.exception("the output thread failed")
+
+    def _take_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> Delivery:
+        stream: RequestStream = group.output
+        try:
+            return _keep(stream, stream.end(reason, message))
+        except Exception:
+            log.exception("output failed", request_id=group.request_id)
+            return _keep(stream, stream.fail())
 
     def _take_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> Delivery:
         delivery: Delivery = []
-        logprobs = LogprobColumns(outputs, self._token_text) if outputs.logprobs_f32 else None
+        logprobs: LogprobColumns | None = None
         columns = (tokens.sequences, tokens.token_ids.tolist(), tokens.entries.tolist(), tokens.finish_reasons.tolist())
         for sequence, token_id, entry, reason in zip(*columns, strict=True):
             stream: RequestStream = sequence.group.output
             wanted = sequence.group.sampling_params
             try:
-                at_token = logprobs.at(entry, wanted.logprobs) if logprobs and wanted.HasField("logprobs") else None
+                at_token = None
+                if wanted.HasField("logprobs"):
+                    logprobs = logprobs or LogprobColumns(outputs, self._token_text)
+                    at_token = logprobs.at(entry, wanted.logprobs)
                 delivery += _keep(stream, stream.take(sequence, token_id, reason, at_token))
             except Exception:
                 log.exception("output failed", request_id=sequence.group.request_id)

@@ -1,6 +1,7 @@
 """One request's way out: tokens in, `GenerateResponse` messages out, text and stop strings decided in between.
 
-Lives on the output thread. Knows nothing of schedulers beyond the group's own counters, and nothing of sockets.
+Made by the frontend, then fed on the output thread. Knows nothing of schedulers beyond the group's own counters, and
+nothing of sockets.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class RequestStream:
         """Ends the request after a fault of our own in making its output."""
         for sequence in self.group.sequences:
             self._finish_sequence(sequence)
-        return self.end(FinishReason.ERROR, "the output could not be made; the server's log says why")
+        return self._message([output.fail() for output in self._outputs if not output.is_finished])
 
     def _message(self, deltas: list[pb.OutputDelta]) -> pb.GenerateResponse | None:
         if self.is_finished:
@@ -147,6 +148,11 @@ class OutputStream:
         if reason is FinishReason.ERROR:
             delta.error.code, delta.error.message, delta.error.retryable = "INTERNAL", message, True
         return self._flush(delta, reason)
+
+    def fail(self) -> pb.OutputDelta:
+        """Ends the output without another look at its text, which may be what failed."""
+        error = pb.OutputError(code="INTERNAL", message="the output could not be made; the server's log says why")
+        return self._finish(pb.OutputDelta(index=self.index, error=error), FinishReason.ERROR)
 
     def _flush(self, delta: pb.OutputDelta, reason: FinishReason) -> pb.OutputDelta:
         """Text held back as the possible begin of a stop string, or as half a character, is text after all."""

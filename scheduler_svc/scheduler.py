@@ -217,7 +217,12 @@ class Scheduler:
     def process_outputs(
         self, rows: ScheduledRows, token_ids: TokenIds, num_tokens: Ints, errors: dict[int, str]
     ) -> NewTokens:
-        """Appends the tokens of an answer, `num_tokens[i]` to row i (0 or 1), and ends sequences that are complete."""
+        """Appends the tokens of an answer, `num_tokens[i]` to row i (0 or 1), and ends sequences that are complete.
+
+        Raises ValueError, with nothing changed, for an answer that does not fit the rows.
+        """
+        if len(num_tokens) != len(rows) or num_tokens.sum() != len(token_ids) or max(errors, default=0) >= len(rows):
+            raise ValueError(f"an answer of {len(token_ids)} tokens does not fit {len(rows)} rows")
         columns = self.columns
         if self.suspects and self.suspects[0] in {sequence.group for sequence in rows.sequences}:
             self.suspects.popleft()
@@ -304,17 +309,19 @@ class Scheduler:
         self.suspects = deque(sorted((group for group in groups if group in self.running), key=self.policy))
 
     def evacuate(self) -> list[SequenceGroup]:
-        """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""
+        """The worker is lost: all unfinished groups, in policy order, ready to wait for another one.
+
+        Takes nothing but the groups' tokens; slots and blocks, which may be what broke, are not used again.
+        """
         groups = sorted([*self.running, *self.preempted], key=self.policy)
         for group in groups:
-            self._give_up_slots(group, SequenceStatus.WAITING)
             for sequence in group.unfinished():
+                if sequence.status is SequenceStatus.RUNNING:
+                    sequence.detach(SequenceStatus.WAITING)
                 sequence.status = SequenceStatus.WAITING
                 sequence.drop_pending()
-        assert not self._unknown and not self.prefilling
         self.running.clear()
         self.preempted.clear()
-        self.suspects.clear()
         return groups
 
     def check_integrity(self) -> None:

@@ -54,7 +54,7 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        return self.pool.model is not None and bool(self.engine.workers)
+        return self.pool.model is not None and any(not worker.is_draining for worker in list(self.engine.workers))
 
     def _token_text(self, token_id: int) -> str:
         assert self.pool.model is not None  # tokens come from workers, and the first of them brought the model

@@ -30,6 +30,8 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
 }
+MAX_TEXT_CHARS = 500
+MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
 DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
 
 
@@ -39,9 +41,9 @@ async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except RequestRefused as error:
-        code = STATUS_CODES[type(error)]
-        log.info("request refused", code=code.name, why=str(error))
-        await context.abort(code, str(error), trailing_metadata=((DETAILS_KEY, _details(code, error)),))
+        code, message = STATUS_CODES[type(error)], _shortened(str(error))
+        log.info("request refused", code=code.name, why=message)
+        await context.abort(code, message, trailing_metadata=((DETAILS_KEY, _details(code, message, error)),))
     except (grpc.aio.AbortError, grpc.RpcError):
         raise
     except Exception:
@@ -49,12 +51,19 @@ async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
 
 
-def _details(code: grpc.StatusCode, error: RequestRefused) -> bytes:
-    status = status_pb2.Status(code=code.value[0], message=str(error))
+def _shortened(text: str) -> str:
+    """Status and details are sent as headers, of which HTTP/2 peers take 8 KiB: what a client wrote may be longer."""
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]} ..."
+
+
+def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> bytes:
+    status = status_pb2.Status(code=code.value[0], message=message)
     if isinstance(error, InvalidRequest):
         violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=violation.description)
-            for violation in error.violations
+            error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field, description=_shortened(violation.description)
+            )
+            for violation in error.violations[:MAX_VIOLATIONS]
         ]
         status.details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
     elif isinstance(error, QueueFull):

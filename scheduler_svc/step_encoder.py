@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protos import worker_pb2
+from protos import inference_pb2, worker_pb2
 from scheduler_svc.sequence_columns import Ints, TokenIds
 from scheduler_svc.step_plan import Introduction, SchedulerOutputs
 
@@ -33,10 +33,14 @@ def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = N
 def _metadata(introduction: Introduction) -> worker_pb2.SequenceGroupMetadata:
     sequence = introduction.sequence
     group = sequence.group
+    params = inference_pb2.SamplingParams()
+    params.CopyFrom(group.sampling_params)
+    for name in ("stop", "stop_token_ids"):  # decided here, and of any size
+        params.ClearField(name)
     return worker_pb2.SequenceGroupMetadata(
         request_id=group.request_id,
         num_prompt_tokens=group.num_prompt_tokens,
-        sampling_params=group.sampling_params,
+        sampling_params=params,
         adapter=group.adapter,
         sequences=[
             worker_pb2.SequenceData(

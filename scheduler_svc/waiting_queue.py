@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from scheduler_svc.policy import Policy
@@ -24,10 +23,6 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._members)
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        """All waiting groups, in no particular order."""
-        return iter(self._members)
 
     def push(self, group: SequenceGroup) -> None:
         """Adds a new group at its place, or one that a worker gave back at the place that it had."""
@@ -59,6 +54,9 @@ class WaitingQueue:
     def _forget(self, group: SequenceGroup) -> None:
         self._members.remove(group)
         self.num_tokens -= _num_tokens(group)
+        if len(self._heap) > 2 * len(self._members) + 64:  # behind a head that stays, marked entries would pile up
+            self._heap = [entry for entry in self._heap if entry[2] in self._members]
+            heapq.heapify(self._heap)
 
 
 def _num_tokens(group: SequenceGroup) -> int:

@@ -42,7 +42,7 @@ class Members(Protocol):
 
     def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest: ...
 
-    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool: ...
+    def needs_tokenizer(self) -> bool: ...
 
     def accept(
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, files: dict[str, bytes]
@@ -160,7 +160,7 @@ class WorkerClient:
         if info.schema_revision != SCHEMA_REVISION:
             raise WorkerRefused(f"speaks schema revision {info.schema_revision}, this scheduler {SCHEMA_REVISION}")
         settings = self._members.settings_for(info)
-        files = self._fetch_tokenizer(stub) if self._members.needs_tokenizer(info) else {}
+        files = self._fetch_tokenizer(stub, info) if self._members.needs_tokenizer() else {}
         self._now(inference_pb2.WORKER_HEALTH_INITIALIZING, "")
         sizes = stub.Initialize(settings, timeout=INITIALIZE_TIMEOUT_S)
         self._members.accept(info, sizes, files)
@@ -184,11 +184,15 @@ class WorkerClient:
             self._stream = None
             stream.close()
 
-    def _fetch_tokenizer(self, stub: worker_pb2_grpc.WorkerStub) -> dict[str, bytes]:
+    def _fetch_tokenizer(self, stub: worker_pb2_grpc.WorkerStub, info: worker_pb2.WorkerInfo) -> dict[str, bytes]:
         files: dict[str, bytearray] = {}
+        sha256 = ""
         for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=60.0):
             if chunk.file_name:
                 files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
+            sha256 = chunk.sha256 or sha256
+        if sha256 != info.tokenizer_sha256:
+            raise WorkerRefused(f"it sent a tokenizer {sha256[:12]} and said {info.tokenizer_sha256[:12]}")
         return {name: bytes(data) for name, data in files.items()}
 
     def _now(self, health: inference_pb2.WorkerHealth, problem: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -82,11 +81,25 @@ class WorkerHandle:
         self.statistics = StepStatistics()
         self.is_draining = False
         self.failed_step: StepInFlight | None = None
+        self.checked_ns = 0  # when the integrity of its state was looked at last
         self._last_step_id = 0
 
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.in_flight and not self.scheduler.running
+
+    def shrink_budget(self) -> bool:
+        """Halves the tokens of a step after the worker ran out of memory; False when decodes alone fill it already."""
+        scheduler = self.scheduler
+        smaller = max(scheduler.max_num_batched_tokens // 2, scheduler.columns.max_num_seqs)
+        if smaller == scheduler.max_num_batched_tokens:
+            return False
+        scheduler.max_num_batched_tokens = smaller
+        return True
 
     def can_take_step(self, max_in_flight: int) -> bool:
         """After a failure nothing is sent until every step in flight has been answered, and nothing while it drains."""
@@ -106,7 +119,7 @@ class WorkerHandle:
 
     def problem(self, now_ns: int) -> str | None:
         """Why this worker must be given up now, if it must."""
-        silence_ns = time.monotonic_ns() - self.link.last_heard_ns
+        silence_ns = now_ns - self.link.last_heard_ns
         if silence_ns > SILENCE_LIMIT_NS:
             return f"no message for {silence_ns / 1e9:.1f} s"
         if self.in_flight and now_ns > self.in_flight[0].deadline_ns:

@@ -71,13 +71,14 @@ class WorkerPool:
 
     def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest:
         """The worker's bounds, lowered where this scheduler wants less."""
+        num_tokens = _lower(info.max_num_batched_tokens, self._bounds.max_num_batched_tokens)
         return worker_pb2.InitializeRequest(
-            max_num_seqs=_lower(info.max_num_seqs, self._bounds.max_num_seqs),
-            max_num_batched_tokens=_lower(info.max_num_batched_tokens, self._bounds.max_num_batched_tokens),
+            max_num_seqs=min(_lower(info.max_num_seqs, self._bounds.max_num_seqs), num_tokens),
+            max_num_batched_tokens=num_tokens,
             max_model_len=_lower(info.max_model_len, self._bounds.max_model_len),
         )
 
-    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool:
+    def needs_tokenizer(self) -> bool:
         return self.model is None and self._tokenizer_folder is None
 
     def accept(
@@ -95,7 +96,9 @@ class WorkerPool:
             elif (difference := self.model.difference(info)) is not None:
                 raise WorkerRefused(difference)
             elif sizes.max_model_len < self.model.max_model_len:
-                raise WorkerRefused(f"it holds {sizes.max_model_len} tokens, this pool {self.model.max_model_len}")
+                raise WorkerRefused(f"it takes {sizes.max_model_len} tokens, this pool {self.model.max_model_len}")
+            elif sizes.num_device_blocks * info.block_size < self.model.max_cached_tokens < self.model.max_model_len:
+                raise WorkerRefused(f"its cache is smaller than the {self.model.max_cached_tokens} tokens of this pool")
 
     def joined(
         self,
