@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_command(arguments: list[str]) -> int:
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else None
     parser = Parser(
         prog="octavo",
         usage="octavo COMMAND ...",
@@ -81,14 +82,14 @@ def _without_command(arguments: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", help="one of those below")
+    if name:
+        parser.error(f"no command is called {name!r}; there are {', '.join(COMMANDS)}")
     namespace = parser.parse_args(arguments)
     if namespace.version:
         import octavo
 
         print(f"octavo {octavo.__version__}")
         return 0
-    if namespace.command:
-        parser.error(f"no command is called {namespace.command!r}; there are {', '.join(COMMANDS)}")
     parser.print_help(sys.stderr)
     return 2
 

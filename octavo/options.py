@@ -166,7 +166,10 @@ def _collected(hint: Any, value: Any) -> Any:
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
-    text = f"{field.metadata['help']} (default: {_shown(_default_of(field))})".replace("%", "%%")
+    text = field.metadata["help"]
+    if "default" not in text:
+        text += f" (default: {_shown(_default_of(field))})"
+    text = text.replace("%", "%%")
     settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
     if bool in _members(hint):
         parser.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **settings)

@@ -22,7 +22,7 @@ class SchedulerConfig:
     )
     max_workers: int = option(64, "workers to hold at most")
     tokenizer: Path | None = option(None, "folder of tokenizer files to use in place of the workers'", metavar="DIR")
-    served_model_name: str = option("", "name that requests may give as model (default: the workers' own)")
+    served_model_name: str = option("", "name that requests may give as model; the default is the workers' own")
     scheduling_policy: str = option("fcfs", "order in which waiting requests are served", choices=tuple(POLICIES))
     steps_in_flight: int = option(2, "steps sent to a worker before the first of them is answered; 1 is lock-step")
     max_num_seqs: int | None = option(None, "sequences that run at once on a worker; lowers the worker's own bound")

@@ -122,7 +122,7 @@ class Frontend:
         if violations := validate(params, limits):
             raise InvalidRequest(
                 *(
-                    FieldViolation(f"sampling_params.{field}", f"{value!r} is not accepted, {accepted} is")
+                    FieldViolation(f"sampling_params.{field}", f"got {_shown(value)}; accepted: {accepted}")
                     for field, value, accepted in violations
                 )
             )
@@ -133,6 +133,8 @@ class Frontend:
         asked += [name for name in _ABSENT if any(field.name == name for field, _ in params.ListFields())]
         if asked:
             raise Unsupported(f"sampling_params.{asked[0]} is not implemented by this server")
+        if request.priority:
+            raise Unsupported("priority is not implemented by this server: it serves in order of arrival")
         if request.resume:
             raise Unsupported("resume is not implemented by this server")
         if request.adapter:
@@ -143,7 +145,7 @@ class Frontend:
             token_ids = list(request.prompt_token_ids.ids)
             _check_vocabulary("prompt_token_ids", token_ids, model)
             if not token_ids:
-                raise InvalidRequest(FieldViolation("prompt_token_ids", "0 ids are not accepted, at least 1 is"))
+                raise InvalidRequest(FieldViolation("prompt_token_ids", "got none; accepted: at least 1"))
             return token_ids
         return _encode_prompt(request, model, "exactly one of prompt, prompt_token_ids and messages")
 
@@ -163,11 +165,13 @@ class Frontend:
 def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
     """What is too large to look at any closer."""
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        accepted = f"at most {MAX_REQUEST_ID_CHARS} are"
-        raise InvalidRequest(FieldViolation("request_id", f"{len(request.request_id)} characters, {accepted} accepted"))
+        accepted = f"at most {MAX_REQUEST_ID_CHARS}"
+        raise InvalidRequest(
+            FieldViolation("request_id", f"got {len(request.request_id)} characters; accepted: {accepted}")
+        )
     if request.HasField("truncate_prompt_tokens"):
         if not request.truncate_prompt_tokens:
-            raise InvalidRequest(FieldViolation("truncate_prompt_tokens", "0 is not accepted, at least 1 is"))
+            raise InvalidRequest(FieldViolation("truncate_prompt_tokens", "got 0; accepted: at least 1"))
         return
     longest = MAX_CHARS_PER_TOKEN * model.max_model_len
     if len(request.prompt) > longest:
@@ -187,7 +191,7 @@ def _encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: Serv
     """Token ids of a request's text or conversation."""
     kind = request.WhichOneof("prompt_kind")
     if kind is None:
-        raise InvalidRequest(FieldViolation("prompt", f"none or several were given, {accepted} is accepted"))
+        raise InvalidRequest(FieldViolation("prompt", f"got none or several; accepted: {accepted}"))
     if kind == "messages":
         text, add_special_tokens = _render(request.messages, model), False
     else:
@@ -195,7 +199,7 @@ def _encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: Serv
         add_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
     token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not token_ids:
-        raise InvalidRequest(FieldViolation(kind, f"{text!r} has no tokens, at least 1 is accepted"))
+        raise InvalidRequest(FieldViolation(kind, f"got {text!r}, which has no tokens; accepted: at least 1"))
     return token_ids
 
 
@@ -204,7 +208,12 @@ def _render(messages: pb.Messages, model: ServedModel) -> str:
     if template is None:
         raise InvalidRequest(FieldViolation("messages", f"model {model.name!r} has no chat template; give a prompt"))
     if not messages.messages:
-        raise InvalidRequest(FieldViolation("messages", "0 messages are not accepted, at least 1 is"))
+        raise InvalidRequest(FieldViolation("messages", "got none; accepted: at least 1"))
+    for index, message in enumerate(messages.messages):
+        if not message.role:
+            raise InvalidRequest(
+                FieldViolation(f"messages[{index}].role", "got none; accepted: system, user, assistant, ...")
+            )
     try:
         return template.render(
             [{"role": message.role, "content": message.content} for message in messages.messages],
@@ -217,7 +226,12 @@ def _render(messages: pb.Messages, model: ServedModel) -> str:
         raise InvalidRequest(FieldViolation("messages", str(error))) from error
 
 
+def _shown(value: object) -> str:
+    """A value as the client wrote it: floats come from the wire with float32's noise."""
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
 def _check_vocabulary(field: str, token_ids: list[int], model: ServedModel) -> None:
     outside = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
     if outside is not None:
-        raise InvalidRequest(FieldViolation(field, f"{outside} is not accepted, 0 to {model.vocab_size - 1} are"))
+        raise InvalidRequest(FieldViolation(field, f"got {outside}; accepted: 0 to {model.vocab_size - 1}"))

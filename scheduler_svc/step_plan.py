@@ -63,7 +63,8 @@ class NewTokens:
     """Tokens that one answer brought to sequences that still want them.
 
     Arrays of one length: the sequence, its token, the position of the token among the answer's columns, and a
-    `FinishReason` where the token ended the sequence. `errors` are groups with a row that could not be sampled, and why.
+    `FinishReason` where the token ended the sequence. `errors` are groups with a row that could not be sampled, with
+    the reason.
     """
 
     sequences: npt.NDArray[np.object_]

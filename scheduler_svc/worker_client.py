@@ -5,6 +5,7 @@ One thread an address lives here; it reads the stream and hands bytes on. Knows 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 log = structlog.get_logger()
 
 KEEPALIVE_INTERVAL_S = 1.0  # a worker ends the lease of a scheduler that is silent for 3 s
+FAILURES_TO_TELL = 20  # a worker that is being started is no news for some seconds
 RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection costs next to nothing
 LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds
 GET_INFO_TIMEOUT_S = 10.0  # a worker that is still starting listens but does not answer yet
@@ -120,6 +122,7 @@ class WorkerClient:
         self.state = ConnectionState()
         self._members = members
         self._stream: StepStream | None = None
+        self._num_failures = 0  # in a row
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"worker-{address}", daemon=True)
 
@@ -196,6 +199,13 @@ class WorkerClient:
         return {name: bytes(data) for name, data in files.items()}
 
     def _now(self, health: inference_pb2.WorkerHealth, problem: str) -> None:
-        if problem and problem != self.state.problem:
-            log.info("worker is not serving", worker=self.address, why=problem)
+        self._num_failures = self._num_failures + 1 if problem else 0
+        if problem and (problem != self.state.problem or self._num_failures == FAILURES_TO_TELL):
+            is_starting = health == inference_pb2.WORKER_HEALTH_CONNECTING and self._num_failures < FAILURES_TO_TELL
+            log.log(
+                logging.DEBUG if is_starting else logging.INFO,
+                "worker is not serving",
+                worker=self.address,
+                why=problem,
+            )
         self.state = ConnectionState(health, problem)

@@ -137,24 +137,32 @@ async def test_messages_go_through_the_chat_template(service):
 INVALID, NOT_FOUND, UNIMPLEMENTED = 3, 5, 12
 
 BAD_INPUT = {
-    "no prompt": ({}, INVALID, "prompt: none or several were given"),
-    "empty prompt": ({"prompt": ""}, INVALID, "no tokens"),
+    "no prompt": ({}, INVALID, "prompt: got none or several"),
+    "empty prompt": ({"prompt": ""}, INVALID, "which has no tokens"),
     "no token ids": ({"prompt_token_ids": {}}, INVALID, "prompt_token_ids"),
     "no messages": ({"messages": {}}, INVALID, "messages"),
     "token outside the vocabulary": (
         {"prompt_token_ids": {"ids": [3, 400]}},
         INVALID,
-        "400 is not accepted, 0 to 399 are",
+        "got 400; accepted: 0 to 399",
     ),
-    "out of range": ({"prompt": "x", "sampling_params": {"temperature": 2.5}}, INVALID, "temperature: 2.5"),
-    "zero where one is the least": ({"prompt": "x", "sampling_params": {"max_tokens": 0}}, INVALID, "max_tokens: 0"),
+    "out of range": (
+        {"prompt": "x", "sampling_params": {"temperature": 2.5}},
+        INVALID,
+        "temperature: got 2.5; accepted: 0 (greedy) to 2",
+    ),
+    "zero where one is the least": (
+        {"prompt": "x", "sampling_params": {"max_tokens": 0}},
+        INVALID,
+        "max_tokens: got 0",
+    ),
     "empty stop": ({"prompt": "x", "sampling_params": {"stop": [""]}}, INVALID, "stop[0]"),
     "contradiction": (
         {"prompt": "x", "sampling_params": {"detokenize": False, "stop": ["a"]}},
         INVALID,
         "detokenize = false",
     ),
-    "too many logprobs": ({"prompt": "x", "sampling_params": {"logprobs": 21}}, INVALID, "logprobs: 21"),
+    "too many logprobs": ({"prompt": "x", "sampling_params": {"logprobs": 21}}, INVALID, "logprobs: got 21"),
     "unknown enum": ({"prompt": "x", "sampling_params": {"early_stopping": 9}}, INVALID, "early_stopping"),
     "longer than the model": ({"prompt": "x" * 256}, INVALID, "256 tokens and 1 to generate are too many"),
     "longer than the cache": ({"prompt": "x" * 200}, INVALID, "200 tokens are too many: a worker's cache holds 192"),
@@ -167,6 +175,8 @@ BAD_INPUT = {
     ),
     "guided": ({"prompt": "x", "sampling_params": {"guided": {"regex": "a+"}}}, UNIMPLEMENTED, "guided"),
     "a penalty": ({"prompt": "x", "sampling_params": {"presence_penalty": 1}}, UNIMPLEMENTED, "presence_penalty"),
+    "a priority": ({"prompt": "x", "priority": 3}, UNIMPLEMENTED, "priority"),
+    "no role": ({"messages": {"messages": [{"content": "x"}]}}, INVALID, "messages[0].role"),
     "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "adapter"),
     "resume": ({"prompt": "x", "resume": [{"index": 0, "token_ids": [1]}]}, UNIMPLEMENTED, "resume"),
 }
