@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.policy import POLICIES
+from scheduler_svc.policy import POLICIES, Policy
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.sequence_columns import SequenceColumns
 from scheduler_svc.step_encoder import encode
-from scheduler_svc.step_plan import ScheduledRows, SchedulerOutputs
+from scheduler_svc.step_plan import NewTokens, ScheduledRows, SchedulerOutputs
 from scheduler_svc.waiting_queue import WaitingQueue
 from worker_svc.sequence_states import SequenceStates
 
@@ -51,10 +52,12 @@ class Simulation:
         num_blocks: int = 24,
         max_num_batched_tokens: int = 16,
         depth: int = 2,
+        policy: Policy = POLICIES["fcfs"],
     ) -> None:
+        self.policy = policy
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
         self.num_blocks, self.max_num_batched_tokens, self.depth = num_blocks, max_num_batched_tokens, depth
-        self.waiting = WaitingQueue(POLICIES["fcfs"])
+        self.waiting = WaitingQueue(policy)
         self.groups: list[SequenceGroup] = []
         self.num_preempted = 0
         self.sent: list[tuple[SchedulerOutputs, bytes]] = []
@@ -65,14 +68,21 @@ class Simulation:
         """An empty worker and an empty scheduler for it."""
         self.columns = SequenceColumns(self.num_slots, self.max_model_len, self.block_size)
         self.blocks = BlockSpaceManager(self.columns, self.num_blocks)
-        self.scheduler = Scheduler(self.columns, self.blocks, self.max_num_batched_tokens, POLICIES["fcfs"])
+        self.scheduler = Scheduler(self.columns, self.blocks, self.max_num_batched_tokens, self.policy)
         self.mirror = SequenceStates(self.num_slots, self.max_model_len, self.block_size, self.num_blocks)
         self.in_flight: deque[tuple[int, ScheduledRows, int, np.ndarray | None]] = deque()
         self.worker_skips = False
         self.failed: tuple[int, ScheduledRows] | None = None
         self.step_id = 0
 
-    def add(self, prompt: list[int], max_tokens: int, eos_token_id: int | None = EOS) -> SequenceGroup:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        eos_token_id: int | None = EOS,
+        stop_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+    ) -> SequenceGroup:
         group = SequenceGroup(
             f"request-{len(self.groups)}",
             prompt,
@@ -80,6 +90,8 @@ class Simulation:
             max_num_tokens=min(len(prompt) + max_tokens, self.max_model_len),
             arrival_ns=0,
             eos_token_id=eos_token_id,
+            stop_token_ids=stop_token_ids,
+            priority=priority,
         )
         self.groups.append(group)
         self.waiting.push(group)
@@ -102,9 +114,13 @@ class Simulation:
         """Schedules and sends one step, which the worker runs at once; False when there is none to send."""
         if self.failed is not None and self.in_flight:
             return False
+        running, suspects = set(self.scheduler.running), list(self.scheduler.suspects)
         outputs = self.scheduler.schedule(self.waiting, now_ns=0)
         if outputs is None:
             return False
+        admitted = self.scheduler.running - running
+        assert not (admitted and outputs.num_preempted), "took blocks from one group and gave them to another"
+        assert not suspects or self.groups_of(outputs.rows) == suspects[:1], "a suspect runs by itself"
         self.step_id += 1
         self.num_preempted += outputs.num_preempted
         data = encode(outputs, self.step_id, self.failed[0] if self.failed else None).SerializeToString()
@@ -129,17 +145,21 @@ class Simulation:
         self.mirror.check_integrity()
         return OK, np.array(tokens, np.int32)
 
-    def answer(self) -> None:
-        """Takes the answer of the oldest step in flight."""
+    @staticmethod
+    def groups_of(rows: ScheduledRows) -> list[SequenceGroup]:
+        return list(dict.fromkeys(sequence.group for sequence in rows.sequences))
+
+    def answer(self) -> NewTokens | None:
+        """Takes the answer of the oldest step in flight, and gives what it brought unless it failed."""
         step_id, rows, status, token_ids = self.in_flight.popleft()
         if status == OK and token_ids is not None:
-            self.scheduler.process_outputs(rows, token_ids, rows.num_samples, {})
-            return
+            return self.scheduler.process_outputs(rows, token_ids, rows.num_samples, {})
         self.scheduler.roll_back(rows)
         if status == FAILED:
             self.failed = (step_id, rows)
         if self.failed and not self.in_flight:
             self.scheduler.resume(self.failed[1])
+        return None
 
     def check(self) -> None:
         """Every invariant that can be seen from here; the mirror's equality whenever nothing is on the way."""
@@ -162,11 +182,11 @@ class Simulation:
             assert mirror.num_blocks[slot] == num_blocks
             assert (mirror.block_tables[slot, :num_blocks] == columns.block_tables[slot, :num_blocks]).all()
 
-    def run_to_end(self) -> None:
+    def run_to_end(self, fails: Callable[[], bool] = lambda: False) -> None:
         """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send."""
         while any(not group.is_finished for group in self.groups):
             sent = False
-            while len(self.in_flight) < self.depth and self.send():
+            while len(self.in_flight) < self.depth and self.send(fails()):
                 sent = True
             assert sent or self.in_flight, "runnable work, nothing in flight, and nothing was scheduled"
             self.answer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import worker_pb2
+from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_encoder import decode, encode
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
@@ -104,6 +106,29 @@ def test_nothing_leaks_over_500_requests_with_aborts():
     assert simulation.num_preempted > 50, "the cache was meant to be too small"
 
 
+def test_a_small_cache_and_failing_steps_end_every_request():
+    """Up to 30 % of the steps fail: groups are preempted with draws in flight that never come."""
+    preempted = failed = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        simulation = Simulation(
+            num_blocks=rng.randint(16, 18), max_num_batched_tokens=rng.randint(4, 12), depth=rng.choice([1, 2, 3])
+        )
+        for _ in range(rng.randint(2, 5)):
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+            simulation.add(prompt, rng.randint(1, 30), eos_token_id=None)
+        share = rng.random() * 0.3
+        fails = iter([rng.random() < share for _ in range(60)])
+        simulation.run_to_end(partial(next, fails, False))
+        for group in simulation.groups:
+            tokens = group.sequences[0].token_ids.tolist()
+            assert tokens == expected_tokens(tokens[: group.num_prompt_tokens], group.max_num_tokens, eos=None)
+        simulation.check_nothing_left()
+        preempted += simulation.num_preempted
+        failed += sum(step.HasField("resume_after") for step in simulation.steps)
+    assert preempted > 80 and failed > 80, "the histories were meant to be hard"
+
+
 def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch):
     """At admission, and when every running sequence is introduced anew after a failed step."""
     monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_TOKENS", 70)
@@ -143,6 +168,189 @@ def test_first_come_first_served_and_the_youngest_is_preempted():
         simulation.answer()
     assert [group.num_preemptions for group in groups] == [0, 0, 1]
     simulation.run_to_end()
+
+
+def one_draw_from_preemption(**younger: Any) -> tuple[Simulation, SequenceGroup, SequenceGroup]:
+    """Two groups that fill the cache: the second step from here needs a block and preempts the younger group."""
+    simulation = Simulation(num_slots=2, max_model_len=32, num_blocks=8, max_num_batched_tokens=64)
+    elder, victim = simulation.add([1] * 15, 9, None), simulation.add([2] * 14, 9, None, **younger)
+    simulation.send()
+    simulation.answer()
+    return simulation, elder, victim
+
+
+@pytest.mark.parametrize("reason", [FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH])
+def test_a_token_that_arrives_for_a_preempted_group_counts(reason):
+    *first, last = expected_tokens([2] * 14, 16, eos=None)
+    assert last not in first
+    stops = frozenset([last]) if reason is FinishReason.STOP else frozenset()
+    simulation, elder, victim = one_draw_from_preemption(stop_token_ids=stops)
+    if reason is FinishReason.LENGTH:
+        victim.max_num_tokens = 16
+        simulation.columns.max_num_tokens[victim.sequences[0].slot] = 16
+    simulation.send()
+    simulation.send()
+    assert victim.num_pending_tokens == 1 and simulation.scheduler.preempted == [victim]
+    new = simulation.answer()
+    assert new is not None
+    assert [sequence.group for sequence in new.sequences] == [elder, victim]
+    assert new.token_ids[1] == last and new.finish_reasons.tolist() == [FinishReason.NONE, reason]
+    assert victim.sequences[0].token_ids.tolist() == [*first, last]
+    assert victim.is_finished is (reason is not FinishReason.NONE)
+    assert simulation.scheduler.preempted == ([] if victim.is_finished else [victim])
+    simulation.run_to_end()
+    simulation.check_nothing_left()
+
+
+def test_a_draw_that_failed_is_no_longer_awaited_by_a_preempted_group():
+    simulation, _, victim = one_draw_from_preemption()
+    simulation.send(fails=True)
+    simulation.send()
+    assert victim.num_pending_tokens == 1
+    simulation.answer()
+    assert victim.num_pending_tokens == 0
+    simulation.answer()
+    simulation.run_to_end()
+    assert victim.sequences[0].token_ids.tolist() == expected_tokens([2] * 14, 23, eos=None)
+
+
+def test_after_a_failed_step_each_of_its_groups_runs_alone_until_its_own_answer():
+    simulation = Simulation(num_blocks=64, max_num_batched_tokens=64)
+    first, second, third = (simulation.add([number] * 5, 20, eos_token_id=None) for number in range(3))
+    simulation.send()
+    simulation.answer()
+    simulation.send(fails=True)
+    simulation.answer()
+    scheduler = simulation.scheduler
+    assert list(scheduler.suspects) == [first, second, third]
+    simulation.add([7], 5)  # newcomers wait
+    simulation.send()
+    simulation.send()
+    simulation.answer()
+    assert list(scheduler.suspects) == [second, third]
+    simulation.send()
+    simulation.answer()  # the second one of the first group
+    assert list(scheduler.suspects) == [second, third]
+    simulation.send()
+    simulation.answer()
+    assert list(scheduler.suspects) == [third]
+    simulation.answer()
+    simulation.send()
+    simulation.answer()
+    assert not scheduler.suspects
+    alone = [simulation.groups_of(outputs.rows) for outputs, _ in simulation.sent[2:]]
+    assert alone == [[first], [first], [second], [second], [third]]
+    simulation.send()
+    assert simulation.groups_of(simulation.sent[-1][0].rows) == simulation.groups
+    simulation.run_to_end()
+
+
+def test_a_suspect_that_is_preempted_is_no_suspect_any_more():
+    simulation, elder, victim = one_draw_from_preemption()
+    simulation.send(fails=True)
+    simulation.answer()
+    assert list(simulation.scheduler.suspects) == [elder, victim]
+    simulation.send()
+    simulation.send()  # needs a block
+    assert simulation.scheduler.preempted == [victim]
+    assert list(simulation.scheduler.suspects) == [elder]
+    simulation.run_to_end()
+    simulation.check_nothing_left()
+
+
+def test_a_stop_token_id_ends_a_sequence():
+    tokens = expected_tokens([5, 6], 12, eos=None)
+    assert tokens[9] not in tokens[:9]
+    simulation = Simulation()
+    group = simulation.add([5, 6], 20, stop_token_ids=frozenset([96, tokens[9]]), eos_token_id=None)
+    simulation.run_to_end()
+    assert group.sequences[0].token_ids.tolist() == tokens[:10]
+    simulation.check_nothing_left()
+
+
+def test_a_row_error_ends_its_group_and_touches_no_other():
+    simulation = Simulation()
+    bad, good = simulation.add([1] * 5, 9, eos_token_id=None), simulation.add([2] * 5, 9, eos_token_id=None)
+    simulation.send()
+    simulation.send()
+    _, rows, _, token_ids = simulation.in_flight.popleft()
+    assert token_ids is not None
+    new = simulation.scheduler.process_outputs(rows, token_ids[1:], np.array([0, 1]), {0: "not finite"})
+    assert new.errors == [(bad, "not finite")]
+    assert [sequence.group for sequence in new.sequences] == [good]
+    assert bad.is_finished and simulation.scheduler.running == {good}
+    late = simulation.answer()
+    assert late is not None and [sequence.group for sequence in late.sequences] == [good]
+    simulation.run_to_end()
+    assert good.sequences[0].token_ids.tolist() == expected_tokens([2] * 5, 14, eos=None)
+    simulation.check_nothing_left()
+
+
+def by_priority(group: SequenceGroup) -> tuple[int, int]:
+    return group.priority, group.order
+
+
+def half_computed_beside_a_decode() -> tuple[Simulation, SequenceGroup, SequenceGroup]:
+    """A decode that the policy puts last, and a long prompt that needs all other blocks."""
+    simulation = Simulation(num_blocks=16, max_num_batched_tokens=4, depth=1, policy=by_priority)
+    decode = simulation.add([1, 2, 3], 40, eos_token_id=None, priority=5)
+    simulation.send()
+    simulation.answer()
+    prompt = simulation.add([4] * 60, 3, eos_token_id=None)
+    return simulation, decode, prompt
+
+
+def test_the_youngest_half_computed_prompt_is_preempted_before_any_decode():
+    simulation, decode, prompt = half_computed_beside_a_decode()
+    while not simulation.num_preempted:
+        simulation.send()
+        simulation.answer()
+        simulation.check()
+    assert (decode.num_preemptions, prompt.num_preemptions) == (0, 1)
+    simulation.run_to_end()
+
+
+def test_a_step_that_preempted_admits_nobody():
+    """A prompt that was preempted earlier would fit at once into the blocks that a larger group gives up."""
+    simulation = Simulation(num_blocks=16, max_num_batched_tokens=4, depth=1, policy=by_priority)
+    simulation.add([1, 2, 3], 60, eos_token_id=None)
+    large = simulation.add([4] * 24, 36, eos_token_id=None, priority=9)
+    while len(simulation.scheduler.running) < 2 or simulation.scheduler.prefilling:
+        simulation.send()
+        simulation.answer()
+    prompt = simulation.add([5] * 24, 3, eos_token_id=None, priority=5)
+    while not large.num_preemptions:
+        assert prompt not in simulation.scheduler.running or not prompt.num_preemptions
+        simulation.send()  # looks at what it admits
+        simulation.answer()
+    assert prompt.num_preemptions == 1 and prompt not in simulation.scheduler.running
+    simulation.send()
+    assert prompt in simulation.scheduler.running
+    simulation.run_to_end()
+
+
+def test_admission_leaves_a_watermark_unless_nothing_runs():
+    def admitted(*num_prompt_tokens: int) -> int:
+        simulation = Simulation(num_blocks=100, max_model_len=500, max_num_batched_tokens=500)
+        for number in num_prompt_tokens:
+            simulation.add([1] * number, 1)
+        simulation.send()
+        return len(simulation.scheduler.running)
+
+    assert admitted(200, 196) == 2
+    assert admitted(200, 197) == 1, "it would leave no block free"
+    assert admitted(400) == 1, "a group alone may fill the cache"
+
+
+def test_blocks_of_prompts_that_are_still_being_computed_are_not_given_away(monkeypatch):
+    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_TOKENS", 40)
+    simulation = Simulation(num_blocks=16, max_num_batched_tokens=100)
+    first, second, third = (simulation.add([number] * length, 1) for number, length in enumerate((30, 30, 4)))
+    simulation.send()
+    assert simulation.groups_of(simulation.sent[-1][0].rows) == [first]
+    assert simulation.scheduler.running == {first, second}, "the rest of the cache is promised to the second"
+    simulation.run_to_end()
+    assert third.is_finished and not simulation.num_preempted
 
 
 def test_a_group_that_needs_the_whole_cache_runs():
