@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 LOOPBACK = "127.0.0.1"
+FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
 # How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. On two
 # cores, SmolLM2, tokens/s of W1 and W2 over `LLM`: passive waiting 31 and 251, 2,000 looks 41 and 194, 20,000 looks 46
 # and 346, 300,000 looks 49 and 320, one thread that never waits 43 and 204; waiting actively for ever starves the
@@ -78,10 +81,15 @@ def available_cores() -> int:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port on loopback that nobody listens on now.
+
+    Below the range from which systems hand out ports by themselves: until a child listens nobody gets it by chance.
+    """
+    while True:
+        port = random.randrange(*FREE_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 def check_port_is_free(host: str, port: int) -> None:

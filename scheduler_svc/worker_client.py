@@ -5,7 +5,6 @@ One thread an address lives here; it reads the stream and hands bytes on. Knows 
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -122,7 +121,8 @@ class WorkerClient:
         self.state = ConnectionState()
         self._members = members
         self._stream: StepStream | None = None
-        self._num_failures = 0  # in a row
+        self._num_failures = 0  # since it served last, not told of
+        self._told = ""  # the problem that the log has
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"worker-{address}", daemon=True)
 
@@ -199,13 +199,13 @@ class WorkerClient:
         return {name: bytes(data) for name, data in files.items()}
 
     def _now(self, health: inference_pb2.WorkerHealth, problem: str) -> None:
-        self._num_failures = self._num_failures + 1 if problem else 0
-        if problem and (problem != self.state.problem or self._num_failures == FAILURES_TO_TELL):
-            is_starting = health == inference_pb2.WORKER_HEALTH_CONNECTING and self._num_failures < FAILURES_TO_TELL
-            log.log(
-                logging.DEBUG if is_starting else logging.INFO,
-                "worker is not serving",
-                worker=self.address,
-                why=problem,
-            )
+        """Keeps the state and tells of a new problem once; that a starting worker cannot be reached yet is no news."""
         self.state = ConnectionState(health, problem)
+        if health == inference_pb2.WORKER_HEALTH_SERVING:
+            self._num_failures, self._told = 0, ""
+        if not problem or problem == self._told:
+            return
+        self._num_failures += 1
+        if health != inference_pb2.WORKER_HEALTH_CONNECTING or self._num_failures == FAILURES_TO_TELL:
+            log.info("worker is not serving", worker=self.address, why=problem)
+            self._told = problem
