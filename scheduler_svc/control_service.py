@@ -56,12 +56,12 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRequestsResponse:
         return await self._between_steps(
-            lambda: pb.ListRequestsResponse(requests=[self._request(g) for g in self._serving.engine.live_groups()])
+            lambda: pb.ListRequestsResponse(requests=[self._request(g) for g in self._serving.engine.live.all()])
         )
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
         def find() -> pb.RequestState:
-            for group in self._serving.engine.live_groups():
+            for group in self._serving.engine.live.all():
                 if group.request_id == request.request_id:
                     return self._request(group)
             raise UnknownName(f"no live request {request.request_id!r}")
@@ -106,8 +106,8 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         engine = self._serving.engine
         return pb.Load(
             num_requests_running=sum(worker.num_running for worker in engine.workers),
-            num_requests_waiting=engine.num_waiting,
-            num_tokens_waiting=engine.num_waiting_tokens,
+            num_requests_waiting=engine.live.num_waiting,
+            num_tokens_waiting=engine.live.num_waiting_tokens,
             workers=self._workers(),
         )
 

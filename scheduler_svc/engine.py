@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import structlog
 
 from protos import worker_pb2
-from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
+from scheduler_svc.errors import NotReady
+from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.step_encoder import decode, encode
@@ -62,12 +63,8 @@ class Engine:
         self._waiting = WaitingQueue(self._policy)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
-        self._is_stopping = False  # refuses new groups
         self._has_stopped = False
-        self._admission = threading.Lock()  # guards what callers change before the loop sees their group
-        self._live: dict[tuple[str, str], SequenceGroup] = {}
-        self._num_submitted = 0  # groups and their prompt tokens that are on their way to the waiting queue
-        self._num_submitted_tokens = 0
+        self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
 
     # ---- from any thread --------------------------------------------------------------------------------------------
 
@@ -76,8 +73,7 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the loop and closes every worker's stream; what is unfinished is aborted."""
-        with self._admission:
-            self._is_stopping = True
+        self.live.close()
         self._inbox.put(self._on_stop)
         if self._thread.is_alive():
             self._thread.join()
@@ -85,38 +81,13 @@ class Engine:
             self.take_events()
 
     def submit(self, group: SequenceGroup) -> None:
-        """Queues a group.
-
-        Raises:
-            QueueFull: the waiting queue is at its bound.
-            DuplicateRequest: its tenant has a live request of this id.
-            NotReady: the engine is stopping.
-        """
-        settings = self.settings
-        with self._admission:
-            if self._is_stopping:
-                raise NotReady("this server is shutting down")
-            if (group.tenant, group.request_id) in self._live:
-                raise DuplicateRequest(f"request {group.request_id!r} is live already")
-            if self.num_waiting >= settings.max_waiting_requests:
-                raise QueueFull(f"{self.num_waiting} requests wait, at most {settings.max_waiting_requests} may", 1.0)
-            num_tokens = self.num_waiting_tokens + group.num_prompt_tokens
-            if num_tokens > settings.max_waiting_tokens:
-                raise QueueFull(
-                    f"{num_tokens} prompt tokens would wait, at most {settings.max_waiting_tokens} may", 1.0
-                )
-            self._live[group.tenant, group.request_id] = group
-            self._num_submitted += 1
-            self._num_submitted_tokens += group.num_prompt_tokens
+        """Queues a group. Raises what `LiveRequests.add` raises."""
+        self.live.add(group)
         self._inbox.put(partial(self._on_submitted, group))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
         """Ends live requests of this id, of one tenant or of all, with ABORT; False when there is none."""
-        groups = [
-            group
-            for (live_tenant, live_id), group in list(self._live.items())
-            if live_id == request_id and tenant in (None, live_tenant)
-        ]
+        groups = self.live.find(request_id, tenant)
         for group in groups:
             self.abort_group(group)
         return bool(groups)
@@ -127,27 +98,16 @@ class Engine:
     def finish_sequence(self, sequence: Sequence) -> None:
         """The layer above found the end of a sequence's text: it wants no more tokens of it."""
         if sequence.group.unfinished() == [sequence]:
-            self._free_id(sequence.group)  # the client may use it again as soon as it has read the end
+            self.live.free(sequence.group)  # the client may use it again as soon as it has read the end
         self._inbox.put(partial(self._on_finished_above, sequence))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
-        if self._is_stopping:
+        if self.live.is_closed:
             raise NotReady("this server is shutting down")
         future: Future[Any] = Future()
         self._inbox.put(partial(_fulfil, future, function))
         return future
-
-    def live_groups(self) -> list[SequenceGroup]:
-        return list(self._live.values())
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_submitted
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return self._waiting.num_tokens + self._num_submitted_tokens
 
     # ---- from worker clients ----------------------------------------------------------------------------------------
 
@@ -305,9 +265,7 @@ class Engine:
     def _on_submitted(self, group: SequenceGroup) -> None:
         if not group.is_finished:  # aborted before it came here
             self._waiting.push(group)
-        with self._admission:
-            self._num_submitted -= 1
-            self._num_submitted_tokens -= group.num_prompt_tokens
+        self.live.arrived(group)
 
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)
@@ -363,15 +321,10 @@ class Engine:
 
     def _forget(self, group: SequenceGroup) -> None:
         if group.is_finished:
-            self._free_id(group)
-
-    def _free_id(self, group: SequenceGroup) -> None:
-        with self._admission:
-            if self._live.get((group.tenant, group.request_id)) is group:
-                del self._live[group.tenant, group.request_id]
+            self.live.free(group)
 
     def _on_stop(self) -> None:
-        for group in self.live_groups():
+        for group in self.live.all():
             self._on_end(group, FinishReason.ABORT, "the server is shutting down")
         for worker in self.workers:
             worker.link.close()

@@ -23,7 +23,7 @@ async def log_statistics(engine: Engine) -> None:
         tokens = sum(worker.statistics.num_tokens for worker in workers)
         drawn = sum(worker.statistics.num_drawn for worker in workers)
         running = sum(worker.num_running for worker in workers)
-        if tokens != last_tokens or running or engine.num_waiting:
+        if tokens != last_tokens or running or engine.live.num_waiting:
             seconds = (now_ns - last_ns) / 1e9
             blocks = sum(worker.sizes.num_device_blocks for worker in workers)
             free = sum(worker.scheduler.blocks.num_free_blocks for worker in workers)
@@ -33,7 +33,7 @@ async def log_statistics(engine: Engine) -> None:
                 generated_tokens_per_s=round(max(0, drawn - last_drawn) / seconds, 1),
                 running=running,
                 preempted=sum(len(worker.scheduler.preempted) for worker in workers),
-                waiting=engine.num_waiting,
+                waiting=engine.live.num_waiting,
                 workers=len(workers),
                 cache_usage_percent=round(100 * (blocks - free) / blocks, 1) if blocks else 0.0,
             )

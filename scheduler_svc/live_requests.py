@@ -1,0 +1,86 @@
+"""Requests that were taken and have not ended, by tenant and id, and the bound on how many of them may wait.
+
+Thread-safe: callers add here before the step loop has seen their group, and the loop takes out.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
+from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.waiting_queue import WaitingQueue
+
+RETRY_AFTER_S = 1.0
+
+
+class LiveRequests:
+    """Counts what waits in `waiting` together with what is on its way there."""
+
+    def __init__(self, waiting: WaitingQueue, max_waiting_requests: int, max_waiting_tokens: int) -> None:
+        self._waiting = waiting
+        self._max_waiting_requests = max_waiting_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self._lock = threading.Lock()
+        self._groups: dict[tuple[str, str], SequenceGroup] = {}
+        self._num_on_the_way = 0
+        self._num_tokens_on_the_way = 0
+        self.is_closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + self._num_on_the_way
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.num_tokens + self._num_tokens_on_the_way
+
+    def add(self, group: SequenceGroup) -> None:
+        """Takes a request; `arrived` has to follow.
+
+        Raises:
+            QueueFull: the waiting queue is at its bound.
+            DuplicateRequest: its tenant has a live request of this id.
+            NotReady: closed.
+        """
+        with self._lock:
+            if self.is_closed:
+                raise NotReady("this server is shutting down")
+            if (group.tenant, group.request_id) in self._groups:
+                raise DuplicateRequest(f"request {group.request_id!r} is live already")
+            self._check_bounds(group.num_prompt_tokens)
+            self._groups[group.tenant, group.request_id] = group
+            self._num_on_the_way += 1
+            self._num_tokens_on_the_way += group.num_prompt_tokens
+
+    def arrived(self, group: SequenceGroup) -> None:
+        """The step loop has it."""
+        with self._lock:
+            self._num_on_the_way -= 1
+            self._num_tokens_on_the_way -= group.num_prompt_tokens
+
+    def free(self, group: SequenceGroup) -> None:
+        """Its id may be used again. Does nothing for a group that was never added."""
+        with self._lock:
+            if self._groups.get((group.tenant, group.request_id)) is group:
+                del self._groups[group.tenant, group.request_id]
+
+    def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
+        """Those of this id, of one tenant or of all."""
+        return [group for group in self.all() if group.request_id == request_id and tenant in (None, group.tenant)]
+
+    def all(self) -> list[SequenceGroup]:
+        return list(self._groups.values())
+
+    def close(self) -> None:
+        """Takes no more."""
+        with self._lock:
+            self.is_closed = True
+
+    def _check_bounds(self, num_prompt_tokens: int) -> None:
+        most = self._max_waiting_requests
+        if self.num_waiting >= most:
+            raise QueueFull(f"{self.num_waiting} requests wait, at most {most} may", RETRY_AFTER_S)
+        num_tokens, most = self.num_waiting_tokens + num_prompt_tokens, self._max_waiting_tokens
+        if num_tokens > most:
+            raise QueueFull(f"{num_tokens} prompt tokens would wait, at most {most} may", RETRY_AFTER_S)
