@@ -43,17 +43,29 @@ def spell(text: str) -> NextToken:
     return next_token
 
 
+def say_forever(text: str) -> NextToken:
+    """Says `text` over and over, counted from the token `|`, and never ends by itself."""
+    data = text.encode()
+    return lambda history: data[(len(history) - 1 - int(np.flatnonzero(history == ord("|"))[-1])) % len(data)]
+
+
+def _no_error(_history: np.ndarray) -> str | None:
+    return None
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """A worker service on a free port of loopback, from `with` to the end of its block.
 
     It keeps the real mirror and answers the real messages. `received` and `answered` are the steps in order with their
-    times; `fail_next(n)` lets the n-th next step fail.
+    times; `fail_next(n)` lets the n-th next step fail. `row_error` says of which histories no token can be drawn,
+    and why.
     """
 
     def __init__(
         self,
         next_token: NextToken = hashed_token,
         *,
+        row_error: Callable[[np.ndarray], str | None] = _no_error,
         delay_s: float = 0.0,
         max_num_seqs: int = 8,
         max_model_len: int = 256,
@@ -68,6 +80,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.answered: list[tuple[int, float]] = []
         self.num_leases = 0
         self._next_token = next_token
+        self._row_error = row_error
         self._num_blocks = num_blocks
         self._failures: set[int] = set()
         self._info = worker_pb2.WorkerInfo(
@@ -117,6 +130,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 yield worker_pb2.TokenizerChunk(file_name=path.name, data=path.read_bytes(), sha256="byte-level")
 
     def Initialize(self, request, context):
+        if request.max_num_seqs > request.max_num_batched_tokens:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a step must have room for a token of every sequence")
         self._mirror_sizes = (request.max_num_seqs, request.max_model_len, self._info.block_size, self._num_blocks)
         return worker_pb2.InitializeResponse(
             num_device_blocks=self._num_blocks,
@@ -172,8 +187,25 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 error = worker_pb2.StepError(message="told to fail", block_operations_applied=True)
                 yield worker_pb2.StepResult(step_id=failed, status=worker_pb2.STEP_STATUS_FAILED, error=error)
                 continue
-            tokens = [self._next_token(mirror.token_ids[slot, : mirror.num_tokens[slot]]) for slot in rows.sample_slots]
-            mirror.record_samples(rows, np.array(tokens, np.int64))
+            histories = [mirror.token_ids[slot, : mirror.num_tokens[slot]] for slot in rows.sample_slots]
+            tokens = np.array([self._next_token(history) for history in histories], "<i4")
+            errors = [self._row_error(history) for history in histories]
+            mirror.record_samples(rows, tokens)
             mirror.check_integrity()
-            outputs = worker_pb2.SequenceOutputs(token_ids_i32=np.array(tokens, "<i4").tobytes())
-            yield worker_pb2.StepResult(step_id=step.step_id, outputs=outputs)
+            yield worker_pb2.StepResult(step_id=step.step_id, outputs=_outputs(step.rows, tokens, errors))
+
+
+def _outputs(rows: worker_pb2.Rows, tokens: np.ndarray, errors: list[str | None]) -> worker_pb2.SequenceOutputs:
+    """`tokens` and `errors` are those of the rows that draw; a row has at most one."""
+    drawn = np.array([error is None for error in errors], bool)
+    outputs = worker_pb2.SequenceOutputs(token_ids_i32=tokens[drawn].tobytes())
+    if not drawn.all():
+        chunks = np.frombuffer(rows.num_samples_u16, "<u2")
+        num_tokens = np.concatenate([np.ones(rows.num_decode_rows, "<u2"), chunks])
+        drawing = np.flatnonzero(num_tokens)
+        num_tokens[drawing[~drawn]] = 0
+        outputs.num_tokens_u16 = num_tokens.astype("<u2").tobytes()
+        for row, error in zip(drawing.tolist(), errors, strict=True):
+            if error is not None:
+                outputs.row_errors.add(row=row, message=error)
+    return outputs
