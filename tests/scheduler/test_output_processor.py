@@ -1,0 +1,131 @@
+"""The output thread's work by itself: what it does with tokens, logprob columns and outputs that raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2
+from scheduler_svc.output_processor import Delivery, LogprobColumns, OutputProcessor
+from scheduler_svc.request_stream import RequestStream
+from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.step_plan import NewTokens
+from scheduler_svc.tokenizer import Tokenizer
+from tests.tiny_models import write_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, 400)
+    return Tokenizer.from_folder(folder)
+
+
+class Outputs:
+    """A processor whose deliveries are kept, and the requests that it serves."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.processor = OutputProcessor(self._deliver, tokenizer.token_text)
+        self.finished: list[Sequence] = []
+        self.messages: dict[str, list[pb.OutputDelta]] = {}
+        self.delivery_fails = False
+        self._tokenizer = tokenizer
+
+    def _deliver(self, delivery: Delivery) -> None:
+        if self.delivery_fails:
+            self.delivery_fails = False
+            raise RuntimeError("nobody takes it")
+        for stream, response in delivery:
+            self.messages.setdefault(stream.group.request_id, []).extend(response.outputs)
+
+    def add(self, request_id: str, **params: Any) -> SequenceGroup:
+        group = SequenceGroup(request_id, [1], pb.SamplingParams(**params), max_num_tokens=50, arrival_ns=0)
+        group.output = RequestStream(
+            group, self._tokenizer, "model", streams=True, returns_prompt=False, finish_sequence=self.finished.append
+        )
+        return group
+
+    def put(self, *groups: SequenceGroup) -> None:
+        """An answer with the token `x` for each group."""
+        token_ids = np.full(len(groups), ord("x"), np.int32)
+        sequences = np.array([group.sequences[0] for group in groups], object)
+        reasons = np.zeros(len(groups), np.uint8)
+        tokens = NewTokens(sequences, token_ids, np.arange(len(groups)), reasons, [])
+        outputs = worker_pb2.SequenceOutputs(token_ids_i32=token_ids.tobytes())
+        self.processor.put_tokens(tokens, outputs)
+
+
+def break_text(monkeypatch, group: SequenceGroup) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the text is broken")
+
+    detokenizer = group.output._outputs[0]._detokenizer
+    monkeypatch.setattr(detokenizer, "update", fail)
+    monkeypatch.setattr(detokenizer, "finish", fail)
+
+
+def test_an_output_that_raises_ends_with_an_error_and_no_other_does(monkeypatch, tokenizer):
+    outputs = Outputs(tokenizer)
+    bad, good = outputs.add("bad"), outputs.add("good")
+    break_text(monkeypatch, bad)
+    outputs.processor.start()
+    outputs.put(bad, good)
+    outputs.put(bad, good)
+    outputs.processor.stop()
+    (end,) = outputs.messages["bad"]
+    assert end.finish_reason == FinishReason.ERROR and end.error.code == "INTERNAL"
+    assert outputs.finished == [bad.sequences[0]]
+    assert [delta.text for delta in outputs.messages["good"]] == ["x", "x"]
+
+
+def test_an_end_that_raises_is_an_error(monkeypatch, tokenizer):
+    outputs = Outputs(tokenizer)
+    bad = outputs.add("bad")
+    break_text(monkeypatch, bad)
+    outputs.processor.put_end(bad, FinishReason.ABORT, "")
+    outputs.processor.run_pending()
+    assert [delta.finish_reason for delta in outputs.messages["bad"]] == [FinishReason.ERROR]
+
+
+def test_a_delivery_that_raises_does_not_end_the_thread(tokenizer):
+    outputs = Outputs(tokenizer)
+    group = outputs.add("one")
+    outputs.delivery_fails = True
+    outputs.processor.start()
+    outputs.put(group)
+    outputs.put(group)
+    outputs.processor.stop()
+    assert len(outputs.messages["one"]) == 1
+
+
+def test_logprobs_go_to_those_who_asked():
+    """Ragged columns: two candidates for the first token, none for the second, one for the third."""
+    columns = LogprobColumns(
+        worker_pb2.SequenceOutputs(
+            token_ids_i32=np.array([7, 8, 9], "<i4").tobytes(),
+            logprobs_f32=np.array([-1, -2, -3], "<f4").tobytes(),
+            ranks_u32=np.array([1, 5, 2], "<u4").tobytes(),
+            top_counts_u32=np.array([2, 0, 1], "<u4").tobytes(),
+            top_token_ids_i32=np.array([7, 70, 90], "<i4").tobytes(),
+            top_logprobs_f32=np.array([-1, -1.5, -0.5], "<f4").tobytes(),
+        ),
+        str,
+    )
+    first, second, third = (columns.at(entry, 20) for entry in range(3))
+    assert (first.token.token_id, first.token.logprob, first.token.rank, first.token.text) == (7, -1.0, 1, "7")
+    assert [(top.token_id, top.logprob, top.rank) for top in first.top] == [(7, -1.0, 1), (70, -1.5, 2)]
+    assert second.token.rank == 5 and not second.top
+    assert [top.token_id for top in third.top] == [90]
+    assert [top.token_id for top in columns.at(0, 1).top] == [7]
+
+
+def test_missing_logprob_columns_end_the_one_who_asked(tokenizer):
+    outputs = Outputs(tokenizer)
+    asked, plain = outputs.add("asked", logprobs=1), outputs.add("plain")
+    outputs.put(asked, plain)
+    outputs.processor.run_pending()
+    assert outputs.messages["asked"][0].finish_reason == FinishReason.ERROR
+    assert outputs.messages["plain"][0].text == "x"
