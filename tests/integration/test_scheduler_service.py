@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -61,12 +62,12 @@ class Service:
 def scheduler(*flags: str) -> Iterator[Service]:
     port = free_port()
     command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, text=True)  # its log goes where pytest keeps and shows what failing tests print
     try:
         yield Service(f"127.0.0.1:{port}", process)
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        process.wait(timeout=10)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +221,43 @@ async def test_parts_that_come_later_answer_unimplemented(service):
         assert f"{method} is not implemented by this server" in answer.stderr
 
 
+LONG = "x" * 20_000
+
+TOO_LONG_FOR_A_HEADER = {
+    "a model": ({"prompt": "x", "model": LONG}, NOT_FOUND, "xxx"),
+    "a request id": ({"prompt": "x", "request_id": LONG}, INVALID, "request_id"),
+    "stop strings": ({"prompt": "x", "sampling_params": {"stop": [LONG[:5000]] * 17}}, INVALID, "stop"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG_FOR_A_HEADER)
+async def test_what_is_too_long_for_a_header_keeps_its_status(service, name):
+    request, code, message = TOO_LONG_FOR_A_HEADER[name]
+    answer = await service.call(GENERATE, request)
+    assert answer.code == 64 + code, answer.stderr[:500]
+    assert message in answer.stderr
+
+
+async def test_a_request_id_of_256_characters_is_the_longest(service):
+    request = {"prompt": "say|", "stream": False}
+    assert (await service.call(GENERATE, {**request, "request_id": "i" * 256})).code == 0
+    assert (await service.call(GENERATE, {**request, "request_id": "i" * 257})).code == 64 + INVALID
+
+
+async def test_calls_that_give_up_early_do_not_harm_the_step_loop(service):
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        control = inference_pb2_grpc.ControlStub(channel)
+
+        async def hurried(number: int) -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await control.GetLoad(pb.GetLoadRequest(), timeout=0.0005 + 0.0001 * (number % 30))
+
+        for _ in range(4):
+            await asyncio.gather(*map(hurried, range(50)))
+            await control.GetLoad(pb.GetLoadRequest(), timeout=5)
+    assert (await service.call(GENERATE, {"prompt": "say|"})).code == 0
+
+
 async def test_unknown_requests_are_not_found(service):
     answer = await service.call("octavo.v1.Control/GetRequest", {"request_id": "nobody"})
     assert answer.code == 64 + NOT_FOUND and "nobody" in answer.stderr
@@ -308,6 +346,28 @@ async def test_a_full_queue_and_a_live_id_are_refused_at_once(slow_service):
         for call in [*calls, replaced]:
             call.cancel()
     await _nothing_runs(slow_service)
+
+
+async def test_another_attempt_replaces_only_its_own_tenants_request(slow_service):
+    async with stub_of(slow_service) as stub:
+        request = pb.GenerateRequest(prompt="say|", request_id="theirs", tenant="a")
+        theirs = stub.Generate(request)
+        await theirs.read(), await theirs.read()
+        request.tenant, request.attempt = "b", 1
+        other = stub.Generate(request)
+        await other.read()
+        assert not (await theirs.read()).outputs[0].finish_reason
+        again = await slow_service.call(GENERATE, {"prompt": "say|", "request_id": "theirs", "tenant": "a"})
+        assert again.code == 64 + 6, "it still lives"
+        theirs.cancel(), other.cancel()
+    await _nothing_runs(slow_service)
+
+
+def test_a_name_without_a_port_is_refused_at_the_start():
+    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", "--port=0", "--worker=dns:///foo"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2 and "dns:///foo" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 async def test_without_a_worker_it_is_alive_but_not_ready():

@@ -539,6 +539,18 @@ def test_stopping_ends_what_lives_and_refuses_what_comes():
         loop.submit("late")
 
 
+def test_stop_strings_of_any_size_stay_with_the_scheduler():
+    loop = Loop()
+    link = loop.join()
+    group = loop.group("one")
+    group.sampling_params.stop.append("x" * 1_000_000)
+    group.sampling_params.stop_token_ids.extend([1] * 100_000)
+    loop.engine.submit(group)
+    loop.turn()
+    assert sum(step.ByteSize() for step in link.steps) < 1000
+    assert len(group.sampling_params.stop) == 1, "the group's own are as they were"
+
+
 def test_a_step_that_is_past_its_deadline_costs_the_worker(monkeypatch):
     monkeypatch.setattr("scheduler_svc.worker_handle.STEP_BASE_NS", 0)
     monkeypatch.setattr("scheduler_svc.worker_handle.STEP_SLOWNESS", 0)
