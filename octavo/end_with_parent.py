@@ -1,26 +1,27 @@
-"""Child processes that do not outlive the process which started them, however it ends."""
+"""Child processes that do not outlive the one which started them, however it ends."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Loaded here: between fork and exec only the call itself is safe.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Runs in the child, which then becomes the command. Not as a `preexec_fn`: Python code between fork and exec was seen
+# to crash where the parent has gRPC's threads. 1 is PR_SET_PDEATHSIG (linux/prctl.h); it survives exec.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent was gone before its child began")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
-def end_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: on Linux the kernel sends SIGKILL to the child when the thread that started it ends."""
-    parent = os.getpid()
+def ends_with_parent(command: Sequence[str]) -> list[str]:
+    """The command, such that on Linux the kernel sends it SIGKILL when the thread that starts it ends.
 
-    def before_exec() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it was gone before the call
-                os._exit(1)
-
-    return before_exec
+    `command[0]` is a path. To be called in the process that starts it. Elsewhere than on Linux: the command itself.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from octavo.end_with_parent import end_with_parent
+from octavo.end_with_parent import ends_with_parent
 
 log = structlog.get_logger()
 
@@ -153,11 +153,10 @@ class Supervisor:
 
 async def _start(child: Child) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *child.command,
+        *ends_with_parent(child.command),
         env=dict(child.environment),
         stdin=asyncio.subprocess.DEVNULL,
         process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
-        preexec_fn=end_with_parent(),
     )
 
 

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from octavo.end_with_parent import end_with_parent
+from octavo.end_with_parent import ends_with_parent
 from octavo.options import to_arguments
 from octavo.serving_plan import LOOPBACK, available_cores, free_port, worker_environment
 
@@ -54,14 +54,13 @@ class WorkerProcess:
     def _run(self) -> None:
         try:
             self._process = subprocess.Popen(
-                self._command,
+                ends_with_parent(self._command),
                 env=worker_environment(available_cores()),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
                 process_group=0,  # Ctrl-C is for the caller, who then stops the worker
-                preexec_fn=end_with_parent(),
             )
         finally:
             self._started.set()

@@ -1,0 +1,15 @@
+"""What every test starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A test that sets up logging (`LLM` does) leaves it writing to a stream that was captured for that test alone."""
+    yield
+    structlog.reset_defaults()
