@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -440,10 +441,11 @@ def test_prompt_tokens_that_wait_are_bounded():
 
 def test_a_look_that_was_cancelled_does_not_end_the_loop():
     loop = Loop()
-    cancelled, kept = loop.engine.call(lambda: 1), loop.engine.call(lambda: 2)
+    looked: list[int] = []
+    cancelled, kept = (loop.engine.call(partial(looked.append, number)) for number in (1, 2))
     assert cancelled.cancel()
     loop.turn()
-    assert kept.result(timeout=0) == 2
+    assert kept.done() and looked == [2]
 
 
 def test_bytes_that_are_no_message_cost_the_worker_that_sent_them():
@@ -517,6 +519,8 @@ def test_a_group_that_is_aborted_on_its_way_to_the_queue_never_gets_there():
     group = loop.group("one")
     loop.engine.abort_group(group)
     loop.engine.submit(group)
+    loop.turn()
+    assert loop.engine.live.num_waiting == 0
     link = loop.join()
     loop.turn()
     assert loop.ends == {"one": (FinishReason.ABORT, "")}
@@ -537,6 +541,26 @@ def test_stopping_ends_what_lives_and_refuses_what_comes():
     assert link.is_closed
     with pytest.raises(NotReady):
         loop.submit("late")
+
+
+def test_out_of_memory_makes_steps_smaller_before_it_ends_a_request():
+    loop = Loop(steps_in_flight=1)
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    (worker,) = loop.engine.workers
+    budgets: list[int] = []
+    while not loop.ends:
+        assert len(budgets) < 10
+        error = worker_pb2.StepError(code=worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY, message="too large")
+        failed = worker_pb2.StepResult(
+            step_id=worker.in_flight[0].step_id, status=worker_pb2.STEP_STATUS_FAILED, error=error
+        )
+        loop.answer(link, result=failed)
+        loop.turn()
+        budgets.append(worker.scheduler.max_num_batched_tokens)
+    assert budgets == [32, 16, 8, 4, 4]
+    assert loop.ends["one"][0] is FinishReason.ERROR and "too large" in loop.ends["one"][1]
 
 
 def test_stop_strings_of_any_size_stay_with_the_scheduler():
