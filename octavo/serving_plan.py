@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
-# How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. On two
-# cores, SmolLM2, tokens/s of W1 and W2 over `LLM`: passive waiting 31 and 251, 2,000 looks 41 and 194, 20,000 looks 46
-# and 346, 300,000 looks 49 and 320, one thread that never waits 43 and 204; waiting actively for ever starves the
-# scheduler (25 and 170). `python -m benchmarks.thread_settings` measures it, also beside a busy neighbour.
-SPIN_COUNT = "20000"
+# How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
+# SmolLM2 over `octavo serve`, tokens/s of W1 and W2 alone, then beside one busy neighbour (benchmarks.thread_settings):
+#     never (passive)  28.8  262   32.0  199        20,000 looks   45.9  288    5.3   62
+#     1,000 looks      43.8  306   23.1  167        for ever       48.9  319   15.4  128
+#     one thread that never waits: 39.2  198, 38.1  201
+SPIN_COUNT = "1000"
 
 
 class PlanError(Exception):
