@@ -189,18 +189,15 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Takes slots and blocks; the group is computed again later. Draws in flight still count when they arrive."""
-        self._give_up_slots(group, SequenceStatus.PREEMPTED)
+        for sequence in group.sequences:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._give_up_slot(sequence, SequenceStatus.PREEMPTED)
         self.running.remove(group)
         if group in self.suspects:
             self.suspects.remove(group)
         bisect.insort(self.preempted, group, key=self.policy)
         group.num_preemptions += 1
         plan.num_preempted += 1
-
-    def _give_up_slots(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        for sequence in group.sequences:
-            if sequence.status is SequenceStatus.RUNNING:
-                self._give_up_slot(sequence, status)
 
     def _give_up_slot(self, sequence: Sequence, status: SequenceStatus) -> None:
         if sequence in self.prefilling:

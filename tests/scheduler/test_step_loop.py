@@ -1,0 +1,309 @@
+"""The step loop by itself, turned by hand: no sockets, no threads, no waiting."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2
+from scheduler_svc.engine import Engine, EngineSettings
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
+from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.step_plan import NewTokens
+
+
+class FakeLink:
+    """A worker that takes every step and answers what a test says."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.last_heard_ns = time.monotonic_ns()
+        self.steps: list[worker_pb2.Step] = []
+        self.is_closed = False
+
+    def send(self, data: bytes) -> None:
+        self.steps.append(worker_pb2.StepRequest.FromString(data).step)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Loop:
+    """An engine without its thread, and the sink of its outputs."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = Engine(EngineSettings(**settings), self)
+        self.token_ids: dict[str, list[int]] = {}
+        self.ends: dict[str, tuple[FinishReason, str]] = {}
+
+    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
+            self.token_ids.setdefault(sequence.group.request_id, []).append(token_id)
+
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        assert group.request_id not in self.ends
+        self.ends[group.request_id] = reason, message
+
+    def join(self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4) -> FakeLink:
+        link = FakeLink(name)
+        info = worker_pb2.WorkerInfo(block_size=4)
+        sizes = worker_pb2.InitializeResponse(
+            num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=64
+        )
+        self.engine.worker_joined(link, info, sizes, worker_pb2.LeaseGranted(epoch=epoch))
+        return link
+
+    def group(self, request_id: str, num_tokens: int = 3, tenant: str = "") -> SequenceGroup:
+        params = pb.SamplingParams()
+        return SequenceGroup(
+            request_id, [1] * num_tokens, params, max_num_tokens=num_tokens + 9, arrival_ns=0, tenant=tenant
+        )
+
+    def submit(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.engine.submit(self.group(request_id))
+
+    def turn(self) -> None:
+        self.engine.call(lambda: None)  # something to find, or it waits
+        self.engine.take_events()
+        self.engine.send_steps()
+
+    def answer(self, link: FakeLink, **changes: Any) -> None:
+        """Answers the oldest step in flight, every draw a 7; `changes` are fields of the StepResponse."""
+        (worker,) = (worker for worker in self.engine.workers if worker.link is link)
+        sent = worker.in_flight[0]
+        token_ids = np.full(int(sent.rows.num_samples.sum()), 7, "<i4").tobytes()
+        result = worker_pb2.StepResult(
+            step_id=sent.step_id, outputs=worker_pb2.SequenceOutputs(token_ids_i32=token_ids)
+        )
+        fields = {"epoch": worker.epoch, "result": result, **changes}
+        self.engine.worker_said(link, worker_pb2.StepResponse(**fields).SerializeToString())
+
+    def run_to_end(self, link: FakeLink) -> None:
+        while self.engine.live.all():
+            self.turn()
+            self.answer(link)
+            self.turn()
+
+
+def test_a_request_that_loses_too_many_workers_ends_with_an_error():
+    loop = Loop(max_worker_losses=2)
+    loop.submit("unlucky", "waits")
+    for epoch in (1, 2):
+        assert not loop.ends
+        link = loop.join(epoch=epoch, max_num_seqs=1)
+        loop.turn()
+        loop.turn()
+        loop.engine.worker_lost(link, "gone")
+        loop.turn()
+    assert loop.ends == {"unlucky": (FinishReason.ERROR, "2 workers were lost while running it")}
+    assert [group.request_id for group in loop.engine.live.all()] == ["waits"]
+    loop.run_to_end(loop.join())
+    assert loop.token_ids == {"waits": [7] * 9}
+
+
+def test_what_a_lost_worker_gives_back_comes_before_later_arrivals():
+    loop = Loop()
+    link = loop.join()
+    loop.submit("first", "second")
+    loop.turn()
+    loop.submit("third")
+    loop.engine.worker_lost(link, "gone")
+    loop.turn()
+    again = loop.join(epoch=2)
+    loop.turn()
+    assert [group.request_id for group in again.steps[0].groups] == ["first", "second", "third"]
+
+
+def test_an_answer_of_an_old_epoch_is_dropped():
+    loop = Loop()
+    link = loop.join(epoch=5)
+    loop.submit("one")
+    loop.turn()
+    loop.answer(link, epoch=4)
+    loop.turn()
+    assert not loop.token_ids and not link.is_closed
+    loop.answer(link)
+    loop.turn()
+    assert loop.token_ids == {"one": [7]}
+
+
+def test_a_draining_worker_gets_no_more_steps():
+    loop = Loop()
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    num_steps = len(link.steps)
+    notice = worker_pb2.StepResponse(epoch=1, notice=worker_pb2.Notice(draining=worker_pb2.Draining()))
+    loop.engine.worker_said(link, notice.SerializeToString())
+    loop.answer(link)
+    loop.submit("two")
+    loop.turn()
+    assert loop.token_ids == {"one": [7]}
+    assert len(link.steps) == num_steps and not link.is_closed
+
+
+def test_prompt_tokens_that_wait_are_bounded():
+    loop = Loop(max_waiting_tokens=20)
+    loop.engine.submit(loop.group("one", num_tokens=12))
+    for _ in range(2):  # on the way to the queue, then in it
+        with pytest.raises(QueueFull, match="22 prompt tokens would wait, at most 20 may"):
+            loop.engine.submit(loop.group("two", num_tokens=10))
+        loop.turn()
+    loop.engine.submit(loop.group("two", num_tokens=8))
+    loop.run_to_end(loop.join())
+    assert loop.engine.live.num_waiting_tokens == 0
+
+
+def test_a_look_that_was_cancelled_does_not_end_the_loop():
+    loop = Loop()
+    looked: list[int] = []
+    cancelled, kept = (loop.engine.call(partial(looked.append, number)) for number in (1, 2))
+    assert cancelled.cancel()
+    loop.turn()
+    assert kept.done() and looked == [2]
+
+
+def test_bytes_that_are_no_message_cost_the_worker_that_sent_them():
+    loop = Loop()
+    bad = loop.join("bad")
+    loop.submit("one")
+    loop.turn()
+    good = loop.join("good")
+    loop.engine.worker_said(bad, b"\xff\xff\xff")
+    loop.turn()
+    assert bad.is_closed and not good.is_closed
+    loop.turn()
+    assert [group.request_id for group in good.steps[0].groups] == ["one"]
+
+
+@pytest.mark.parametrize("broken", ["schedule", "process_outputs", "blocks"])
+def test_a_fault_in_a_workers_state_costs_that_worker(monkeypatch, broken):
+    loop = Loop()
+    link = loop.join()
+    loop.submit("one", "two")
+    loop.turn()
+    loop.answer(link)
+    loop.turn()
+    scheduler = loop.engine.workers[0].scheduler
+    if broken == "blocks":
+        scheduler.blocks.allocator.ref_counts[:] = 0
+
+    def fail(*_: object) -> None:
+        raise AssertionError("broken")
+
+    monkeypatch.setattr(scheduler, "process_outputs" if broken == "blocks" else broken, fail)
+    loop.answer(link)
+    loop.turn()
+    assert link.is_closed and not loop.engine.workers
+    assert loop.engine.live.num_waiting == 2 and not loop.ends
+    loop.run_to_end(loop.join(epoch=2))
+    assert loop.token_ids == {"one": [7] * 9, "two": [7] * 9}
+
+
+def test_a_refused_duplicate_leaves_the_live_request_as_it_was():
+    loop = Loop()
+    loop.submit("one")
+    loop.turn()
+    again = loop.group("one")
+    for _ in range(2):
+        with pytest.raises(DuplicateRequest):
+            loop.engine.submit(again)
+    loop.engine.abort_group(again)  # as its servicer does in the end
+    loop.turn()
+    loop.ends.clear()
+    with pytest.raises(DuplicateRequest):
+        loop.submit("one")
+    assert loop.engine.abort("one")
+    loop.turn()
+    assert loop.ends == {"one": (FinishReason.ABORT, "")} and not loop.engine.live.all()
+
+
+def test_an_id_is_one_tenants_own():
+    loop = Loop()
+    first, second = loop.group("one", tenant="a"), loop.group("one", tenant="b")
+    loop.engine.submit(first)
+    loop.engine.submit(second)
+    assert not loop.engine.abort("one", tenant="c")
+    assert loop.engine.abort("one", tenant="b")
+    loop.turn()
+    assert second.is_finished and loop.engine.live.all() == [first]
+
+
+def test_a_group_that_is_aborted_on_its_way_to_the_queue_never_gets_there():
+    loop = Loop()
+    group = loop.group("one")
+    loop.engine.abort_group(group)
+    loop.engine.submit(group)
+    loop.turn()
+    assert loop.engine.live.num_waiting == 0
+    link = loop.join()
+    loop.turn()
+    assert loop.ends == {"one": (FinishReason.ABORT, "")}
+    assert loop.engine.live.num_waiting == 0 and not link.steps
+    loop.submit("one")  # its id is free
+
+
+def test_stopping_ends_what_lives_and_refuses_what_comes():
+    loop = Loop()
+    link = loop.join()
+    loop.submit("runs", "waits")
+    loop.turn()
+    loop.engine.stop()
+    assert {request_id: reason for request_id, (reason, _) in loop.ends.items()} == {
+        "runs": FinishReason.ABORT,
+        "waits": FinishReason.ABORT,
+    }
+    assert link.is_closed
+    with pytest.raises(NotReady):
+        loop.submit("late")
+
+
+def test_out_of_memory_makes_steps_smaller_before_it_ends_a_request():
+    loop = Loop(steps_in_flight=1)
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    (worker,) = loop.engine.workers
+    budgets: list[int] = []
+    while not loop.ends:
+        assert len(budgets) < 10
+        error = worker_pb2.StepError(code=worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY, message="too large")
+        failed = worker_pb2.StepResult(
+            step_id=worker.in_flight[0].step_id, status=worker_pb2.STEP_STATUS_FAILED, error=error
+        )
+        loop.answer(link, result=failed)
+        loop.turn()
+        budgets.append(worker.scheduler.max_num_batched_tokens)
+    assert budgets == [32, 16, 8, 4, 4]
+    assert loop.ends["one"][0] is FinishReason.ERROR and "too large" in loop.ends["one"][1]
+
+
+def test_stop_strings_of_any_size_stay_with_the_scheduler():
+    loop = Loop()
+    link = loop.join()
+    group = loop.group("one")
+    group.sampling_params.stop.append("x" * 1_000_000)
+    group.sampling_params.stop_token_ids.extend([1] * 100_000)
+    loop.engine.submit(group)
+    loop.turn()
+    assert sum(step.ByteSize() for step in link.steps) < 1000
+    assert len(group.sampling_params.stop) == 1, "the group's own are as they were"
+
+
+def test_a_step_that_is_past_its_deadline_costs_the_worker(monkeypatch):
+    monkeypatch.setattr("scheduler_svc.worker_handle.STEP_BASE_NS", 0)
+    monkeypatch.setattr("scheduler_svc.worker_handle.STEP_SLOWNESS", 0)
+    loop = Loop()
+    link = loop.join()
+    loop.turn()
+    assert len(loop.engine.workers) == 1, "there is no step yet"
+    loop.submit("one")
+    loop.turn()
+    loop.turn()
+    assert link.is_closed and loop.engine.live.num_waiting == 1
