@@ -53,7 +53,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("instance_id", "schema_revision", "model", "model_hash", "architecture", "dtype", "device", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel", "adapters", "lifecycle", "tokenizer_sha256", "eos_token_ids", "max_logprobs")
+    __slots__ = ("instance_id", "schema_revision", "model", "model_hash", "architecture", "dtype", "device", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel", "adapters", "lifecycle", "tokenizer_sha256", "eos_token_ids", "max_logprobs", "max_loras")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class WorkerInfo(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     schema_revision: int
     model: str
@@ -90,7 +91,8 @@ class WorkerInfo(_message.Message):
     tokenizer_sha256: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_logprobs: int
-    def __init__(self, instance_id: _Optional[str] = ..., schema_revision: _Optional[int] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, str]] = ..., tokenizer_sha256: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_logprobs: _Optional[int] = ...) -> None: ...
+    max_loras: int
+    def __init__(self, instance_id: _Optional[str] = ..., schema_revision: _Optional[int] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, str]] = ..., tokenizer_sha256: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_logprobs: _Optional[int] = ..., max_loras: _Optional[int] = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -265,18 +267,20 @@ class SequenceGroupMetadata(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceData, _Mapping]]] = ...) -> None: ...
 
 class SequenceData(_message.Message):
-    __slots__ = ("slot", "index", "token_ids", "num_computed_tokens", "block_table")
+    __slots__ = ("slot", "index", "token_ids", "num_computed_tokens", "block_table", "same_as_slot")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    SAME_AS_SLOT_FIELD_NUMBER: _ClassVar[int]
     slot: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_computed_tokens: int
     block_table: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ...) -> None: ...
+    same_as_slot: int
+    def __init__(self, slot: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., same_as_slot: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("slots_u16", "num_decode_rows", "query_lens_u32", "num_samples_u16", "inputs_u8", "given_token_ids_i32", "child_slots_u16")
