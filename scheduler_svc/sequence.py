@@ -1,25 +1,32 @@
 """A request as the scheduler sees it: a `SequenceGroup` of `Sequence`s that share a prompt and sampling parameters.
 
-While a sequence has a slot its state is in the worker's `SequenceColumns`; without one it holds its own tokens, all of
-which are computed again when it gets the next slot. Knows nothing of text, streams or time.
+While a sequence has a slot its state is in the worker's `SequenceColumns`; without one it holds its own tokens, and, if
+it was swapped out, the host blocks in which they are computed. Knows nothing of text, streams or time.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as AbstractSequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from protos import inference_pb2
+from scheduler_svc.prefix_cache import BlockIds, extend_hashes, root_hash
 from scheduler_svc.sequence_columns import SequenceColumns, TokenIds
+
+if TYPE_CHECKING:
+    from scheduler_svc.beam_search import BeamSearch
+
+NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 
 
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"  # never ran, or was moved off a worker
     RUNNING = "running"  # has a slot
-    PREEMPTED = "preempted"  # gave its slot up, belongs to a worker
+    PREEMPTED = "preempted"  # gave its slot up, belongs to a worker, is computed again
+    SWAPPED = "swapped"  # gave its slot up, is computed in host blocks of its worker
     FINISHED = "finished"
 
 
@@ -37,16 +44,20 @@ class Sequence:
     """One line of tokens of a group.
 
     `index` is fixed for life and part of every draw. `num_pending_tokens` counts draws of steps in flight that will
-    still arrive after the slot was given up; the sequence does not get a slot before they have.
+    still arrive after the slot was given up; the sequence does not get a slot before they have. `host_table` and
+    `num_swapped_tokens` say what of it lies in host blocks.
     """
 
     __slots__ = (
         "_columns",
         "_own_token_ids",
+        "block_hashes",
         "group",
+        "host_table",
         "index",
         "last_generation",
         "num_pending_tokens",
+        "num_swapped_tokens",
         "slot",
         "status",
     )
@@ -58,6 +69,9 @@ class Sequence:
         self.slot = -1
         self.last_generation = -1  # of the slot's tenancy that this sequence gave up last
         self.num_pending_tokens = 0
+        self.host_table = NO_BLOCKS
+        self.num_swapped_tokens = 0
+        self.block_hashes: list[bytes] = []  # chained, of its first full blocks, as far as somebody asked
         self._own_token_ids = token_ids
         self._columns: SequenceColumns | None = None
 
@@ -74,13 +88,21 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        return 0 if self._columns is None else int(self._columns.num_computed_tokens[self.slot])
+        return self.num_swapped_tokens if self._columns is None else int(self._columns.num_computed_tokens[self.slot])
 
     @property
     def block_table(self) -> TokenIds:
         if self._columns is None:
-            return np.zeros(0, np.int32)
+            return NO_BLOCKS
         return self._columns.block_tables[self.slot, : self._columns.num_blocks[self.slot]]
+
+    def hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Chained hashes of its first `num_blocks` blocks, all of whose tokens are known."""
+        held = len(self.block_hashes)
+        if held < num_blocks:
+            token_bytes = self.token_ids[held * block_size : num_blocks * block_size].tobytes()
+            extend_hashes(self.block_hashes, self.group.hash_root, token_bytes, 4 * block_size)
+        return self.block_hashes[:num_blocks]
 
     def attach(self, columns: SequenceColumns) -> None:
         """Takes a slot; nothing of the sequence is computed there yet."""
@@ -96,6 +118,19 @@ class Sequence:
         self._columns = columns
         self.status = SequenceStatus.RUNNING
 
+    def attach_as_child(self, parent: Sequence) -> None:
+        """Takes a slot and stands where `parent` stands."""
+        assert self._columns is None and parent._columns is not None
+        self.slot = parent._columns.fork_slot(parent.slot, self)
+        self._columns, self.status = parent._columns, SequenceStatus.RUNNING
+        self.block_hashes = list(parent.block_hashes)
+
+    def child(self, index: int) -> Sequence:
+        """Another sequence of its group with the same tokens, without a slot."""
+        child = Sequence(self.group, index, self.token_ids.copy())
+        child.status, child.block_hashes = self.status, list(self.block_hashes)
+        return child
+
     def detach(self, status: SequenceStatus) -> None:
         """Gives the slot up and takes its tokens along; draws in flight stay pending unless it is finished."""
         assert self._columns is not None
@@ -103,13 +138,19 @@ class Sequence:
         self._own_token_ids = self.token_ids.copy()
         self.num_pending_tokens = 0 if status is SequenceStatus.FINISHED else int(columns.num_placeholders[slot])
         self.last_generation = int(columns.generation[slot])
+        if status is SequenceStatus.SWAPPED:
+            self.num_swapped_tokens = int(columns.num_computed_tokens[slot])
         columns.release_slot(slot)
         self._columns, self.slot, self.status = None, -1, status
 
-    def append_pending(self, token_id: int) -> None:
-        """Takes a token that was drawn before the slot was given up and arrives after."""
-        self._own_token_ids = np.append(self._own_token_ids, np.int32(token_id))
-        self.num_pending_tokens -= 1
+    def append(self, token_id: int) -> None:
+        """Takes a token that was not drawn in its slot: one that arrives late, or one that was chosen for it."""
+        if self._columns is None:
+            self._own_token_ids = np.append(self._own_token_ids, np.int32(token_id))
+        else:
+            columns, slot = self._columns, self.slot
+            columns.token_ids[slot, columns.num_tokens[slot]] = token_id
+            columns.num_tokens[slot] += 1
 
     def drop_pending(self) -> None:
         """Draws in flight will not arrive: their worker is lost."""
@@ -123,6 +164,12 @@ class SequenceGroup:
         max_num_tokens: prompt and generated tokens at which a sequence ends with LENGTH.
         eos_token_id: ends a sequence with STOP when drawn; None with `ignore_eos` or where the model has none.
         stop_token_ids: further token ids that do.
+        num_outputs: sequences that the client gets (`n`).
+        best_of: sequences that are drawn, of which it gets the best; the default is `num_outputs`.
+        beam_search: ranks the group's beams, if it is of beams.
+        adapter_generation: the adapter's own, which tells its versions apart.
+        cache_salt: shares cached prefixes only with groups of the same salt.
+        resumed_token_ids: tokens that output i has from an earlier life, for all outputs or none; they count as drawn.
         output: whatever the layer above wants back with this group's tokens; never looked into here.
     """
 
@@ -136,9 +183,15 @@ class SequenceGroup:
         arrival_ns: int,
         eos_token_id: int | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
+        num_outputs: int = 1,
+        best_of: int | None = None,
+        beam_search: BeamSearch | None = None,
         priority: int = 0,
         tenant: str = "",
         adapter: str = "",
+        adapter_generation: int = 0,
+        cache_salt: str = "",
+        resumed_token_ids: AbstractSequence[AbstractSequence[int]] = (),
         output: Any = None,
     ) -> None:
         prompt = np.asarray(prompt_token_ids, np.int32)
@@ -148,17 +201,37 @@ class SequenceGroup:
         self.max_num_tokens = max_num_tokens
         self.eos_token_id = eos_token_id
         self.stop_token_ids = stop_token_ids
+        self.num_outputs = num_outputs
+        self.best_of = best_of or num_outputs
+        self.beam_search = beam_search
         self.priority = priority
         self.tenant = tenant
         self.adapter = adapter
+        self.cache_salt = cache_salt
+        self.hash_root = root_hash(adapter, str(adapter_generation), cache_salt)
         self.output = output
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
         self.first_scheduled_ns: int | None = None
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was scheduled first
+        self.num_passed_over = 0  # times that a later group was taken from the queue before this one
         self.num_preemptions = 0
         self.num_moves = 0
         self.num_worker_losses = 0  # losses of a worker that this group was in flight for
-        self.sequences = [Sequence(self, 0, prompt)]
+        if resumed_token_ids:
+            histories = [np.append(prompt, np.asarray(ids, np.int32)) for ids in resumed_token_ids]
+        else:
+            histories = [prompt] * (1 if beam_search else self.best_of)
+        self.sequences = [Sequence(self, index, history) for index, history in enumerate(histories)]
+
+    @property
+    def uses_beam_search(self) -> bool:
+        return self.beam_search is not None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that the group may come to need at once."""
+        return self.best_of if self.beam_search else len(self.unfinished())
 
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
@@ -170,3 +243,9 @@ class SequenceGroup:
     @property
     def num_pending_tokens(self) -> int:
         return sum(sequence.num_pending_tokens for sequence in self.sequences)
+
+    @property
+    def begins_as_one(self) -> bool:
+        """Whether its sequences have nothing but the prompt, which is then computed once and forked."""
+        sequences = self.unfinished()
+        return len(sequences) > 1 and all(s.num_tokens == self.num_prompt_tokens for s in sequences)

@@ -30,6 +30,10 @@ class SequenceColumns:
         num_known_tokens: tokens that the worker was told; beyond them its own last draw is the next input.
         max_num_tokens: a sequence is never scheduled to draw beyond this length.
         block_tables: [slots, max_blocks], ids of device blocks; `num_blocks` entries of a row count.
+        num_published: leading blocks of the table that went to the prefix cache.
+        shares_tail: whether the last block may be another sequence's too, so that writing into it needs a look.
+        is_held: no decode although the next token is known here or in flight: a beam that waits to be ranked, or a
+            sequence whose group is not all computed yet.
         generation: rises whenever the slot is taken or released; names one tenancy of the slot.
         eos_token_id: ends the sequence when drawn; -1 for none.
         has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
@@ -49,6 +53,9 @@ class SequenceColumns:
         self.num_known_tokens: Ints = np.zeros(max_num_seqs, np.int64)
         self.max_num_tokens: Ints = np.zeros(max_num_seqs, np.int64)
         self.num_blocks: Ints = np.zeros(max_num_seqs, np.int64)
+        self.num_published: Ints = np.zeros(max_num_seqs, np.int64)
+        self.shares_tail: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_held: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generation: Ints = np.zeros(max_num_seqs, np.int64)
         self.eos_token_id: Ints = np.full(max_num_seqs, -1, np.int64)
         self.has_stop_token_ids: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -76,10 +83,34 @@ class SequenceColumns:
         self.num_computed_tokens[slot] = 0
         self.num_placeholders[slot] = 0
         self.max_num_tokens[slot] = max_num_tokens
-        self.num_blocks[slot] = 0
+        self.num_blocks[slot] = self.num_published[slot] = 0
+        self.shares_tail[slot] = self.is_held[slot] = False
         self.generation[slot] += 1
         self.eos_token_id[slot] = -1 if eos_token_id is None else eos_token_id
         self.has_stop_token_ids[slot] = has_stop_token_ids
+        self.occupied[slot] = True
+        self.owner[slot] = owner
+        return slot
+
+    def fork_slot(self, parent: int, owner: object) -> int:
+        """Seats a sequence that stands where another one stands; the block table is its manager's to share."""
+        slot = self._free_slots.pop()
+        num_tokens = int(self.num_tokens[parent])
+        self.token_ids[slot, :num_tokens] = self.token_ids[parent, :num_tokens]
+        for column in (
+            self.num_tokens,
+            self.num_computed_tokens,
+            self.num_placeholders,
+            self.num_known_tokens,
+            self.max_num_tokens,
+            self.eos_token_id,
+            self.has_stop_token_ids,
+            self.is_held,
+        ):
+            column[slot] = column[parent]
+        self.num_blocks[slot] = self.num_published[slot] = 0
+        self.shares_tail[slot] = False
+        self.generation[slot] += 1
         self.occupied[slot] = True
         self.owner[slot] = owner
         return slot
@@ -94,8 +125,8 @@ class SequenceColumns:
     def decodable_slots(self) -> Ints:
         """Slots, ascending, whose next token is one decode away: everything but the last draw is computed."""
         reach = self.num_tokens + self.num_placeholders
-        ready = self.occupied & (self.num_computed_tokens >= self.num_known_tokens) & (reach < self.max_num_tokens)
-        return np.flatnonzero(ready & (reach == self.num_computed_tokens + 1))
+        ready = (reach == self.num_computed_tokens + 1) & self.occupied & (reach < self.max_num_tokens)
+        return np.flatnonzero(ready & (self.num_computed_tokens >= self.num_known_tokens) & ~self.is_held)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when columns contradict one another. Cheap enough to run in production when idle."""
@@ -110,5 +141,6 @@ class SequenceColumns:
         assert bool((self.num_computed_tokens[held] <= reach).all()), "computed beyond what exists"
         room = self.num_blocks[held] * self.block_size
         assert bool((self.num_computed_tokens[held] <= room).all()), "computed tokens without a block"
+        assert bool((self.num_published[held] <= self.num_blocks[held]).all()), "published more blocks than it has"
         for slot in held:
             assert self.owner[slot].slot == slot, "slot and owner disagree"

@@ -1,0 +1,97 @@
+"""Which device block holds which prefix: full blocks by a chained hash of everything that their content depends on.
+
+The hash of a block covers its own tokens and, through the hash before it, all tokens in front of them, and at the root
+the adapter's generation and the request's `cache_salt`: equal hashes mean equal K and V. Knows nothing of sequences or
+of who uses a block; reference counts are the allocator's.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = npt.NDArray[np.int32]
+
+
+def root_hash(*parts: str) -> bytes:
+    """What the first block's hash is chained on. Parts are told apart by their lengths."""
+    return sha256("".join(f"{len(part)}:{part}" for part in parts).encode()).digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_bytes: bytes, block_bytes: int) -> None:
+    """Appends the hash of every block in `token_bytes` (int32 ids, whole blocks), which follow those of `hashes`."""
+    parent = hashes[-1] if hashes else root
+    for start in range(0, len(token_bytes), block_bytes):
+        parent = sha256(parent + token_bytes[start : start + block_bytes]).digest()
+        hashes.append(parent)
+
+
+class PrefixCache:
+    """An index over `num_blocks` blocks, in use or idle.
+
+    Attributes (shape [blocks]):
+        is_cached: whether the block can be found.
+        parents: the block in front of it when it was published, -1 for none; stale once that block is reused, which
+            makes `withdraw` take more than it must and never less.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self.parents: BlockIds = np.full(num_blocks, -1, np.int32)
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of a chain."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, hashes: list[bytes], blocks: BlockIds, parents: BlockIds) -> list[int]:
+        """Lets each block be found, unless another one with the same content can be; the blocks that now are."""
+        published = []
+        for digest, block in zip(hashes, blocks.tolist(), strict=True):
+            if digest not in self._block_of:
+                self._block_of[digest] = block
+                self._hash_of[block] = digest
+                published.append(block)
+        self.is_cached[published] = True
+        self.parents[blocks] = parents
+        return published
+
+    def forget(self, blocks: list[int]) -> None:
+        """The blocks, all cached, are used for something else now."""
+        for block in blocks:
+            del self._block_of[cast(bytes, self._hash_of[block])]
+            self._hash_of[block] = None
+        self.is_cached[blocks] = False
+
+    def withdraw(self, blocks: npt.NDArray[np.integer]) -> list[int]:
+        """Forgets blocks whose content is wrong, and all that was computed on top of them; gives those forgotten."""
+        is_wrong = np.zeros(len(self.is_cached) + 1, np.bool_)  # the last entry is that of no parent
+        is_wrong[blocks] = True
+        while True:
+            more = self.is_cached & is_wrong[self.parents] & ~is_wrong[:-1]
+            if not more.any():
+                break
+            is_wrong[:-1] |= more
+        withdrawn: list[int] = np.flatnonzero(self.is_cached & is_wrong[:-1]).tolist()
+        self.forget(withdrawn)
+        return withdrawn
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless hashes and blocks name one another."""
+        assert int(self.is_cached.sum()) == len(self._block_of), "a cached block cannot be found"
+        for digest, block in self._block_of.items():
+            assert self._hash_of[block] == digest, f"block {block} is found under another block's hash"
+            assert self.is_cached[block], f"block {block} is found and not cached"
