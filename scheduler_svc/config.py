@@ -34,6 +34,12 @@ class SchedulerConfig:
     max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
     max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
     max_logprobs: int = option(20, "logprobs a token that a request may ask for")
+    frontends: int = option(
+        0, "processes that share the port, tokenise and stream, beside the one that schedules; 0: that one does it all"
+    )
+    stream_interval_ms: float = option(
+        0.0, "time between two messages of a stream while others stream, too; the tokens between are one message"
+    )
     disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
 
     def __post_init__(self) -> None:
@@ -50,6 +56,9 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        for name in ("frontends", "stream_interval_ms"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 0 is accepted")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, at least 1 is accepted")
