@@ -1,18 +1,72 @@
-"""Who is served first: a registry of pure functions from a group to its sort key (lower is served earlier)."""
+"""Who is served first: a registry of pure functions over groups. Knows neither queues nor clocks.
+
+A policy splits what waits into lanes and orders each lane. Lanes take turns by the tokens that they were served
+(`ServedTokens`); the lane None is not counted and comes before all others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from scheduler_svc.sequence import SequenceGroup
 
-Policy = Callable[[SequenceGroup], tuple[Any, ...]]
+Key = tuple[int, ...]
 
 
-def fcfs(group: SequenceGroup) -> tuple[Any, ...]:
-    """First come, first served. A group keeps its place when it is preempted or moved."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One way to order groups.
+
+    Attributes:
+        key: order within a lane and among the groups of a worker: the lowest is served first, the highest preempted
+            first. Ends in `order`, so that no two groups are equal, and holds still while a group waits.
+        lane: the lane that a group waits in.
+        overrules: whether the first group, which waits, may have the second, which runs, preempted for its sake.
+        counts_tokens: whether the service order depends on `ServedTokens`, which somebody then has to charge.
+    """
+
+    key: Callable[[SequenceGroup], Key]
+    lane: Callable[[SequenceGroup], str | None]
+    overrules: Callable[[SequenceGroup, SequenceGroup], bool]
+    counts_tokens: bool = False
+
+    def __call__(self, group: SequenceGroup) -> Key:
+        """The key."""
+        return self.key(group)
+
+
+def _by_order(group: SequenceGroup) -> Key:
     return (group.order,)
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs}
+def _by_priority(group: SequenceGroup) -> Key:
+    return (group.priority, group.order)
+
+
+def _one_lane(group: SequenceGroup) -> None:
+    return None
+
+
+def _lane_of_tenant(group: SequenceGroup) -> str | None:
+    """Of a group that had begun and lost its worker, none: a client is in the middle of its answer."""
+    return group.tenant if group.first_scheduled_ns is None else None
+
+
+def _never(waiting: SequenceGroup, running: SequenceGroup) -> bool:
+    return False
+
+
+def _is_more_urgent(waiting: SequenceGroup, running: SequenceGroup) -> bool:
+    return waiting.priority < running.priority
+
+
+POLICIES: dict[str, Policy] = {
+    # First come, first served. A group keeps its place when it is preempted or moved.
+    "fcfs": Policy(key=_by_order, lane=_one_lane, overrules=_never),
+    # Lower numbers first, and they take the place of higher ones that run. Starves higher numbers for as long as lower
+    # ones keep coming: that is what it is for.
+    "priority": Policy(key=_by_priority, lane=_one_lane, overrules=_is_more_urgent),
+    # The tenant that was served the fewest tokens for its weight first; within a tenant first come, first served.
+    "fair": Policy(key=_by_order, lane=_lane_of_tenant, overrules=_never, counts_tokens=True),
+}

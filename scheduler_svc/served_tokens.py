@@ -1,0 +1,60 @@
+"""How much service each tenant has had: the counters that fair turns are taken by.
+
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Who serves a tenant
+charges it: the prompt tokens to compute (cache hits are free) when its group is admitted, so that the next admission of
+the same step sees them, and generated tokens as they come. Tokens computed once more after a preemption or a lost
+worker are not the tenant's to pay. Counters only rise; two tenants that both keep groups waiting stay within what one
+admission and the running groups amount to, whatever a third one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MIN_REMEMBERED = 1024  # tenants below which forgetting is not worth a look
+
+
+class ServedTokens:
+    """Tokens served by tenant, divided by the tenant's weight.
+
+    Args:
+        weights: a tenant of weight 3 is due three times the tokens of one of weight 1, which is everybody's default.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        for tenant, weight in self._weights.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"the weight of tenant {tenant!r} is {weight}, a positive number is accepted")
+        self._levels: dict[str, float] = {}
+        self._floor = 0.0  # where a tenant that is not in `_levels` stands
+        self._look_at = MIN_REMEMBERED
+
+    def level(self, tenant: str) -> float:
+        """Weighted tokens that the tenant has been served. Never falls."""
+        return self._levels.get(tenant, self._floor)
+
+    def cost(self, tenant: str, num_tokens: int) -> float:
+        """By how much so many tokens raise the tenant's level."""
+        return num_tokens / self._weights.get(tenant, 1.0)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Counts tokens that the tenant was served."""
+        assert num_tokens >= 0, "served tokens are not given back"
+        self._levels[tenant] = self.level(tenant) + self.cost(tenant, num_tokens)
+
+    def lift(self, tenant: str, floor: float) -> None:
+        """Raises a tenant that comes back to the least of those that wait, so that idling has saved it nothing.
+
+        Nobody that waits is below `floor`, which is why whoever stands at it need not be remembered.
+        """
+        self._floor = max(self._floor, floor)
+        if self.level(tenant) < self._floor:
+            self._levels[tenant] = self._floor
+        if len(self._levels) > self._look_at:
+            self._levels = {name: level for name, level in self._levels.items() if level > self._floor}
+            self._look_at = max(MIN_REMEMBERED, 2 * len(self._levels))
+
+    def __len__(self) -> int:
+        """Tenants that are remembered."""
+        return len(self._levels)
