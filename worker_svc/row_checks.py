@@ -32,14 +32,16 @@ def check_rows(states: SequenceStates, columns: RowColumns, tokens_before: Ints,
     _refuse(slots, seq_lens > states.num_blocks[slots] * states.block_size, "whose block table is too short")
     _refuse(slots, samples & (seq_lens != num_tokens), "which samples before its last known token")
     _refuse(slots, samples & (seq_lens >= states.max_model_len), "which samples beyond the model's length")
-    num_given = int(columns.query_lens[inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS].sum())
+    is_given = inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
+    _refuse(slots, is_given & (context_lens != tokens_before), "which is given tokens where it knows its own")
+    num_given = int(columns.query_lens[is_given].sum())
     if num_given != columns.given_token_ids.size:
         raise ProtocolError(f"{columns.given_token_ids.size} given tokens for rows that compute {num_given}")
     _check_children(states, columns, seq_lens)
 
 
 def _check_children(states: SequenceStates, columns: RowColumns, seq_lens: Ints) -> None:
-    parents = np.flatnonzero(columns.num_samples > 1)
+    parents = np.flatnonzero((columns.num_samples > 1) & ~states.sampling.use_beam_search[columns.slots])
     counts = columns.num_samples[parents]
     children = columns.child_slots
     if int(counts.sum()) != children.size:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.random_bits import uniforms
+from worker_svc.sampled import Logprobs, Sampled
 from worker_svc.sampling_columns import WHOLE_VOCABULARY, SamplingRows
 
 
@@ -32,26 +33,6 @@ class Draws:
     rows: npt.NDArray[np.int64]  # [N], does not fall
     sequence_index: npt.NDArray[np.int64]  # [N]
     position: npt.NDArray[np.int64]  # [N], absolute, of the token to be drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log-softmax of the raw logits in float32, of the samples that asked; zeros for those that did not."""
-
-    drawn: npt.NDArray[np.float32]  # [N]
-    ranks: npt.NDArray[np.int64]  # [N], 1 is the most likely
-    top_counts: npt.NDArray[np.int64]  # [N]
-    top_token_ids: npt.NDArray[np.int64]  # ragged by top_counts, the most likely first, ties by token id
-    top_logprobs: npt.NDArray[np.float32]  # likewise
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What was drawn."""
-
-    token_ids: npt.NDArray[np.int64]  # [N]; 0 where the row is bad
-    bad_rows: npt.NDArray[np.int64]  # rows of the logits without a finite maximum; nothing can be drawn from them
-    logprobs: Logprobs | None  # None: nobody asked
 
 
 def sample(logits: torch.Tensor, params: SamplingRows, draws: Draws) -> Sampled:

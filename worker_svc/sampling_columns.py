@@ -29,7 +29,7 @@ class SamplingRows:
     min_p: npt.NDArray[np.float32]  # [N], 0: off
     seed: npt.NDArray[np.uint64]  # [N]
     wants_logprobs: npt.NDArray[np.bool_]  # [N]
-    num_logprobs: npt.NDArray[np.int32]  # [N], top candidates, WHOLE_VOCABULARY for all; 0 where none are wanted
+    num_logprobs: npt.NDArray[np.int32]  # [N], top tokens, WHOLE_VOCABULARY for all; 0 where none are wanted
 
     def take(self, rows: npt.NDArray[np.intp]) -> SamplingRows:
         """Some of these rows."""
@@ -37,7 +37,7 @@ class SamplingRows:
 
 
 class SamplingColumns:
-    """One entry a slot for every parameter of `SamplingRows`."""
+    """One entry a slot for every parameter of `SamplingRows`, and whether the slot draws at all."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.temperature = np.zeros(max_num_seqs, np.float32)
@@ -47,6 +47,7 @@ class SamplingColumns:
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self.use_beam_search = np.zeros(max_num_seqs, np.bool_)  # answers candidates and draws nothing
         self._columns: tuple[npt.NDArray[Any], ...] = (
             self.temperature,
             self.top_k,
@@ -66,11 +67,13 @@ class SamplingColumns:
         self.seed[slot] = params.seed
         self.wants_logprobs[slot] = params.HasField("logprobs")
         self.num_logprobs[slot] = params.logprobs
+        self.use_beam_search[slot] = params.use_beam_search
 
     def copy(self, parent: int, child: int) -> None:
         """A forked slot samples as its parent does."""
         for column in self._columns:
             column[child] = column[parent]
+        self.use_beam_search[child] = self.use_beam_search[parent]
 
     def take(self, slots: npt.NDArray[np.intp]) -> SamplingRows:
         """The parameters of `slots`, in their order."""
@@ -88,7 +91,6 @@ def check_supported(params: inference_pb2.SamplingParams) -> None:
         "logit_bias": len(params.logit_bias) > 0,
         "allowed_token_ids": len(params.allowed_token_ids) > 0,
         "bad_words": len(params.bad_words) > 0,
-        "use_beam_search": params.use_beam_search,
         "guided": params.HasField("guided"),
     }
     unsupported = [name for name, is_asked_for in asked_for.items() if is_asked_for]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ class NewSequence:
     slot: int
     index: int  # in its group
     request_id: str
+    adapter: str  # "": none
     params: inference_pb2.SamplingParams
     token_ids: Ints  # prompt and generated so far, at least one
     num_computed_tokens: int
@@ -33,18 +34,39 @@ class NewSequence:
 def read_group(group: worker_pb2.SequenceGroupMetadata, states: SequenceStates) -> Iterator[NewSequence]:
     """The sequences of a group, within the bounds of `states`. Raises ProtocolError."""
     check_supported(group.sampling_params)
-    if group.adapter:
+    if group.adapter and group.adapter not in states.loaded_adapters:
         raise ProtocolError(f"adapter {group.adapter!r} is not loaded")
+    by_slot: dict[int, NewSequence] = {}
     for data in group.sequences:
-        yield _read_sequence(group, data, states)
+        if data.HasField("same_as_slot"):
+            sequence = _read_copy(group, data, by_slot, states)
+        else:
+            sequence = _read_sequence(group, data, states)
+        by_slot[data.slot] = sequence
+        yield sequence
+
+
+def _read_copy(
+    group: worker_pb2.SequenceGroupMetadata,
+    data: worker_pb2.SequenceData,
+    by_slot: dict[int, NewSequence],
+    states: SequenceStates,
+) -> NewSequence:
+    """A child of a sequence that the same message brought: all but slot and index are that sequence's."""
+    name = f"metadata of {group.request_id!r} for slot {data.slot}"
+    _check_slot(group, data, states)
+    if data.token_ids or data.num_computed_tokens or data.block_table:
+        raise ProtocolError(f"{name} is that of slot {data.same_as_slot}, and brings state of its own")
+    if data.same_as_slot not in by_slot:
+        raise ProtocolError(f"{name} is that of slot {data.same_as_slot}, which does not come before it")
+    return replace(by_slot[data.same_as_slot], slot=data.slot, index=data.index)
 
 
 def _read_sequence(
     group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData, states: SequenceStates
 ) -> NewSequence:
     name = f"metadata of {group.request_id!r}"
-    if data.slot >= states.max_num_seqs:
-        raise ProtocolError(f"{name} for slot {data.slot} of {states.max_num_seqs}")
+    _check_slot(group, data, states)
     token_ids = np.fromiter(data.token_ids, np.int64, len(data.token_ids))
     block_table = np.fromiter(data.block_table, np.int64, len(data.block_table))
     if not 0 < token_ids.size <= states.max_model_len:
@@ -61,8 +83,14 @@ def _read_sequence(
         slot=data.slot,
         index=data.index,
         request_id=group.request_id,
+        adapter=group.adapter,
         params=group.sampling_params,
         token_ids=token_ids,
         num_computed_tokens=data.num_computed_tokens,
         block_table=block_table,
     )
+
+
+def _check_slot(group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData, states: SequenceStates) -> None:
+    if data.slot >= states.max_num_seqs:
+        raise ProtocolError(f"metadata of {group.request_id!r} for slot {data.slot} of {states.max_num_seqs}")

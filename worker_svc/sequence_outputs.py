@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos import worker_pb2
-from worker_svc.sampler import Logprobs, Sampled
+from worker_svc.sampled import Logprobs, Sampled
 from worker_svc.sequence_states import AppliedRows
 
 

@@ -17,6 +17,7 @@ Either half happens whole or raises ProtocolError and leaves the columns as they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,17 +46,22 @@ __all__ = ["AppliedRows", "AppliedStep", "BlockOperations", "ProtocolError", "Se
 
 @dataclass(frozen=True, slots=True)
 class AppliedRows:
-    """The rows of a step, resolved against the mirror. R rows, N samples in the order of the rows."""
+    """The rows of a step, resolved against the mirror. R rows, N samples in the order of the rows.
+
+    A sample is one entry of the answer: a draw, which `record_samples` appends to its slot, or, in a beam search, a
+    candidate, which is answered and leaves the mirror as it is.
+    """
 
     slots: Ints  # [R]
     context_lens: Ints  # [R], tokens in the cache before this step
     query_lens: Ints  # [R], tokens that this step computes
     num_samples: Ints  # [R]
     uses_last_sampled: npt.NDArray[np.bool_]  # [R]
-    sample_rows: Ints  # [N], the row whose last token's logits the sample is drawn from
-    sample_slots: Ints  # [N], the slot that the sampled token is appended to
+    sample_rows: Ints  # [N], the row whose last token's logits the sample is taken from
+    sample_slots: Ints  # [N], the slot that the drawn token is appended to; of a candidate, its row's own
     sample_indices: Ints  # [N], index of that slot's sequence in its group
-    sample_positions: Ints  # [N], absolute position that the sampled token gets
+    sample_positions: Ints  # [N], absolute position that the token gets
+    is_candidate: npt.NDArray[np.bool_]  # [N]
     touched_slots: Ints  # slots whose columns the rows changed, for `roll_back`
     computed_before: Ints  # of touched_slots
     tokens_before: Ints  # of touched_slots
@@ -95,6 +101,8 @@ class SequenceStates:
         self.block_tables = np.zeros((max_num_seqs, self.max_blocks), np.int32)  # [slots, max_blocks]
         self.sequence_index = np.zeros(max_num_seqs, np.int64)  # [slots], in the group
         self.sampling = SamplingColumns(max_num_seqs)
+        self.loaded_adapters: set[str] = set()  # names; who loads them keeps this
+        self.adapters: list[str] = [""] * max_num_seqs  # by slot; "": none
         self.request_ids: list[str | None] = [None] * max_num_seqs
         self.sampling_params: list[inference_pb2.SamplingParams | None] = [None] * max_num_seqs
 
@@ -105,11 +113,14 @@ class SequenceStates:
 
     # ---- Fields 3 to 9 ----------------------------------------------------------------------------------------------
 
-    def apply_blocks(self, step: worker_pb2.Step) -> BlockOperations:
+    def apply_blocks(
+        self, step: worker_pb2.Step, operate: Callable[[BlockOperations], None] | None = None
+    ) -> BlockOperations:
         """Applies everything but the rows; gives back what the cache engine has to do.
 
-        After a failure (`resume_after` is set) released slots may be empty: their metadata may have been in a step
-        that was skipped.
+        `operate` is to do it: it is called once the step has been found good and before a column changes, so that a
+        step whose operations fail has not taken effect. After a failure (`resume_after` is set) released slots may be
+        empty: their metadata may have been in a step that was skipped.
         """
         occupied, num_blocks = self.occupied.copy(), self.num_blocks.copy()
         released = self._check_released(step, occupied)
@@ -122,6 +133,8 @@ class SequenceStates:
             num_blocks[sequence.slot] = sequence.block_table.size
         operations = read_operations(step, self.num_device_blocks, self.num_host_blocks)
         changes = self._check_tables(step, occupied, num_blocks)
+        if operate is not None:
+            operate(operations)
 
         if released.size:
             self._release(released)
@@ -188,6 +201,7 @@ class SequenceStates:
         self.num_computed_tokens[slots] = 0
         self.num_blocks[slots] = 0
         for slot in slots.tolist():
+            self.adapters[slot] = ""
             self.request_ids[slot] = None
             self.sampling_params[slot] = None
 
@@ -200,6 +214,7 @@ class SequenceStates:
         for column in (self.num_tokens, self.num_computed_tokens, self.num_blocks):
             column[child] = column[parent]
         self.sampling.copy(parent, child)
+        self.adapters[child] = self.adapters[parent]
         self.request_ids[child] = self.request_ids[parent]
         self.sampling_params[child] = self.sampling_params[parent]
 
@@ -213,6 +228,7 @@ class SequenceStates:
         self.num_blocks[slot] = sequence.block_table.size
         self.sequence_index[slot] = sequence.index
         self.sampling.set(slot, sequence.params)
+        self.adapters[slot] = sequence.adapter
         self.request_ids[slot] = sequence.request_id
         self.sampling_params[slot] = sequence.params
 
@@ -236,21 +252,23 @@ class SequenceStates:
         check_rows(self, columns, tokens_before, num_tokens)
 
         sample_rows = np.repeat(np.arange(slots.size), num_samples)
-        sample_slots, sample_indices = slots[sample_rows], self.sequence_index[slots[sample_rows]]
+        sample_slots = slots[sample_rows]
+        is_candidate = self.sampling.use_beam_search[sample_slots]
         touched_slots, computed_before = slots, context_lens
-        is_child = num_samples[sample_rows] > 1
-        if columns.child_slots.size:
-            sample_slots[is_child] = columns.child_slots
-            sample_indices[is_child] = ragged_offsets(num_samples[num_samples > 1])
-            touched_slots = np.union1d(slots, columns.child_slots)
+        child_slots = columns.child_slots
+        if child_slots.size:
+            is_child = (num_samples[sample_rows] > 1) & ~is_candidate
+            parent_slots = sample_slots[is_child]
+            sample_slots[is_child] = child_slots
+            touched_slots = np.union1d(slots, child_slots)
             computed_before, tokens_before = self.num_computed_tokens[touched_slots], self.num_tokens[touched_slots]
 
         if is_given.any():
             self._take_given(columns, is_given, context_lens)
         self.num_tokens[slots] = num_tokens
         self.num_computed_tokens[slots] = context_lens + query_lens
-        if columns.child_slots.size:
-            self._follow_parents(columns.child_slots, slots[sample_rows[is_child]], sample_indices[is_child])
+        if child_slots.size:
+            self._follow_parents(child_slots, parent_slots)
         return AppliedRows(
             slots=slots,
             context_lens=context_lens,
@@ -259,8 +277,9 @@ class SequenceStates:
             uses_last_sampled=uses_last_sampled,
             sample_rows=sample_rows,
             sample_slots=sample_slots,
-            sample_indices=sample_indices,
+            sample_indices=self.sequence_index[sample_slots],
             sample_positions=self.num_tokens[sample_slots],
+            is_candidate=is_candidate,
             touched_slots=touched_slots,
             computed_before=computed_before,
             tokens_before=tokens_before,
@@ -271,10 +290,9 @@ class SequenceStates:
         positions = np.repeat(context_lens[is_given], counts) + ragged_offsets(counts)
         self.token_ids[np.repeat(columns.slots[is_given], counts), positions] = columns.given_token_ids
 
-    def _follow_parents(self, child_slots: Ints, parent_slots: Ints, indices: Ints) -> None:
-        """Children stand where the row that they are drawn from stands, each with its own index."""
-        for child, parent, index in zip(child_slots.tolist(), parent_slots.tolist(), indices.tolist(), strict=True):
-            self.sequence_index[child] = index
+    def _follow_parents(self, child_slots: Ints, parent_slots: Ints) -> None:
+        """Children stand where the row that they are drawn from stands."""
+        for child, parent in zip(child_slots.tolist(), parent_slots.tolist(), strict=True):
             if child != parent:
                 num_tokens = int(self.num_tokens[parent])
                 self.token_ids[child, :num_tokens] = self.token_ids[parent, :num_tokens]
@@ -282,14 +300,17 @@ class SequenceStates:
                 self.num_computed_tokens[child] = self.num_computed_tokens[parent]
 
     def record_samples(self, rows: AppliedRows, token_ids: npt.NDArray[np.integer]) -> None:
-        """Appends the drawn tokens, int [N] in the order of the samples, to their slots.
+        """Appends the drawn ones of `token_ids`, int [N] in the order of the samples, to their slots.
 
         A row that could not be drawn still gets a token (any): its slot keeps step with the scheduler, which may have
         sent the next row already and drops the answer of both.
         """
-        slots = rows.sample_slots
-        self.token_ids[slots, rows.sample_positions] = token_ids
-        self.num_tokens[slots] = rows.sample_positions + 1
+        slots, positions = rows.sample_slots, rows.sample_positions
+        if rows.is_candidate.any():
+            drawn = ~rows.is_candidate
+            slots, positions, token_ids = slots[drawn], positions[drawn], token_ids[drawn]
+        self.token_ids[slots, positions] = token_ids
+        self.num_tokens[slots] = positions + 1
 
     def roll_back(self, rows: AppliedRows) -> None:
         """Undoes `apply_rows`, and `record_samples` where it has run, after a failure; no step may lie in between."""

@@ -154,8 +154,7 @@ class Worker:
         assert states is not None, "a step before a lease"
         try:
             self._check_order(step)
-            operations = states.apply_blocks(step)
-            self._runner.operate(operations)
+            states.apply_blocks(step, self._runner.operate)
             operated = True
             timer.end_phase("cache_ops_ns")
             rows = states.apply_rows(step)

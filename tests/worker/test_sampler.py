@@ -16,7 +16,8 @@ from transformers.generation.logits_process import (
 )
 
 from worker_svc.random_bits import philox4x32, uniforms
-from worker_svc.sampler import Draws, Sampled, kept_weights, sample
+from worker_svc.sampled import Sampled
+from worker_svc.sampler import Draws, kept_weights, sample
 from worker_svc.sampling_columns import SamplingRows
 
 OFF: dict[str, Any] = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=None)
