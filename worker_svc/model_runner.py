@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from protos import worker_pb2
@@ -17,7 +16,7 @@ from worker_svc.cache_engine import CacheEngine
 from worker_svc.input_batch import build_input_batch
 from worker_svc.memory import peak_bytes
 from worker_svc.models import ModelConfig
-from worker_svc.sampler import Draws, sample
+from worker_svc.row_samples import sample_rows
 from worker_svc.sequence_outputs import pack_outputs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations, Ints
@@ -90,9 +89,7 @@ class ModelRunner:
         timer.end_phase("forward_ns")
         if rows.sample_rows.size == 0:
             return worker_pb2.SequenceOutputs()
-        sampling_rows = np.flatnonzero(rows.num_samples)
-        draws = Draws(np.searchsorted(sampling_rows, rows.sample_rows), rows.sample_indices, rows.sample_positions)
-        sampled = sample(logits, states.sampling.take(rows.slots[sampling_rows]), draws)
+        sampled = sample_rows(logits, states.sampling, rows)
         states.record_samples(rows, sampled.token_ids)
         outputs = pack_outputs(rows, sampled)
         timer.end_phase("sample_ns")

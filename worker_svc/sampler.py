@@ -24,6 +24,7 @@ import torch
 from worker_svc.random_bits import uniforms
 from worker_svc.sampled import Logprobs, Sampled
 from worker_svc.sampling_columns import WHOLE_VOCABULARY, SamplingRows
+from worker_svc.top_tokens import top_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +154,5 @@ def _logprobs(
     counts = params.num_logprobs[rows].astype(np.int64)
     counts = np.where(counts == WHOLE_VOCABULARY, logits.shape[-1], np.minimum(counts, logits.shape[-1]))
     top_counts[samples] = counts
-    top_token_ids, top_logprobs = _top(logprobs, counts)
+    top_token_ids, top_logprobs = top_tokens(logprobs, counts)
     return Logprobs(drawn, ranks, top_counts, top_token_ids, top_logprobs)
-
-
-def _top(
-    logprobs: torch.Tensor, counts: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The counts[r] most likely tokens of every row, ragged. `topk` alone would break ties in no particular order."""
-    if counts.size == 0 or counts.max() == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.float32)
-    largest = logprobs.topk(int(counts.max()), dim=-1).values
-    smallest = largest.gather(1, torch.from_numpy(np.maximum(counts, 1) - 1)[:, None])
-    rows, ids = (index.numpy() for index in (logprobs >= smallest).nonzero(as_tuple=True))
-    values = logprobs.numpy()[rows, ids]
-    order = np.lexsort((ids, -values, rows))
-    rank = np.arange(rows.size) - np.searchsorted(rows, rows)
-    order = order[rank < counts[rows]]
-    return ids[order], values[order]

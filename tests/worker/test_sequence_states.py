@@ -17,6 +17,7 @@ from worker_svc.errors import ProtocolError
 from worker_svc.input_batch import build_input_batch
 from worker_svc.sequence_states import SequenceStates
 
+GIVEN, LAST = bytes([worker_pb2.ROW_INPUT_GIVEN_TOKENS]), bytes([worker_pb2.ROW_INPUT_LAST_SAMPLED])
 COLUMNS = ("occupied", "num_tokens", "num_computed_tokens", "num_blocks", "sequence_index")
 
 
@@ -135,17 +136,125 @@ def test_block_operations_are_given_back() -> None:
 
 def test_given_tokens_enter_the_history() -> None:
     states = states_of()
-    run(states, prefill(1, [[1, 2]], max_len=8))
-    states.num_tokens[0] = 2  # as after a beam row, whose candidates are not recorded
+    run(states, beams(1, [[1, 2]], 4))
     step = rows_of(
         slots_u16=b"\0\0",
         query_lens_u32=u32([1]),
-        num_samples_u16=b"\1\0",
+        num_samples_u16=slots_u16([4]),
         inputs_u8=bytes([worker_pb2.ROW_INPUT_GIVEN_TOKENS]),
         given_token_ids_i32=u32([42]),
     )
     run(states, step)
-    assert tokens(states, 0) == [1, 2, 42, 100]
+    assert tokens(states, 0) == [1, 2, 42] and states.num_computed_tokens[0] == 3
+
+
+def beams(step_id: int, prompts: list[list[int]], num_candidates: int, **kind: Any) -> worker_pb2.Step:
+    """As `prefill`, of groups that search with beams."""
+    params = greedy(use_beam_search=True, best_of=num_candidates // 2)
+    step = prefill(step_id, prompts, params=params, **{"max_len": 8, **kind})
+    step.rows.num_samples_u16 = slots_u16([num_candidates] * len(prompts))
+    return step
+
+
+def test_candidates_of_beams_leave_the_history_as_it_is() -> None:
+    states = states_of()
+    step = beams(1, [[1, 2, 3], [4, 5]], 4)
+    step.groups[1].sampling_params.use_beam_search = False
+    step.rows.num_samples_u16 = slots_u16([4, 1])
+    rows = run(states, step, tokens=[50, 51, 52, 53, 60]).rows
+    assert rows.is_candidate.tolist() == [True] * 4 + [False]
+    assert rows.sample_rows.tolist() == [0, 0, 0, 0, 1] and rows.sample_slots.tolist() == [0, 0, 0, 0, 1]
+    assert rows.sample_positions.tolist() == [3, 3, 3, 3, 2]
+    assert tokens(states, 0) == [1, 2, 3] and tokens(states, 1) == [4, 5, 60]
+    assert states.num_computed_tokens[:2].tolist() == [3, 2]
+
+
+def test_beam_forks_and_each_goes_on_with_a_token_of_its_own() -> None:
+    states = states_of()
+    run(states, beams(1, [[1, 2, 3], [7, 8, 9]], 4))
+    step = forks([0, 2, 1])
+    step.released_slots_u16 = slots_u16([1])  # a beam that nothing continues
+    step.copies.pairs_u32 = u32([0, 9])
+    step.block_tables.add().replace.CopyFrom(
+        worker_pb2.BlockTables(slots_u16=slots_u16([2]), counts_u16=slots_u16([1]), block_ids_u32=u32([9]))
+    )
+    step.rows.CopyFrom(
+        worker_pb2.Rows(
+            slots_u16=slots_u16([2, 0]),
+            query_lens_u32=u32([1, 1]),
+            num_samples_u16=slots_u16([4, 4]),
+            inputs_u8=GIVEN * 2,
+            given_token_ids_i32=u32([41, 40]),
+        )
+    )
+    before = copy.deepcopy(states)
+    applied = states.apply(step)
+    assert applied.operations.copies.tolist() == [[0, 9]]
+    states.roll_back(applied.rows)
+    states.check_integrity()
+    for slot in (0, 2):
+        assert tokens(states, slot) == tokens(before, 0) and states.num_computed_tokens[slot] == 3
+    run(states, rows_of(**{field.name: value for field, value in step.rows.ListFields()}))  # the rows once more
+    assert tokens(states, 0) == [1, 2, 3, 40] and tokens(states, 2) == [1, 2, 3, 41]
+    assert table(states, 0) == [0, 1] and table(states, 2) == [9]
+    assert states.sampling.use_beam_search.tolist()[:3] == [True, True, True] and not states.occupied[1]
+
+
+def test_child_of_a_new_sequence_has_its_state_and_an_index_of_its_own() -> None:
+    states = states_of()
+    step = worker_pb2.Step(step_id=1)
+    group = step.groups.add(request_id="r", sampling_params=greedy(seed=9))
+    group.sequences.add(slot=2, index=0, token_ids=[1, 2, 3, 4, 5], block_table=[6, 7], num_computed_tokens=4)
+    group.sequences.add(slot=0, index=1, same_as_slot=2)
+    group.sequences.add(slot=3, index=2, same_as_slot=0)
+    step.rows.CopyFrom(
+        worker_pb2.Rows(
+            slots_u16=slots_u16([2]),
+            query_lens_u32=u32([1]),
+            num_samples_u16=slots_u16([3]),
+            child_slots_u16=slots_u16([2, 0, 3]),
+        )
+    )
+    rows = run(states, step, tokens=[50, 51, 52]).rows
+    assert rows.sample_indices.tolist() == [0, 1, 2] and rows.sample_positions.tolist() == [5, 5, 5]
+    for slot, index, token in ((2, 0, 50), (0, 1, 51), (3, 2, 52)):
+        assert tokens(states, slot) == [1, 2, 3, 4, 5, token] and table(states, slot) == [6, 7]
+        assert states.num_computed_tokens[slot] == 5 and states.sequence_index[slot] == index
+        assert states.sampling.seed[slot] == 9 and states.request_ids[slot] == "r"
+
+
+def test_adapter_stays_with_slot_and_children_until_released() -> None:
+    states = states_of()
+    step = prefill(1, [[1, 2, 3]], max_len=8)
+    step.groups[0].adapter = "french"
+    with pytest.raises(ProtocolError, match="adapter 'french' is not loaded"):
+        states.apply(step)
+    states.loaded_adapters.add("french")
+    run(states, step)
+    run(states, forks([0, 2, 1]))
+    assert states.adapters == ["french", "", "french", ""]
+    run(states, worker_pb2.Step(released_slots_u16=slots_u16([0])))
+    assert states.adapters == ["", "", "french", ""]
+
+
+def test_step_whose_cache_operations_fail_has_not_taken_effect() -> None:
+    states = states_of()
+    run(states, prefill(1, [[1, 2, 3], [4]], max_len=8))
+    before = copy.deepcopy(states)
+    step = forks([0, 2, 1])
+    step.released_slots_u16 = slots_u16([1])
+    step.copies.pairs_u32 = u32([0, 9])
+
+    def operate(operations: Any) -> None:
+        assert operations.copies.tolist() == [[0, 9]]
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        states.apply_blocks(step, operate)
+    for column in COLUMNS:
+        assert (getattr(states, column) == getattr(before, column)).all(), column
+    assert states.request_ids == before.request_ids
+    states.apply_blocks(step)  # the same step again
 
 
 def test_row_with_children_gives_each_its_own_token_and_index() -> None:
@@ -225,7 +334,13 @@ def _row(slot: int = 0, **rows: Any) -> worker_pb2.Step:
     return rows_of(slots_u16=slots_u16([slot]), **{"query_lens_u32": u32([1]), "num_samples_u16": b"\1\0", **rows})
 
 
-GIVEN, LAST = bytes([worker_pb2.ROW_INPUT_GIVEN_TOKENS]), bytes([worker_pb2.ROW_INPUT_LAST_SAMPLED])
+def _copies(*sequences: dict[str, Any]) -> worker_pb2.Step:
+    """Slot 2 is new, and so are others that name it or say they do."""
+    step = _metadata(slot=2)
+    for sequence in sequences:
+        step.groups[0].sequences.add(**sequence)
+    return step
+
 
 REFUSED = {
     "released twice": worker_pb2.Step(released_slots_u16=slots_u16([0, 0])),
@@ -245,6 +360,13 @@ REFUSED = {
     "metadata, too many blocks": _metadata(block_table=range(5)),
     "metadata computed too much": _metadata(num_computed_tokens=3),
     "metadata computed beyond blocks": _metadata(token_ids=[1] * 6, num_computed_tokens=5),
+    "copy of a slot that is not in the message": _copies(dict(slot=3, same_as_slot=0)),
+    "copy of itself": _copies(dict(slot=3, same_as_slot=3)),
+    "copy of a later one": _copies(dict(slot=3, same_as_slot=1), dict(slot=1, token_ids=[1])),
+    "copy with tokens of its own": _copies(dict(slot=3, same_as_slot=2, token_ids=[1])),
+    "copy with blocks of its own": _copies(dict(slot=3, same_as_slot=2, block_table=[9])),
+    "copy into occupied": _copies(dict(slot=0, same_as_slot=2)),
+    "copy, no such slot": _copies(dict(slot=4, same_as_slot=2)),
     "token beyond int32": _metadata(token_ids=[1 << 31]),
     "penalty": _params(presence_penalty=0.5),
     "bias": _params(logit_bias={3: 1.0}),
@@ -270,6 +392,7 @@ REFUSED = {
     "unknown input": _row(inputs_u8=b"\x09"),
     "lookahead": _row(inputs_u8=LAST, query_lens_u32=u32([2]), given_token_ids_i32=u32([1])),
     "given tokens missing": _row(inputs_u8=GIVEN),
+    "given a token that it has drawn": _row(inputs_u8=GIVEN, given_token_ids_i32=u32([1])),
     "tokens nobody takes": _row(given_token_ids_i32=u32([1])),
     "child not there": _row(num_samples_u16=slots_u16([2]), child_slots_u16=slots_u16([0, 2])),
     "children missing": _row(num_samples_u16=slots_u16([2]), child_slots_u16=slots_u16([0])),
