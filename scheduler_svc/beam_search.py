@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,7 @@ class BeamHypothesis:
     cumulative_logprob: float
     finish_reason: FinishReason  # STOP or LENGTH
     logprobs: list[float]  # one a token
+    ranks: list[int] = field(default_factory=list)  # one a token: 1 was the model's most likely there
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class _Beam:
     before: _Beam | None
     token_id: int
     logprob: float
+    rank: int
 
     def tokens(self) -> Iterator[_Beam]:
         """From the last token to the first."""
@@ -143,7 +145,9 @@ class BeamSearch:
         assert not self.is_done and len(candidates) == len(self._live)
         token_ids = np.concatenate([np.asarray(ids) for ids, _ in candidates])
         logprobs = np.concatenate([np.asarray(values, np.float32) for _, values in candidates])
-        parents = np.repeat(np.arange(len(candidates)), [len(np.atleast_1d(ids)) for ids, _ in candidates])
+        counts = [len(np.asarray(ids)) for ids, _ in candidates]
+        parents = np.repeat(np.arange(len(candidates)), counts)
+        ranks = np.concatenate([np.arange(1, count + 1) for count in counts])
         sums = self._live_scores[parents] + logprobs
         best_first = np.argsort(-sums, kind="stable")
         self._num_generated += 1
@@ -151,7 +155,8 @@ class BeamSearch:
         ends = stops | (self._num_generated == self._max_generated)  # of a length that no beam may pass
 
         def extended(entry: int) -> _Beam:
-            return _Beam(self._live[parents[entry]], int(token_ids[entry]), float(logprobs[entry]))
+            parent = self._live[parents[entry]]
+            return _Beam(parent, int(token_ids[entry]), float(logprobs[entry]), int(ranks[entry]))
 
         for rank in np.flatnonzero(ends[: self.width]):
             entry, reason = best_first[rank], FinishReason.STOP if stops[rank] else FinishReason.LENGTH
@@ -204,4 +209,5 @@ def _hypothesis(finished: _Finished) -> BeamHypothesis:
         cumulative_logprob=float(finished.cumulative_logprob),
         finish_reason=finished.reason,
         logprobs=[token.logprob for token in tokens],
+        ranks=[token.rank for token in tokens],
     )

@@ -246,6 +246,10 @@ def test_a_hypothesis_carries_its_logprobs_and_what_ended_it(cases: list[Case]) 
             logits = case.model(torch.tensor([case.prompt + hypothesis.token_ids])).logits[0, -length - 1 : -1]
         logprobs = torch.log_softmax(logits, -1)[range(length), hypothesis.token_ids].tolist()
         assert hypothesis.logprobs == pytest.approx(logprobs, abs=TOLERANCE)
+        ranks = [
+            int((row > row[token_id]).sum()) + 1 for row, token_id in zip(logits, hypothesis.token_ids, strict=True)
+        ]
+        assert hypothesis.ranks == ranks
         assert hypothesis.cumulative_logprob == pytest.approx(sum(logprobs), abs=TOLERANCE)
         assert hypothesis.score == pytest.approx(sum(logprobs) / length**0.5, abs=TOLERANCE)
         assert not set(hypothesis.token_ids[:-1]) & set(case.ends)
