@@ -9,23 +9,27 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 
 from octavo.rpc import SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
+from tests.scheduler.fake_language import content_of, logprobs_after
+from tests.scheduler.simulated_worker import SimulatedWorker
 from tests.tiny_models import IM_END, write_byte_tokenizer
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.errors import ProtocolError
 
 VOCAB_SIZE = 400
+BLOCK_BYTES = 1 << 16  # as if a block were that large
 
-NextToken = Callable[[np.ndarray], int]
+NextToken = Callable[[np.ndarray, int], int]  # (history, index of the sequence in its group)
 
 
-def hashed_token(history: np.ndarray) -> int:
+def hashed_token(history: np.ndarray, index: int = 0) -> int:
     """A printable byte that depends on every token so far: one lost or doubled token changes all that follow."""
-    state = 17
+    state = 17 + index
     for token in history.tolist():
         state = (state * 31 + token + 7) % 1_000_003
     return 33 + state % 90
@@ -35,7 +39,7 @@ def spell(text: str) -> NextToken:
     """Says `text` byte by byte over and over, counted from the token `|` (or the start of the prompt), then ends."""
     data = text.encode()
 
-    def next_token(history: np.ndarray) -> int:
+    def next_token(history: np.ndarray, index: int = 0) -> int:
         start = np.flatnonzero(history == ord("|"))
         said = len(history) - (int(start[-1]) + 1 if len(start) else 0)
         return data[said] if said < len(data) else IM_END
@@ -46,31 +50,56 @@ def spell(text: str) -> NextToken:
 def say_forever(text: str) -> NextToken:
     """Says `text` over and over, counted from the token `|`, and never ends by itself."""
     data = text.encode()
-    return lambda history: data[(len(history) - 1 - int(np.flatnonzero(history == ord("|"))[-1])) % len(data)]
+    return lambda history, index: data[(len(history) - 1 - int(np.flatnonzero(history == ord("|"))[-1])) % len(data)]
 
 
-def _no_error(_history: np.ndarray) -> str | None:
-    return None
+CANDIDATES = np.array([*range(33, 127), IM_END])
+"""The tokens that `beam_logprobs` holds possible: printable bytes and the end."""
+
+
+def beam_logprobs(history: np.ndarray) -> np.ndarray:
+    """Log probabilities of all tokens after a history, f32[VOCAB_SIZE], for searches with beams."""
+    logprobs = np.full(VOCAB_SIZE, -1e4, np.float32)
+    logprobs[CANDIDATES] = logprobs_after(content_of(history.tolist()), len(CANDIDATES))
+    return logprobs
+
+
+class _Spoken:
+    """A language of which only the next token is given."""
+
+    def __init__(self, next_token: NextToken) -> None:
+        self._next_token = next_token
+
+    def next_token(self, history: np.ndarray, content: int, index: int) -> int:
+        return self._next_token(history, index)
+
+    def logprobs(self, history: np.ndarray, content: int) -> np.ndarray:
+        return beam_logprobs(history)
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """A worker service on a free port of loopback, from `with` to the end of its block.
 
-    It keeps the real mirror and answers the real messages. `received` and `answered` are the steps in order with their
-    times; `fail_next(n)` lets the n-th next step fail. `row_error` says of which histories no token can be drawn,
-    and why.
+    It answers the real messages. Behind them is a `SimulatedWorker`: a cache that does not hold what the scheduler
+    takes it to hold ends the stream, and raises at the end of the `with` block. `received` and `answered` are the steps
+    in order with their times; `fail_next(n)` lets the n-th next step fail. `row_error` says of which histories no token
+    can be drawn, and why. `adapters` are those loaded since the stream was opened, with their generations.
     """
 
     def __init__(
         self,
         next_token: NextToken = hashed_token,
         *,
-        row_error: Callable[[np.ndarray], str | None] = _no_error,
+        row_error: Callable[[np.ndarray], str | None] | None = None,
         delay_s: float = 0.0,
         max_num_seqs: int = 8,
         max_model_len: int = 256,
         max_num_batched_tokens: int = 64,
         num_blocks: int = 64,
+        num_host_blocks: int = 0,
+        prefill_tokens_per_s: float = 1e6,
+        swap_bytes_per_s: float = 1e9,
+        max_loras: int = 0,
         block_size: int = 4,
         model_hash: str = "fake",
         port: int = 0,
@@ -79,10 +108,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.received: list[tuple[int, float]] = []
         self.answered: list[tuple[int, float]] = []
         self.num_leases = 0
-        self._next_token = next_token
+        self.adapters: dict[str, int] = {}
+        self._language = _Spoken(next_token)
         self._row_error = row_error
-        self._num_blocks = num_blocks
+        self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._swap_bytes_per_s = swap_bytes_per_s if num_host_blocks else 0.0
         self._failures: set[int] = set()
+        self._inbox: queue.SimpleQueue[worker_pb2.Step | worker_pb2.Notice] = queue.SimpleQueue()
+        self._worker: SimulatedWorker | None = None  # of the lease that is held
+        self._broken: AssertionError | None = None
         self._info = worker_pb2.WorkerInfo(
             instance_id=f"fake-{id(self)}",
             schema_revision=SCHEMA_REVISION,
@@ -98,6 +133,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             block_size=block_size,
             eos_token_ids=[IM_END],
             max_logprobs=20,
+            max_loras=max_loras,
             tokenizer_sha256="byte-level",
         )
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=SERVER_OPTIONS)
@@ -109,8 +145,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._server.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.kill()
+        if self._broken is not None and kind is None:
+            raise self._broken
 
     def kill(self) -> None:
         """Ends every stream at once, as a lost process does."""
@@ -132,80 +170,82 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def Initialize(self, request, context):
         if request.max_num_seqs > request.max_num_batched_tokens:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a step must have room for a token of every sequence")
-        self._mirror_sizes = (request.max_num_seqs, request.max_model_len, self._info.block_size, self._num_blocks)
+        self._sizes = (request.max_num_seqs, request.max_model_len, self._info.block_size, self._num_blocks)
         return worker_pb2.InitializeResponse(
             num_device_blocks=self._num_blocks,
-            prefill_tokens_per_s=1e6,
+            num_host_blocks=self._num_host_blocks,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            swap_bytes_per_s=self._swap_bytes_per_s,
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=request.max_num_batched_tokens,
             max_model_len=request.max_model_len,
+            block_bytes=BLOCK_BYTES,
             settings_id="fake",
         )
+
+    def LoadAdapter(self, request, context):
+        if self._worker is None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no scheduler holds the lease")
+        assert self._worker is not None, "abort has raised"
+        self._worker.load_adapter(request.name, request.generation)
+        self.adapters[request.name] = request.generation
+        loaded = worker_pb2.AdapterState(name=request.name, generation=request.generation)
+        self._inbox.put(worker_pb2.Notice(adapter_loaded=loaded))
+        return worker_pb2.LoadAdapterResponse()
+
+    def UnloadAdapter(self, request, context):
+        if request.name not in self.adapters or self._worker is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no adapter {request.name!r} among {sorted(self.adapters)}")
+        assert self._worker is not None, "abort has raised"
+        del self.adapters[request.name]
+        self._worker.unload_adapter(request.name)
+        return worker_pb2.UnloadAdapterResponse()
 
     def Execute(self, request_iterator, context):
         self.num_leases += 1
         epoch = self.num_leases
-        steps: queue.SimpleQueue[worker_pb2.Step] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(request_iterator, steps), daemon=True).start()
+        self._inbox = queue.SimpleQueue()
+        self.adapters = {}
+        self._worker = SimulatedWorker(
+            *self._sizes,
+            self._num_host_blocks,
+            language=self._language,
+            max_loras=self._info.max_loras,
+            row_error=self._row_error,
+        )
+        threading.Thread(target=self._read, args=(request_iterator, self._inbox), daemon=True).start()
         lease = worker_pb2.LeaseGranted(instance_id=self._info.instance_id, epoch=epoch)
         yield worker_pb2.StepResponse(epoch=epoch, notice=worker_pb2.Notice(lease=lease))
-        for result in self._results(steps, SequenceStates(*self._mirror_sizes)):
-            if result is None:
-                yield worker_pb2.StepResponse(epoch=epoch, heartbeat=worker_pb2.Heartbeat())
-            else:
-                self.answered.append((result.step_id, time.monotonic()))
-                yield worker_pb2.StepResponse(epoch=epoch, result=result)
+        for kind in self._answers(self._inbox, self._worker):
+            yield worker_pb2.StepResponse(epoch=epoch, **kind)
 
-    def _read(self, request_iterator, steps) -> None:
+    def _read(self, request_iterator, inbox) -> None:
         try:
             for request in request_iterator:
                 if request.WhichOneof("kind") == "step":
                     self.received.append((request.step.step_id, time.monotonic()))
-                    steps.put(request.step)
+                    inbox.put(request.step)
         except grpc.RpcError:
             return  # the stream is over
 
-    def _results(self, steps, mirror: SequenceStates) -> Iterator[worker_pb2.StepResult | None]:
-        """Answers in order; None is a heartbeat while there is nothing to do."""
-        failed = None
+    def _answers(self, inbox, worker: SimulatedWorker) -> Iterator[dict[str, Any]]:
+        """Results in order, notices as they come, heartbeats while there is nothing to do."""
         while True:
             try:
-                step = steps.get(timeout=0.2)
+                message = inbox.get(timeout=0.2)
             except queue.Empty:
-                yield None
+                yield {"heartbeat": worker_pb2.Heartbeat()}
+                continue
+            if isinstance(message, worker_pb2.Notice):
+                yield {"notice": message}
                 continue
             time.sleep(self.delay_s)
-            if failed is not None and step.resume_after != failed:
-                yield worker_pb2.StepResult(step_id=step.step_id, status=worker_pb2.STEP_STATUS_SKIPPED)
-                continue
-            failed = None
-            mirror.apply_blocks(step)
-            rows = mirror.apply_rows(step)
-            if len(self.answered) + 1 in self._failures:
-                mirror.roll_back(rows)
-                failed = step.step_id
-                error = worker_pb2.StepError(message="told to fail", block_operations_applied=True)
-                yield worker_pb2.StepResult(step_id=failed, status=worker_pb2.STEP_STATUS_FAILED, error=error)
-                continue
-            histories = [mirror.token_ids[slot, : mirror.num_tokens[slot]] for slot in rows.sample_slots]
-            tokens = np.array([self._next_token(history) for history in histories], "<i4")
-            errors = [self._row_error(history) for history in histories]
-            mirror.record_samples(rows, tokens)
-            mirror.check_integrity()
-            yield worker_pb2.StepResult(step_id=step.step_id, outputs=_outputs(step.rows, tokens, errors))
-
-
-def _outputs(rows: worker_pb2.Rows, tokens: np.ndarray, errors: list[str | None]) -> worker_pb2.SequenceOutputs:
-    """`tokens` and `errors` are those of the rows that draw; a row has at most one."""
-    drawn = np.array([error is None for error in errors], bool)
-    outputs = worker_pb2.SequenceOutputs(token_ids_i32=tokens[drawn].tobytes())
-    if not drawn.all():
-        chunks = np.frombuffer(rows.num_samples_u16, "<u2")
-        num_tokens = np.concatenate([np.ones(rows.num_decode_rows, "<u2"), chunks])
-        drawing = np.flatnonzero(num_tokens)
-        num_tokens[drawing[~drawn]] = 0
-        outputs.num_tokens_u16 = num_tokens.astype("<u2").tobytes()
-        for row, error in zip(drawing.tolist(), errors, strict=True):
-            if error is not None:
-                outputs.row_errors.add(row=row, message=error)
-    return outputs
+            fails = "after" if len(self.answered) + 1 in self._failures else None
+            try:
+                result = worker.run(message, fails)
+                worker.check_integrity()
+            except (AssertionError, ProtocolError) as error:
+                self._broken = self._broken or AssertionError(f"step {message.step_id}: {error}")
+                raise
+            self.answered.append((result.step_id, time.monotonic()))
+            yield {"result": result}

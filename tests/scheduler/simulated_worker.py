@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from protos import worker_pb2
-from tests.scheduler.fake_language import VOCAB_SIZE, extended, logprobs_after, most_likely, next_token, start_of
-from worker_svc.sampled import Logprobs, Sampled
-from worker_svc.sampling_columns import WHOLE_VOCABULARY
-from worker_svc.sequence_outputs import pack_outputs
+from tests.scheduler.fake_language import VOCAB_SIZE, extended, start_of
+from tests.scheduler.simulated_answers import ContentLanguage, History, Language, answer
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations, Ints, ragged_offsets
 
@@ -29,7 +26,7 @@ UNWRITTEN = -1
 NOT_FINITE = -2  # of a row that ended in an error: whoever reads it ends in an error as well
 LOST = -3  # of a step that failed after its block operations: nobody may read it
 
-RowErrorOf = Callable[[npt.NDArray[np.int32]], str | None]
+RowErrorOf = Callable[[History], str | None]
 
 
 class SimulatedWorker:
@@ -44,11 +41,12 @@ class SimulatedWorker:
         num_host_blocks: int = 0,
         vocab_size: int = VOCAB_SIZE,
         *,
+        language: Language | None = None,
         max_loras: int = 0,
         row_error: RowErrorOf | None = None,
         checks_idle_slots: bool = True,
     ) -> None:
-        """`row_error` says of which histories no token can be drawn, and why.
+        """`language` replaces that of `vocab_size` tokens; `row_error` says which histories cannot go on, and why.
 
         Without `checks_idle_slots` only slots with a row in the step have their blocks read, not all that are occupied.
         """
@@ -57,7 +55,8 @@ class SimulatedWorker:
         self.host = np.full((num_host_blocks, block_size), UNWRITTEN, np.int64)
         self.num_steps = self.num_tokens_computed = 0
         self.num_swapped_out = self.num_swapped_in = self.num_copied = 0  # blocks
-        self._vocab_size, self._max_loras, self._row_error = vocab_size, max_loras, row_error
+        self._language = language or ContentLanguage(vocab_size)
+        self._max_loras, self._row_error = max_loras, row_error
         self._checks_idle_slots = checks_idle_slots
         self._generations: dict[str, int] = {}  # of loaded adapters
         self._own = np.zeros((num_slots, max_model_len), np.int64)  # contents of the slots' own histories
@@ -148,7 +147,9 @@ class SimulatedWorker:
         for row in np.flatnonzero(rows.num_samples).tolist():
             if int(rows.slots[row]) in not_finite and row not in errors:
                 errors[row] = f"slot {rows.slots[row]} reads what is not finite"
-        return self._answer(rows, errors)
+        ends = (rows.context_lens + rows.query_lens)[rows.sample_rows] - 1
+        contents = self._own[rows.slots[rows.sample_rows], ends].tolist()
+        return answer(self.states, rows, contents, self._language, errors)
 
     def _write(self, rows: AppliedRows, rubbish: int | None = None) -> None:
         """The contents of the rows' new positions, in order of histories rather than rows, to the slots' blocks."""
@@ -233,58 +234,3 @@ class SimulatedWorker:
         """(slot, first computed position, the position after the last) of each row."""
         ends = rows.context_lens + rows.query_lens
         return list(zip(rows.slots.tolist(), rows.context_lens.tolist(), ends.tolist(), strict=True))
-
-    # ---- Answers ----------------------------------------------------------------------------------------------------
-
-    def _answer(self, rows: AppliedRows, errors: dict[int, str]) -> worker_pb2.SequenceOutputs:
-        spans = self._spans(rows)
-        contents = [int(self._own[spans[row][0], spans[row][2] - 1]) for row in rows.sample_rows.tolist()]
-        asks = self.states.sampling.wants_logprobs[rows.sample_slots] | rows.is_candidate
-        logprobs = None
-        tokens = self._tokens(rows, contents)
-        if asks.any():
-            logprobs = self._logprobs(rows, contents, tokens, asks, errors)
-        token_ids = np.array(tokens, np.int64)
-        if errors:
-            token_ids[np.isin(rows.sample_rows, list(errors))] = 0
-        self.states.record_samples(rows, token_ids)
-        sampling_rows = np.flatnonzero(rows.num_samples)
-        bad_rows = np.searchsorted(sampling_rows, np.array(sorted(errors), np.int64))
-        outputs = pack_outputs(rows, Sampled(token_ids, bad_rows, logprobs))
-        for error in outputs.row_errors:
-            error.message = errors[error.row]
-        return outputs
-
-    def _tokens(self, rows: AppliedRows, contents: list[int]) -> list[int]:
-        tokens: list[int] = []
-        indices, are_candidates = rows.sample_indices.tolist(), rows.is_candidate.tolist()
-        num_samples = rows.num_samples[rows.sample_rows].tolist()
-        while len(tokens) < len(contents):
-            sample = len(tokens)
-            if are_candidates[sample]:
-                count = num_samples[sample]
-                tokens += most_likely(logprobs_after(contents[sample], self._vocab_size), count).tolist()
-            else:
-                tokens.append(next_token(contents[sample], indices[sample], self._vocab_size))
-        return tokens
-
-    def _logprobs(
-        self,
-        rows: AppliedRows,
-        contents: list[int],
-        tokens: list[int],
-        asks: npt.NDArray[np.bool_],
-        errors: dict[int, str],
-    ) -> Logprobs:
-        drawn, ranks = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64)
-        top_counts = np.where(asks & ~rows.is_candidate, self.states.sampling.num_logprobs[rows.sample_slots], 0)
-        top_counts = np.where(top_counts == WHOLE_VOCABULARY, self._vocab_size, top_counts).astype(np.int64)
-        top_counts[np.isin(rows.sample_rows, list(errors))] = 0
-        top_token_ids, top_logprobs = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
-        for sample in np.flatnonzero(asks).tolist():
-            logprobs = logprobs_after(contents[sample], self._vocab_size)
-            drawn[sample] = logprobs[tokens[sample]]
-            ranks[sample] = 1 + (logprobs > drawn[sample]).sum()
-            top_token_ids.append(most_likely(logprobs, int(top_counts[sample])))
-            top_logprobs.append(logprobs[top_token_ids[-1]])
-        return Logprobs(drawn, ranks, top_counts, np.concatenate(top_token_ids), np.concatenate(top_logprobs))
