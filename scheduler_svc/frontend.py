@@ -16,37 +16,52 @@ from octavo.sampling_params import SamplingLimits, validate
 from protos import inference_pb2 as pb
 from scheduler_svc.chat_template import TemplateError
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady, UnknownName, Unsupported
+from scheduler_svc.group_limits import GroupLimits, best_of, new_beam_search, num_outputs
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
 
 MAX_REQUEST_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
 MAX_CHARS_PER_TOKEN = 100  # a prompt with more for each token that the model takes is refused before it is tokenised
+MAX_STOP_TOKEN_IDS_OF_BEAMS = 1024  # each asks the worker for one more candidate of every beam in every step
 # Scalars of SamplingParams that do something only at another value than this, and that no worker here can do yet.
 _NEUTRAL = {
-    "n": 1,
-    "best_of": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_tokens": 0,
-    "use_beam_search": False,
 }
 _ABSENT = ("prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "guided")
 
 
 class Frontend:
-    """Checks and prepares requests for the model that `served_model` gives (None until a worker has joined)."""
+    """Checks and prepares requests for the model that `served_model` gives (None until a worker has joined).
+
+    Args:
+        finish_sequence: called when a stop string ends a sequence that still has steps in flight.
+        max_logprobs: the server's own limit; the worker has another.
+        scheduling_policy: priorities are refused by any but `priority`.
+        max_prompt_tokens: what one step computes at most, or None where prompts are computed in chunks.
+        block_size: of the workers' caches. With 1 a group is refused by its tokens: less exact, and never too strict.
+    """
 
     def __init__(
         self,
         served_model: Callable[[], ServedModel | None],
         finish_sequence: Callable[[Sequence], None],
         max_logprobs: int = 20,
+        *,
+        scheduling_policy: str = "fcfs",
+        max_prompt_tokens: Callable[[], int | None] = lambda: None,
+        block_size: Callable[[], int] = lambda: 1,
     ) -> None:
         self._served_model = served_model
         self._finish_sequence = finish_sequence
         self._max_logprobs = max_logprobs
+        self._scheduling_policy = scheduling_policy
+        self._max_prompt_tokens = max_prompt_tokens
+        self._block_size = block_size
 
     def model(self, name: str = "") -> ServedModel:
         """The served model. Raises NotReady before there is one, UnknownName when the client wants another."""
@@ -72,23 +87,32 @@ class Frontend:
         token_ids = self._prompt_token_ids(request, model)
         if request.HasField("truncate_prompt_tokens"):
             token_ids = token_ids[-request.truncate_prompt_tokens :]
-        self._check_length(token_ids, model)
-        num_prompt_tokens = len(token_ids)
-        wanted = num_prompt_tokens + params.max_tokens if params.HasField("max_tokens") else model.max_model_len
+        limits = GroupLimits(
+            max_model_len=model.max_model_len,
+            max_cached_tokens=model.max_cached_tokens,
+            block_size=self._block_size(),
+            max_prompt_tokens=self._max_prompt_tokens(),
+        )
+        max_num_tokens = limits.max_num_tokens(len(token_ids), params)
         if not params.HasField("seed"):
             params.seed = secrets.randbits(64)
         eos_token_ids = () if params.ignore_eos else model.eos_token_ids
+        stop_token_ids = frozenset([*eos_token_ids, *params.stop_token_ids])
         group = SequenceGroup(
             request.request_id,
             token_ids,
             params,
-            max_num_tokens=min(wanted, model.max_model_len, model.max_cached_tokens + 1),
+            max_num_tokens=max_num_tokens,
             arrival_ns=arrival_ns,
             eos_token_id=eos_token_ids[0] if eos_token_ids else None,
-            stop_token_ids=frozenset([*eos_token_ids[1:], *params.stop_token_ids]),
+            stop_token_ids=stop_token_ids.difference(eos_token_ids[:1]),
+            num_outputs=num_outputs(params),
+            best_of=best_of(params),
+            beam_search=new_beam_search(params, len(token_ids), max_num_tokens, stop_token_ids, model.vocab_size),
             priority=request.priority,
             tenant=request.tenant,
             adapter=request.adapter,
+            cache_salt=request.cache_salt,
         )
         group.output = RequestStream(
             group,
@@ -133,8 +157,13 @@ class Frontend:
         asked += [name for name in _ABSENT if any(field.name == name for field, _ in params.ListFields())]
         if asked:
             raise Unsupported(f"sampling_params.{asked[0]} is not implemented by this server")
-        if request.priority:
-            raise Unsupported("priority is not implemented by this server: it serves in order of arrival")
+        if params.use_beam_search:
+            _check_beams_supported(params)
+        if request.priority and self._scheduling_policy != "priority":
+            raise Unsupported(
+                f"priority: got {request.priority}; this server runs with --scheduling-policy "
+                f"{self._scheduling_policy}, accepted: only with --scheduling-policy priority"
+            )
         if request.resume:
             raise Unsupported("resume is not implemented by this server")
         if request.adapter:
@@ -149,17 +178,18 @@ class Frontend:
             return token_ids
         return _encode_prompt(request, model, "exactly one of prompt, prompt_token_ids and messages")
 
-    def _check_length(self, token_ids: list[int], model: ServedModel) -> None:
-        """What can never fit is refused here, with the numbers."""
-        num_tokens = len(token_ids)
-        if num_tokens + 1 > model.max_model_len:
-            limit = f"the model takes {model.max_model_len} tokens, prompt and output together"
-            raise InvalidRequest(
-                FieldViolation("prompt", f"{num_tokens} tokens and 1 to generate are too many: {limit}")
-            )
-        if num_tokens > model.max_cached_tokens:
-            limit = f"a worker's cache holds {model.max_cached_tokens}"
-            raise InvalidRequest(FieldViolation("prompt", f"{num_tokens} tokens are too many: {limit}"))
+
+def _check_beams_supported(params: pb.SamplingParams) -> None:
+    """Refuses what a beam search would silently leave out, and what would make its steps too large."""
+    if params.logprobs:
+        raise Unsupported(
+            f"sampling_params.logprobs: got {params.logprobs}; with use_beam_search this server gives those of the "
+            "tokens themselves: 0 is accepted"
+        )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS_OF_BEAMS:
+        accepted = f"at most {MAX_STOP_TOKEN_IDS_OF_BEAMS} with use_beam_search"
+        what = f"got {len(params.stop_token_ids)} ids; accepted: {accepted}"
+        raise InvalidRequest(FieldViolation("sampling_params.stop_token_ids", what))
 
 
 def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
@@ -168,6 +198,11 @@ def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
         accepted = f"at most {MAX_REQUEST_ID_CHARS}"
         raise InvalidRequest(
             FieldViolation("request_id", f"got {len(request.request_id)} characters; accepted: {accepted}")
+        )
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+        accepted = f"at most {MAX_CACHE_SALT_CHARS}"
+        raise InvalidRequest(
+            FieldViolation("cache_salt", f"got {len(request.cache_salt)} characters; accepted: {accepted}")
         )
     if request.HasField("truncate_prompt_tokens"):
         if not request.truncate_prompt_tokens:

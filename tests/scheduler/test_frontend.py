@@ -1,0 +1,157 @@
+"""What the frontend makes of requests for several outputs, and what it refuses in whose words."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import InvalidRequest, Unsupported
+from scheduler_svc.frontend import Frontend
+from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.tokenizer import Tokenizer
+from tests.tiny_models import END_OF_TEXT, IM_END, write_byte_tokenizer
+
+BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, 400)
+    return ServedModel(
+        name="tiny",
+        model_hash="",
+        architecture="",
+        dtype="float32",
+        vocab_size=400,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_cached_tokens=48 * 4,
+        max_logprobs=20,
+        eos_token_ids=(IM_END, END_OF_TEXT),
+        tokenizer=Tokenizer.from_folder(folder),
+        tokenizer_sha256="",
+    )
+
+
+def _prepare(model: ServedModel, params: dict[str, Any], prompt: str = "abc", **fields: Any) -> SequenceGroup:
+    frontend = Frontend(
+        lambda: model,
+        lambda _: None,
+        scheduling_policy=fields.pop("scheduling_policy", "fcfs"),
+        max_prompt_tokens=lambda: 180,
+        block_size=lambda: 4,
+    )
+    return frontend.prepare(
+        pb.GenerateRequest(request_id="it", prompt=prompt, sampling_params=pb.SamplingParams(**params), **fields)
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "num_outputs", "best_of"), [({}, 1, 1), ({"n": 3}, 3, 3), ({"n": 2, "best_of": 8}, 2, 8)]
+)
+def test_several_outputs_are_sequences_of_their_own(
+    model: ServedModel, params: dict[str, Any], num_outputs: int, best_of: int
+) -> None:
+    group = _prepare(model, params)
+    assert (group.num_outputs, group.best_of, group.uses_beam_search) == (num_outputs, best_of, False)
+    assert [sequence.index for sequence in group.sequences] == list(range(best_of))
+    assert group.max_num_tokens == (48 * 4 + 1 if best_of == 1 else 48 // best_of * 4 + 1)
+
+
+def test_beams_begin_as_one_sequence_and_end_at_every_end_token(model: ServedModel) -> None:
+    group = _prepare(model, {**BEAMS, "n": 2, "best_of": 4, "stop_token_ids": [7, IM_END], "logprobs": 0})
+    assert group.uses_beam_search and len(group.sequences) == 1
+    assert group.beam_search is not None and group.beam_search.num_candidates == 4 + len({7, IM_END, END_OF_TEXT})
+    ignoring = _prepare(model, {**BEAMS, "best_of": 4, "stop_token_ids": [7], "ignore_eos": True})
+    assert ignoring.beam_search is not None and ignoring.beam_search.num_candidates == 4 + 1
+
+
+def test_one_end_token_and_the_others_part_ways_for_all_but_beams(model: ServedModel) -> None:
+    group = _prepare(model, {"stop_token_ids": [7, IM_END]})
+    assert (group.eos_token_id, group.stop_token_ids) == (IM_END, {7, END_OF_TEXT})
+    group = _prepare(model, {"stop_token_ids": [7], "ignore_eos": True})
+    assert (group.eos_token_id, group.stop_token_ids) == (None, {7})
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_steps"),
+    [
+        ({}, 2),  # the best live beam, -1.8 / 2, does not beat the worst hypothesis, -1.7 / 2
+        ({"length_penalty": 2}, 8),  # -1.8 / 4 beats the hypothesis that ended in the first step, -0.8
+        ({"length_penalty": 2, "early_stopping": pb.EARLY_STOPPING_YES}, 2),
+        ({"early_stopping": pb.EARLY_STOPPING_NEVER}, 8),  # -1.8 / 8 could still beat it
+    ],
+)
+def test_length_penalty_early_stopping_and_length_reach_the_search(
+    model: ServedModel, settings: dict[str, Any], num_steps: int
+) -> None:
+    search = _prepare(model, {**BEAMS, "best_of": 2, "max_tokens": 8, **settings}).beam_search
+    assert search is not None
+    for step in range(1, num_steps + 1):
+        assert not search.is_done, f"over before step {step}"
+        search.advance([([IM_END, 1, 2, 3], [-0.8, -0.9, -3.0, -4.0])] * search.num_live)
+    assert search.is_done
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "greedy outputs would be equal": ({"n": 2, "temperature": 0}, InvalidRequest, "n: got 2; accepted: 1 with temp"),
+    "greedy best_of": ({"best_of": 2, "temperature": 0}, InvalidRequest, "best_of: got 2; accepted: 1 with temp"),
+    "more than run at once": ({"n": 9}, InvalidRequest, "n: got 9; accepted: 1 to 8"),
+    "best_of below n": ({"n": 3, "best_of": 2}, InvalidRequest, "best_of: got 2; accepted: n, which is 3, to 8"),
+    "one beam": ({**BEAMS}, InvalidRequest, "best_of: got 1; accepted: at least 2"),
+    "beams that draw": ({"use_beam_search": True, "n": 2}, InvalidRequest, "temperature: got 1; accepted: 0"),
+    "a beam's length penalty": ({"length_penalty": 2}, InvalidRequest, "length_penalty: got 2; accepted: 1 without"),
+    "alternatives of beams": (
+        {**BEAMS, "n": 2, "logprobs": 1},
+        Unsupported,
+        "logprobs: got 1; with use_beam_search .* 0 is accepted",
+    ),
+    "end tokens of beams": (
+        {**BEAMS, "n": 2, "stop_token_ids": [5] * 1025},
+        InvalidRequest,
+        "stop_token_ids: got 1025 ids; accepted: at most 1024",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(model: ServedModel, name: str) -> None:
+    params, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        _prepare(model, params)
+
+
+def test_more_beams_than_the_vocabulary_has_tokens_to_go_on_with(model: ServedModel) -> None:
+    tiny = dataclasses.replace(model, vocab_size=300, max_num_seqs=128)
+    assert _prepare(tiny, {**BEAMS, "n": 8, "stop_token_ids": range(292)}).uses_beam_search
+    with pytest.raises(InvalidRequest, match="best_of: got 16; accepted: at most 8"):
+        _prepare(tiny, {**BEAMS, "n": 16, "stop_token_ids": range(292)})
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers(model: ServedModel) -> None:
+    with pytest.raises(InvalidRequest, match="need at least 49 blocks of 4: a worker's cache holds 48"):
+        _prepare(model, {"n": 7}, prompt="x" * 170)
+    with pytest.raises(InvalidRequest, match=r"181 tokens are too many: .* --enable-chunked-prefill .* takes 180"):
+        _prepare(model, {}, prompt="x" * 181)
+
+
+def test_priorities_only_where_they_are_heeded(model: ServedModel) -> None:
+    assert _prepare(model, {}, priority=-3, scheduling_policy="priority").priority == -3
+    assert _prepare(model, {}, priority=0, scheduling_policy="fair").priority == 0
+    with pytest.raises(
+        Unsupported, match=r"priority: got 3; .* --scheduling-policy fair, .*--scheduling-policy priority"
+    ):
+        _prepare(model, {}, priority=3, scheduling_policy="fair")
+
+
+def test_a_cache_salt_reaches_the_group_and_is_bounded(model: ServedModel) -> None:
+    plain, salted = _prepare(model, {}), _prepare(model, {}, cache_salt="s" * 256)
+    assert salted.cache_salt == "s" * 256 and salted.hash_root != plain.hash_root
+    with pytest.raises(InvalidRequest, match="cache_salt: got 257 characters; accepted: at most 256"):
+        _prepare(model, {}, cache_salt="s" * 257)
