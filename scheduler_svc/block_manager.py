@@ -1,6 +1,11 @@
-"""Which device blocks hold which tokens: block tables by slot over a `BlockAllocator`.
+"""Which blocks hold which tokens: block tables by slot over a device pool, host tables of swapped sequences over another.
 
-Policy asks (`can_allocate`, `num_blocks_missing`), this module acts (`grow`, `free`). Decides nothing itself.
+Policy asks (`can_allocate`, `num_blocks_missing`, `slots_to_copy`), this module acts (`grow`, `fork`, `copy_on_write`,
+`swap_out`, `free`). Decides nothing itself. Blocks are shared in three ways:
+
+    fork            a child shares all of its parent's blocks; whoever writes into a shared last block copies it first
+    prefix cache    full blocks only, which nobody writes again: found by hash when a sequence begins
+    group's own     the same, with prefix caching off: what a group publishes only its own sequences find
 """
 
 from __future__ import annotations
@@ -8,8 +13,11 @@ from __future__ import annotations
 import enum
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_svc.block_allocator import BlockAllocator, BlockIds
+from scheduler_svc.prefix_cache import PrefixCache, extend_hashes, root_hash
+from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, SequenceColumns
 
 
@@ -20,18 +28,32 @@ class AllocStatus(enum.Enum):
 
 
 class BlockSpaceManager:
-    """Block tables of one worker's sequences.
+    """Blocks of one worker's sequences.
 
     Args:
         watermark: share of all blocks that admission leaves free, so that running sequences can grow for a while before
             one of them has to be preempted.
+        enable_prefix_caching: whether content is found by other groups, and after its last use.
     """
 
-    def __init__(self, columns: SequenceColumns, num_device_blocks: int, watermark: float = 0.01) -> None:
+    def __init__(
+        self,
+        columns: SequenceColumns,
+        num_device_blocks: int,
+        num_host_blocks: int = 0,
+        *,
+        watermark: float = 0.01,
+        enable_prefix_caching: bool = True,
+    ) -> None:
         self.columns = columns
         self.block_size = columns.block_size
-        self.allocator = BlockAllocator(num_device_blocks)
+        self.cache = PrefixCache(num_device_blocks)
+        self.allocator = BlockAllocator(num_device_blocks, self.cache, keeps_idle=enable_prefix_caching)
+        self.host_allocator = BlockAllocator(num_host_blocks)
         self.watermark_blocks = int(watermark * num_device_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._published: list[int] = []  # since `take_published`
+        self._offsets = np.arange(self.block_size)
 
     @property
     def num_free_blocks(self) -> int:
@@ -40,22 +62,36 @@ class BlockSpaceManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_tokens: int, num_reserved_blocks: int, is_alone: bool) -> AllocStatus:
-        """Whether a sequence of `num_tokens` may start beside what runs.
+    # ---- Room -------------------------------------------------------------------------------------------------------
 
-        `num_reserved_blocks` are free blocks promised to prompts that are still being computed. A sequence that
-        `is_alone` may go below the watermark, or one that needs nearly the whole cache would wait for ever.
-        """
-        needed = self.num_blocks_for(num_tokens)
-        if needed > self.allocator.num_blocks:
+    def can_allocate(self, num_blocks: int, reserved: int, is_idle: bool) -> AllocStatus:
+        """Whether that many blocks can be had, beside `reserved` that others were promised; an idle cache has no watermark."""
+        if num_blocks > self.allocator.num_blocks:
             return AllocStatus.NEVER
-        watermark = 0 if is_alone else self.watermark_blocks
-        free = self.allocator.num_free - num_reserved_blocks
-        return AllocStatus.OK if free - needed >= watermark else AllocStatus.LATER
+        kept = 0 if is_idle else self.watermark_blocks
+        return AllocStatus.OK if num_blocks + reserved + kept <= self.num_free_blocks else AllocStatus.LATER
 
     def num_blocks_missing(self, slot: int, num_tokens: int) -> int:
         """Blocks that the slot lacks to hold `num_tokens` tokens."""
         return max(0, self.num_blocks_for(num_tokens) - int(self.columns.num_blocks[slot]))
+
+    def num_blocks_of(self, group: SequenceGroup) -> int:
+        """Blocks that hold all known tokens of the group when nothing of them is cached; what is shared counts once."""
+        sequences = group.unfinished()
+        if len(sequences) == 1:
+            return self.num_blocks_for(sequences[0].num_tokens)
+        size = self.block_size
+        full = {digest for sequence in sequences for digest in sequence.hashes(sequence.num_tokens // size, size)}
+        return len(full) + sum(sequence.num_tokens % size > 0 for sequence in sequences)
+
+    def num_blocks_to_take(self, group: SequenceGroup) -> int:
+        """Of `num_blocks_of`, those that are not in use already under the same hashes."""
+        sequences = group.unfinished()
+        found = [self.find(sequence) for sequence in (sequences[:1] if group.begins_as_one else sequences)]
+        blocks = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
+        return self.num_blocks_of(group) - int((self.allocator.ref_counts[blocks] > 0).sum())
+
+    # ---- The way forward --------------------------------------------------------------------------------------------
 
     def grow(self, slot: int, num_tokens: int) -> BlockIds:
         """Extends the slot's table to hold `num_tokens` tokens and gives the new blocks."""
@@ -81,10 +117,198 @@ class BlockSpaceManager:
         self.allocator.free(self.columns.block_tables[slot, :held])
         self.columns.num_blocks[slot] = 0
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless reference counts are exactly what the block tables hold."""
+    # ---- Fork and copy on write -------------------------------------------------------------------------------------
+
+    def fork(self, parent: int, child: int) -> None:
+        """The child's slot gets the parent's table."""
+        columns = self.columns
+        held = int(columns.num_blocks[parent])
+        blocks = columns.block_tables[parent, :held]
+        self.allocator.share(blocks)
+        columns.block_tables[child, :held] = blocks
+        columns.num_blocks[child] = held
+        columns.num_published[child] = columns.num_published[parent]
+        columns.shares_tail[[parent, child]] = True
+
+    def slots_to_copy(self, slots: Ints) -> Ints:
+        """Those of `slots`, about to write into their last block, that share it: all but one of those that do.
+
+        The one that is left writes in place, once the others have copied.
+        """
+        columns = self.columns
+        slots = slots[columns.shares_tail[slots]]
+        if not len(slots):
+            return slots
+        written = columns.num_computed_tokens[slots] // self.block_size  # index of the block that is written next
+        slots, written = slots[written < columns.num_blocks[slots]], written[written < columns.num_blocks[slots]]
+        tails = columns.block_tables[slots, written]
+        ref_counts = self.allocator.ref_counts[tails]
+        columns.shares_tail[slots[ref_counts == 1]] = False
+        num_writers: dict[int, int] = {}
+        copies = []
+        for slot, tail, ref_count in zip(slots.tolist(), tails.tolist(), ref_counts.tolist(), strict=True):
+            num_writers[tail] = num_writers.get(tail, 0) + 1
+            if num_writers[tail] < ref_count:
+                copies.append(slot)
+        return np.array(copies, np.int64)
+
+    def copy_on_write(self, slots: Ints) -> list[tuple[int, int]]:
+        """Gives each slot a block of its own to write into; (source, destination) of the copies that the worker has to make."""
+        columns = self.columns
+        written = columns.num_computed_tokens[slots] // self.block_size
+        sources = columns.block_tables[slots, written]
+        destinations = self.allocator.allocate(len(slots))
+        for entry in range(len(slots)):  # one at a time: siblings name the same block
+            self.allocator.free(sources[entry : entry + 1])
+        columns.block_tables[slots, written] = destinations
+        columns.shares_tail[slots] = False
+        return list(zip(sources.tolist(), destinations.tolist(), strict=True))
+
+    # ---- Sharing by content -----------------------------------------------------------------------------------------
+
+    def make_private(self, group: SequenceGroup) -> None:
+        """With prefix caching off a group's hashes are its own."""
+        if not self.enable_prefix_caching:
+            group.hash_root = root_hash("group", str(group.order))
+            for sequence in group.sequences:
+                sequence.block_hashes.clear()
+
+    def find(self, sequence: Sequence) -> BlockIds:
+        """The longest cached prefix of a sequence: at least one token is left to compute, or nothing could be drawn."""
+        most = (sequence.num_tokens - 1) // self.block_size
+        if not most or not len(self.cache):
+            return np.zeros(0, np.int32)
+        return np.array(self.cache.find(sequence.hashes(most, self.block_size)), np.int32)
+
+    def begin(self, sequence: Sequence) -> int:
+        """Gives a slot without blocks the longest cached prefix of its tokens; how many tokens that is."""
+        columns, slot = self.columns, sequence.slot
+        blocks = self.find(sequence)
+        self.allocator.share(blocks)
+        columns.block_tables[slot, : len(blocks)] = blocks
+        columns.num_blocks[slot] = columns.num_published[slot] = len(blocks)
+        columns.num_computed_tokens[slot] = len(blocks) * self.block_size
+        return len(blocks) * self.block_size
+
+    def publish(self, slots: Ints) -> None:
+        """Lets blocks be found that are full of known tokens, and computed by a step that was sent or is being filled."""
+        columns = self.columns
+        num_full = np.minimum(columns.num_tokens[slots], columns.num_computed_tokens[slots]) // self.block_size
+        lacks = num_full - columns.num_published[slots]
+        if not self.enable_prefix_caching:
+            lacks[[len(owner.group.sequences) < 2 for owner in columns.owner[slots]]] = 0
+        if (is_one := lacks == 1).any():
+            self._publish_one(slots[is_one], num_full[is_one] - 1)
+        for slot, first, last in zip(slots[lacks > 1], columns.num_published[slots[lacks > 1]], num_full[lacks > 1], strict=True):
+            hashes = columns.owner[slot].hashes(int(last), self.block_size)[first:]
+            table = columns.block_tables[slot]
+            parents = np.append(table[first - 1 : first] if first else np.int32(-1), table[first : last - 1])
+            self._published += self.cache.publish(hashes, table[first:last], parents)
+        columns.num_published[slots] = np.maximum(columns.num_published[slots], num_full)
+
+    def _publish_one(self, slots: Ints, indices: Ints) -> None:
+        """The block of that index of each slot's table: what decode steps do, without a look at other blocks."""
+        columns, block_bytes = self.columns, 4 * self.block_size
+        token_ids = columns.token_ids[slots[:, None], indices[:, None] * self.block_size + self._offsets].tobytes()
+        blocks = columns.block_tables[slots, indices]
+        parents = np.where(indices > 0, columns.block_tables[slots, indices - 1], np.int32(-1))
+        hashes = []
+        for entry, (owner, index) in enumerate(zip(columns.owner[slots].tolist(), indices.tolist(), strict=True)):
+            chain = owner.block_hashes
+            if len(chain) == index:
+                extend_hashes(
+                    chain, owner.group.hash_root, token_ids[entry * block_bytes : (entry + 1) * block_bytes], block_bytes
+                )
+            hashes.append(chain[index] if index < len(chain) else owner.hashes(index + 1, self.block_size)[index])
+        self._published += self.cache.publish(hashes, blocks, parents)
+
+    def take_published(self) -> list[int]:
+        """Blocks that were published since the last call."""
+        published, self._published = self._published, []
+        return published
+
+    def withdraw(self, blocks: list[int]) -> list[int]:
+        """Blocks that hold something else than was promised can no longer be found, nor what was computed upon them."""
+        withdrawn = self.allocator.withdraw(np.array(blocks, np.int32)) if blocks else []
+        if withdrawn:
+            is_wrong = np.zeros(self.allocator.num_blocks, np.bool_)
+            is_wrong[withdrawn] = True
+            for slot in np.flatnonzero(self.columns.occupied):
+                count = int(self.columns.num_published[slot])
+                wrong = is_wrong[self.columns.block_tables[slot, :count]]
+                self.columns.num_published[slot] = int(wrong.argmax()) if wrong.any() else count
+        return withdrawn
+
+    # ---- Swapping ---------------------------------------------------------------------------------------------------
+
+    def blocks_held(self, group: SequenceGroup) -> BlockIds:
+        """Distinct device blocks in the tables of a group's sequences."""
+        tables = [sequence.block_table for sequence in group.sequences if sequence.slot >= 0]
+        return np.unique(np.concatenate(tables)) if tables else np.zeros(0, np.int32)
+
+    def host_blocks_held(self, group: SequenceGroup) -> BlockIds:
+        """Distinct host blocks in the tables of a group's swapped sequences."""
+        return np.unique(np.concatenate([sequence.host_table for sequence in group.sequences]))
+
+    def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Moves what the group's slots hold to host blocks, sharing kept; (device, host) of the copies to make.
+
+        The device blocks stay with the slots: the caller frees those next.
+        """
+        device_blocks = self.blocks_held(group)
+        host_blocks = self.host_allocator.allocate(len(device_blocks))
+        is_dealt = np.zeros(len(host_blocks), np.bool_)
+        for sequence in group.sequences:
+            if sequence.slot >= 0:
+                entries = np.searchsorted(device_blocks, sequence.block_table)
+                sequence.host_table = _deal(self.host_allocator, host_blocks, entries, is_dealt)
+        return list(zip(device_blocks.tolist(), host_blocks.tolist(), strict=True))
+
+    def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Fills the tables of the group's new slots from its host blocks; (host, device) of the copies to make.
+
+        The host blocks are free afterwards, but no target of a swap-out in the same step.
+        """
+        columns = self.columns
+        host_blocks = self.host_blocks_held(group)
+        device_blocks = self.allocator.allocate(len(host_blocks))
+        is_dealt = np.zeros(len(host_blocks), np.bool_)
+        for sequence in group.sequences:
+            if sequence.slot < 0:
+                continue
+            slot, entries = sequence.slot, np.searchsorted(host_blocks, sequence.host_table)
+            blocks = _deal(self.allocator, device_blocks, entries, is_dealt)
+            columns.block_tables[slot, : len(blocks)] = blocks
+            columns.num_blocks[slot] = len(blocks)
+            columns.shares_tail[slot] = True
+            columns.num_computed_tokens[slot] = sequence.num_swapped_tokens
+            self.free_host(sequence)
+        return list(zip(host_blocks.tolist(), device_blocks.tolist(), strict=True))
+
+    def free_host(self, sequence: Sequence) -> None:
+        """Gives up what a swapped sequence has in host blocks."""
+        self.host_allocator.free(sequence.host_table)
+        sequence.host_table = sequence.host_table[:0]
+        sequence.num_swapped_tokens = 0
+
+    def check_integrity(self, groups: set[SequenceGroup]) -> None:
+        """Raises AssertionError unless reference counts are exactly what the tables of `groups` hold."""
         self.allocator.check_integrity()
+        self.host_allocator.check_integrity()
         held = np.zeros(self.allocator.num_blocks, np.int32)
         for slot in np.flatnonzero(self.columns.occupied):
             np.add.at(held, self.columns.block_tables[slot, : self.columns.num_blocks[slot]], 1)
         assert bool((held == self.allocator.ref_counts).all()), "block tables and reference counts disagree"
+        on_host = np.zeros(self.host_allocator.num_blocks, np.int32)
+        for group in groups:
+            for sequence in group.sequences:
+                np.add.at(on_host, sequence.host_table, 1)
+        assert bool((on_host == self.host_allocator.ref_counts).all()), "host tables and reference counts disagree"
+
+
+def _deal(allocator: BlockAllocator, blocks: BlockIds, entries: Ints, is_dealt: npt.NDArray[np.bool_]) -> BlockIds:
+    """A table of `blocks[entries]`; a block that an earlier table got as well gets one more reference."""
+    table = blocks[entries]
+    allocator.share(table[is_dealt[entries]])
+    is_dealt[entries] = True
+    return table

@@ -1,275 +1,468 @@
-"""Decides what one worker computes in its next step: continuous batching with chunked prefill under a token budget.
+"""Decides what one worker computes in its next step: continuous batching under a budget of tokens and sequences.
 
 There are no phases: a sequence's computed tokens catch up with its tokens, whether they are a prompt, a chunk of one, a
 recomputation after preemption or the last draw. Decodes come first, then prompts that are half computed, then groups
-that come back, then new ones. Knows nothing of clocks (time is passed in), sockets, text or the wire.
+that come back, swapped ones before the others, then new ones. Without chunked prefill a step computes whole prompts or
+decodes, and prompts go first. Knows nothing of clocks (time is passed in), sockets, text or the wire.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from scheduler_svc.answers import Answers
 from scheduler_svc.block_manager import AllocStatus, BlockSpaceManager
-from scheduler_svc.policy import Policy
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.sequence_columns import Ints, SequenceColumns, TokenIds
-from scheduler_svc.step_plan import Introduction, NewTokens, ScheduledRows, SchedulerOutputs, StepPlan
-from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.policy import POLICIES, Policy
+from scheduler_svc.preemption import Costs, Preemption
+from scheduler_svc.recovery import Recovery
+from scheduler_svc.sequence import Sequence, SequenceGroup
+from scheduler_svc.sequence_columns import Ints, SequenceColumns
+from scheduler_svc.served_tokens import ServedTokens
+from scheduler_svc.step_plan import (
+    Answer,
+    Chunk,
+    Introduction,
+    NewTokens,
+    ScheduledRows,
+    SchedulerOutputs,
+    SchedulingBudget,
+    StepPlan,
+)
+from scheduler_svc.worker_groups import WorkerGroups
 
 # Tokens of full metadata in one step: at five bytes each (the longest varint of an id) a third of the message limit.
 MAX_INTRODUCED_TOKENS = 4 * 1024 * 1024
 NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))  # an empty entry of StepPlan.appended
 
 
+class Source(Protocol):
+    """Where new groups come from: the waiting queue, or what a dispatcher shows one worker of it."""
+
+    def peek(self) -> SequenceGroup | None: ...
+
+    def remove(self, group: SequenceGroup) -> bool: ...
+
+    def earliest_arrival_ns(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """How one worker's scheduler decides.
+
+    Attributes:
+        policy: order of groups; the last in it is preempted first.
+        enable_chunked_prefill: False computes whole prompts, in steps of their own, before decodes.
+        delay_factor: without chunked prefill: prompts wait until the earliest has waited so many times as long as the
+            last step of prompts took, so that the queue fills.
+        preemption_mode, costs: see `Preemption`.
+        served: charged with what tenants are served, where the policy counts tokens.
+    """
+
+    policy: Policy = POLICIES["fcfs"]
+    enable_chunked_prefill: bool = True
+    delay_factor: float = 0.0
+    preemption_mode: str = "auto"
+    costs: Costs = Costs()
+    served: ServedTokens | None = None
+
+
 class Scheduler:
-    """The running and preempted groups of one worker.
+    """The running, swapped and preempted groups of one worker.
 
     Args:
         columns, blocks: the worker's slots and cache.
         max_num_batched_tokens: tokens that one step computes at most.
-        policy: sort key of groups; the last in its order is preempted first.
+
+    Attributes:
+        outgrown: groups that need more than this whole cache; whoever asked for a step takes them away.
     """
 
     def __init__(
-        self, columns: SequenceColumns, blocks: BlockSpaceManager, max_num_batched_tokens: int, policy: Policy
+        self,
+        columns: SequenceColumns,
+        blocks: BlockSpaceManager,
+        max_num_batched_tokens: int,
+        settings: SchedulerSettings | None = None,
     ) -> None:
+        self.settings = settings or SchedulerSettings()
         self.columns = columns
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy = policy
-        self.running: set[SequenceGroup] = set()
-        self.prefilling: list[Sequence] = []  # tokens known to the worker not all computed, in order of their start
-        self.preempted: list[SequenceGroup] = []  # in policy order
+        self.groups = WorkerGroups(columns, blocks, self.settings.policy)
         self.suspects: deque[SequenceGroup] = deque()  # were in a failed step: each runs one step alone
-        self._unknown: set[Sequence] = set()  # have a slot, but the worker was not told of them yet
-        self._released_slots: set[int] = set()
+        self.outgrown: list[SequenceGroup] = []
+        self._preemption = Preemption(self.groups, self.settings.preemption_mode, self.settings.costs)
+        self._answers = Answers(self.groups, self.settings.served if self.settings.policy.counts_tokens else None)
+        self._recovery = Recovery(self.groups)
+        self._prompts_started_ns = 0  # of the last step without chunked prefill that computed prompts
+        self._prompts_took_ns = 0
+
+    @property
+    def running(self) -> set[SequenceGroup]:
+        return self.groups.running
+
+    @property
+    def swapped(self) -> list[SequenceGroup]:
+        return self.groups.swapped
+
+    @property
+    def preempted(self) -> list[SequenceGroup]:
+        return self.groups.preempted
+
+    def holds(self, group: SequenceGroup) -> bool:
+        return group in self.running or group in self.preempted or group in self.swapped
 
     # ---- deciding a step --------------------------------------------------------------------------------------------
 
-    def schedule(self, waiting: WaitingQueue, now_ns: int) -> SchedulerOutputs | None:
-        """Fills one step; None when nothing can run (what was released then waits for the next step)."""
-        plan = StepPlan(tokens_left=self.max_num_batched_tokens)
+    def schedule(self, waiting: Source, now_ns: int) -> SchedulerOutputs | None:
+        """Fills one step; None when there is nothing to send (what was released then waits for the next step)."""
+        plan = StepPlan(SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs))
         alone = self.suspects[0] if self.suspects else None
-        self._add_decodes(plan, alone)
-        self._add_chunks(plan, alone)
-        if alone is None and not plan.num_preempted:
+        if alone is None:
+            self._make_way(plan, waiting)
+        if not self.settings.enable_chunked_prefill and alone is None and self._may_start_prompts(waiting, now_ns):
             self._admit(plan, waiting, now_ns)
+            self._prompts_started_ns = now_ns if plan.chunks else 0
+        if not plan.chunks:
+            self._add_decodes(plan, alone)
+            self._add_chunks(plan, alone)
+            # What was taken from one group is not given to another at once, unless nobody is left to have it.
+            may_admit = alone is None and not (plan.num_preempted and self.running)
+            if may_admit and (self.settings.enable_chunked_prefill or self.swapped or not self.running):
+                self._admit(plan, waiting, now_ns)
         return self._seal(plan)
 
+    def _may_start_prompts(self, waiting: Source, now_ns: int) -> bool:
+        """Without chunked prefill: whether a step of prompts comes now, before decodes go on."""
+        groups = self.groups
+        if groups.prefilling or groups.swapped:
+            return False  # decodes have to make room, or a prompt that no step can hold is being computed in parts
+        if self._prompts_started_ns:
+            self._prompts_took_ns = now_ns - self._prompts_started_ns
+            self._prompts_started_ns = 0
+        earliest_ns = waiting.earliest_arrival_ns()
+        if not groups.running or groups.preempted or earliest_ns is None:
+            return True
+        return now_ns - earliest_ns > self.settings.delay_factor * self._prompts_took_ns
+
+    # ---- decodes ----------------------------------------------------------------------------------------------------
+
     def _add_decodes(self, plan: StepPlan, alone: SequenceGroup | None) -> None:
-        """Gives every decode its next position; preempts while there are fewer free blocks than borders to cross."""
-        slots = self.columns.decodable_slots()
+        """Gives every decode its next position; preempts while there are fewer free blocks than they need."""
+        columns, blocks = self.columns, self.blocks
+        slots = columns.decodable_slots()
+        num_decodes = len(slots)
+        if self.groups.ready_beams:
+            slots = np.append(slots, self._ready_beam_slots())
         if alone is not None:
-            slots = np.intersect1d(slots, [sequence.slot for sequence in alone.unfinished()])
-        at_border = self.blocks.slots_at_border(slots)
-        while len(at_border) > self.blocks.num_free_blocks:
-            self._preempt(self._choose_victim(), plan)
-            slots = slots[self.columns.occupied[slots]]
-            at_border = at_border[self.columns.occupied[at_border]]
+            mine = [sequence.slot for sequence in alone.unfinished()]
+            num_decodes = int(np.isin(slots[:num_decodes], mine).sum())
+            slots = slots[np.isin(slots, mine)]
+        at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
+        while len(at_border) + len(to_copy) > blocks.num_free_blocks:
+            self._preempt(self._preemption.choose_victim(), plan)
+            num_decodes = int(columns.occupied[slots[:num_decodes]].sum())
+            slots = slots[columns.occupied[slots]]
+            at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
+        if len(to_copy):
+            self._copy_on_write(plan, to_copy)
         if len(at_border):
-            plan.appended.append((at_border, np.ones_like(at_border), self.blocks.grow_by_one(at_border)))
-        self.columns.num_computed_tokens[slots] += 1
-        self.columns.num_placeholders[slots] += 1
-        plan.decode_slots = slots
-        plan.tokens_left -= len(slots)
+            blocks.publish(at_border)
+            plan.appended.append((at_border, np.ones_like(at_border), blocks.grow_by_one(at_border)))
+        columns.num_computed_tokens[slots] += 1
+        columns.num_placeholders[slots] += 1
+        plan.decode_slots = slots[:num_decodes]
+        plan.beams = columns.owner[slots[num_decodes:]].tolist()
+        self.groups.ready_beams.difference_update(beam.group for beam in plan.beams)
+        plan.budget.take(len(slots), len(slots))
+
+    def _ready_beam_slots(self) -> Ints:
+        groups = self.groups.ready_beams
+        return np.array([sequence.slot for group in groups for sequence in group.unfinished()], np.int64)
+
+    def _copy_on_write(self, plan: StepPlan, slots: Ints) -> None:
+        plan.copies += self.blocks.copy_on_write(slots)
+        owners = self.columns.owner[slots]
+        plan.replaced += [
+            owner for owner in owners if owner not in self.groups.unknown or owner in self.groups.forks
+        ]
+        self.groups.moved.update(owner.group for owner in owners)
+
+    # ---- chunks -----------------------------------------------------------------------------------------------------
 
     def _add_chunks(self, plan: StepPlan, alone: SequenceGroup | None) -> None:
         """Continues prompts that have begun, oldest first, as far as the budget reaches."""
-        for sequence in list(self.prefilling):
-            if plan.tokens_left <= 0:
+        for sequence in list(self.groups.prefilling):
+            if plan.budget.is_spent:
                 return
-            if sequence.status is SequenceStatus.RUNNING and alone in (None, sequence.group):
+            if sequence.slot >= 0 and alone in (None, sequence.group):
                 self._add_chunk(plan, sequence)
 
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Computes as many known tokens of a sequence as budget and blocks allow, maybe none.
 
-        Takes blocks only from prompts that began later, which have no row in this step yet: the oldest always gets on,
+        Takes blocks only from groups that began later, which have no row in this step yet: the oldest always gets on,
         so half-computed prompts cannot block each other, and decodes give blocks back when they end.
         """
-        columns, slot = self.columns, sequence.slot
-        is_unknown = sequence in self._unknown
-        if (
-            is_unknown
-            and plan.introduced_tokens
-            and plan.introduced_tokens + sequence.num_tokens > MAX_INTRODUCED_TOKENS
-        ):
-            return
-        computed, known = int(columns.num_computed_tokens[slot]), int(columns.num_known_tokens[slot])
-        query_len = min(known - computed, plan.tokens_left)
-        while self.blocks.num_blocks_missing(slot, computed + query_len) > self.blocks.num_free_blocks:
-            if self.prefilling[-1] is sequence:
-                room = int(columns.num_blocks[slot]) + self.blocks.num_free_blocks
-                query_len = min(query_len, room * self.blocks.block_size - computed)
-                break
-            self._preempt(self.prefilling[-1].group, plan)
-        if query_len <= 0:
-            return
-        blocks = self.blocks.grow(slot, computed + query_len)
-        if is_unknown:
-            self._unknown.remove(sequence)
-            plan.introduce(Introduction(sequence, computed))
-        elif len(blocks):
-            plan.appended.append((np.array([slot]), np.array([len(blocks)]), blocks))
-        is_last = computed + query_len == known
-        columns.num_computed_tokens[slot] += query_len
-        columns.num_placeholders[slot] += is_last
-        if is_last:
-            self.prefilling.remove(sequence)
-        plan.chunks.append((sequence, query_len, int(is_last)))
-        plan.tokens_left -= query_len
-
-    def _admit(self, plan: StepPlan, waiting: WaitingQueue, now_ns: int) -> None:
-        """Starts groups while there is room: those that were preempted first, in order, none overtaken."""
-        while plan.tokens_left > 0:
-            group = self.preempted[0] if self.preempted else waiting.peek()
-            if group is None or not self._can_admit(group):
+        columns, blocks, slot = self.columns, self.blocks, sequence.slot
+        is_unknown = sequence in self.groups.unknown
+        if is_unknown and plan.introduced_tokens:
+            if plan.introduced_tokens + sequence.num_tokens > MAX_INTRODUCED_TOKENS:
                 return
-            if self.preempted:
-                self.preempted.pop(0)
-            else:
-                waiting.pop()
-            if group.first_scheduled_ns is None:
-                group.first_scheduled_ns = now_ns
-            self.running.add(group)
-            for sequence in group.unfinished():
-                sequence.attach(self.columns)
-                self.prefilling.append(sequence)
-                self._unknown.add(sequence)
-                self._add_chunk(plan, sequence)
+        if is_unknown and not columns.num_blocks[slot]:
+            self._begin(sequence)
+        computed, known = int(columns.num_computed_tokens[slot]), int(columns.num_known_tokens[slot])
+        query_len = min(known - computed, plan.budget.tokens_left)
+        to_copy = blocks.slots_to_copy(np.array([slot]))
+        while blocks.num_blocks_missing(slot, computed + query_len) + len(to_copy) > blocks.num_free_blocks:
+            if self.groups.prefilling[-1].group is sequence.group:
+                room = int(columns.num_blocks[slot]) + blocks.num_free_blocks - len(to_copy)
+                query_len = min(query_len, room * blocks.block_size - computed)
+                break
+            self._preempt(self.groups.prefilling[-1].group, plan)
+            to_copy = blocks.slots_to_copy(to_copy)
+        if query_len <= 0 or len(to_copy) > blocks.num_free_blocks:
+            return
+        if len(to_copy):
+            self._copy_on_write(plan, to_copy)
+        added = blocks.grow(slot, computed + query_len)
+        if is_unknown:
+            self.groups.unknown.remove(sequence)
+            plan.introduce(Introduction(sequence, computed))
+        elif len(added):
+            plan.appended.append((np.array([slot]), np.array([len(added)]), added))
+        columns.num_computed_tokens[slot] += query_len
+        blocks.publish(np.array([slot]))
+        plan.budget.take(query_len)
+        if computed + query_len < known:
+            plan.chunks.append(Chunk(sequence, query_len, 0))
+        else:
+            self._add_last_chunk(plan, sequence, query_len)
 
-    def _can_admit(self, group: SequenceGroup) -> bool:
-        if group.num_pending_tokens or len(group.unfinished()) > self.columns.num_free_slots:
-            return False
+    def _begin(self, sequence: Sequence) -> None:
+        """The first look at the prefix cache is at the last moment: prompts of the same step share what they can."""
+        num_cached = self.blocks.begin(sequence)
+        group = sequence.group
+        if sequence is group.sequences[0] and not group.num_preemptions and not group.num_moves:
+            group.num_cached_tokens = min(num_cached, group.num_prompt_tokens)
+
+    def _add_last_chunk(self, plan: StepPlan, sequence: Sequence, query_len: int) -> None:
+        """The row that draws: for a group that began as one also for its children, which are forked here."""
+        group, columns = sequence.group, self.columns
+        columns.num_placeholders[sequence.slot] += 1
+        children: list[Sequence] = []
+        if group.begins_as_one:
+            is_introduced = any(introduction.sequence is sequence for introduction in plan.introductions)
+            children = self.groups.fork_children(sequence)
+            for child in children:
+                if is_introduced:
+                    self.groups.unknown.remove(child)
+                    del self.groups.forks[child]
+                    plan.introduce(Introduction(child, 0, same_as=sequence))
+                else:  # the worker forks before it appends: the parent's newest blocks are not in what it copies
+                    plan.replaced.append(child)
+        self.groups.caught_up(sequence)
+        num_samples = group.beam_search.num_candidates if group.beam_search else 1 + len(children)
+        plan.chunks.append(Chunk(sequence, query_len, num_samples, children))
+
+    # ---- admission --------------------------------------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan, waiting: Source, now_ns: int) -> None:
+        """Starts groups while there is room: those that come back first, in order, none overtaken."""
+        is_swapped_only = not self.settings.enable_chunked_prefill and len(plan.decode_slots) > 0
+        while not plan.budget.is_spent:
+            group = self._next_group(waiting)
+            if group is None or (is_swapped_only and group not in self.swapped):
+                return
+            status = self._can_admit(group, plan)
+            if status is AllocStatus.LATER:
+                return
+            comes_back = self.holds(group)
+            if status is AllocStatus.NEVER:
+                if not comes_back:
+                    return  # another worker's, or the engine's to refuse
+                self.outgrown.append(group)
+                self.groups.forget(group)
+            elif comes_back:
+                self._answers.forget(group)
+                self.groups.bring_back(group)
+                self._add_group(plan, group)
+            else:
+                waiting.remove(group)
+                self._start(group, now_ns)
+                self._add_group(plan, group)
+
+    def _next_group(self, waiting: Source) -> SequenceGroup | None:
+        returning = self.swapped or self.preempted
+        fresh = waiting.peek()
+        if not returning or (fresh is not None and self.settings.policy.overrules(fresh, returning[0])):
+            return fresh
+        return returning[0]
+
+    def _start(self, group: SequenceGroup, now_ns: int) -> None:
+        self.blocks.make_private(group)
+        is_first_time = group.first_scheduled_ns is None
+        if is_first_time:
+            group.first_scheduled_ns = now_ns
+        if is_first_time and self.settings.served is not None and self.settings.policy.counts_tokens:
+            num_cached = len(self.blocks.find(group.sequences[0])) * self.blocks.block_size
+            self.settings.served.charge(group.tenant, max(0, group.num_prompt_tokens - num_cached))
+        self.groups.seat(group)
+
+    def _add_group(self, plan: StepPlan, group: SequenceGroup) -> None:
+        for sequence in [sequence for sequence in self.groups.prefilling if sequence.group is group]:
+            if plan.budget.is_spent:
+                return
+            self._add_chunk(plan, sequence)
+
+    def _can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:
+        """Whether the whole of what is known of a group fits above the watermark, beside what others still lack."""
+        blocks = self.blocks
+        is_swapped = group in self.swapped
+        total = len(blocks.host_blocks_held(group)) + len(group.unfinished()) if is_swapped else blocks.num_blocks_of(group)
+        if blocks.can_allocate(total, 0, is_idle=True) is AllocStatus.NEVER:
+            return AllocStatus.NEVER
+        if group in self.groups.moved:
+            return AllocStatus.LATER  # its blocks are on their way out in this step
+        if group.num_pending_tokens or group.num_slots > self.groups.num_free_slots:
+            return AllocStatus.LATER
+        if plan is not None and not self.settings.enable_chunked_prefill and not self._fits_whole(group, plan):
+            return AllocStatus.LATER
+        num_blocks = total if is_swapped else blocks.num_blocks_to_take(group)
         reserved = sum(
-            self.blocks.num_blocks_missing(sequence.slot, int(self.columns.num_known_tokens[sequence.slot]))
-            for sequence in self.prefilling
+            blocks.num_blocks_missing(sequence.slot, int(self.columns.num_known_tokens[sequence.slot]))
+            for sequence in self.groups.prefilling
         )
-        num_tokens = sum(sequence.num_tokens for sequence in group.unfinished())
-        return self.blocks.can_allocate(num_tokens, reserved, not self.running) is AllocStatus.OK
+        return blocks.can_allocate(num_blocks, reserved, not self.running)
+
+    def _fits_whole(self, group: SequenceGroup, plan: StepPlan) -> bool:
+        """Without chunked prefill: a prompt waits for a step that takes all of it.
+
+        What was generated may have made a group longer than any step; that one is computed in parts.
+        """
+        sequences = group.unfinished()[:1] if group.begins_as_one else group.unfinished()
+        cached = len(self.blocks.find(sequences[0])) * self.blocks.block_size
+        num_tokens = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in sequences) - cached
+        return num_tokens <= plan.budget.tokens_left or not plan.chunks
+
+    def _make_way(self, plan: StepPlan, waiting: Source) -> None:
+        """Preempts running groups for the sake of a waiting one that the policy lets overrule them."""
+        group = waiting.peek()
+        if group is None or not any(self.settings.policy.overrules(group, other) for other in self.running):
+            return
+        while self._can_admit(group) is AllocStatus.LATER:
+            overruled = [other for other in self.running if self.settings.policy.overrules(group, other)]
+            if not overruled:
+                return
+            self._preemption.preempt(max(overruled, key=self.settings.policy.key))
+            plan.num_overruled += 1
+
+    def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
+        self._preemption.preempt(group)
+        plan.num_preempted += 1
+        if group in self.suspects:
+            self.suspects.remove(group)
+
+    # ---- the step as decided ----------------------------------------------------------------------------------------
 
     def _seal(self, plan: StepPlan) -> SchedulerOutputs | None:
-        if not len(plan.decode_slots) and not plan.chunks:
+        groups = self.groups
+        has_rows = len(plan.decode_slots) or plan.chunks or plan.beams
+        if not has_rows and not groups.swap_out and not groups.swap_in:
             return None
-        num_decode_rows = len(plan.decode_slots)
-        chunk_slots = np.array([sequence.slot for sequence, _, _ in plan.chunks], np.int64)
-        slots = np.concatenate([plan.decode_slots, chunk_slots])
-        query_lens = np.ones(len(slots), np.int64)
-        num_samples = np.ones(len(slots), np.int64)
-        if plan.chunks:
-            query_lens[num_decode_rows:] = [query_len for _, query_len, _ in plan.chunks]
-            num_samples[num_decode_rows:] = [samples for _, _, samples in plan.chunks]
-        rows = ScheduledRows(
-            slots, num_decode_rows, query_lens, num_samples, self.columns.generation[slots], self.columns.owner[slots]
-        )
+        forks = {child: parent for child, parent in groups.forks.items()}
         appended_slots, appended_counts, appended_blocks = map(
             np.concatenate, zip(NOTHING, *plan.appended, strict=True)
         )
         outputs = SchedulerOutputs(
-            rows=rows,
-            released_slots=sorted(self._released_slots),
+            rows=self._rows(plan),
+            released_slots=sorted(groups.released_slots),
+            forks=[(parent.slot, child.slot, child.index) for child, parent in forks.items()],
             introductions=plan.introductions,
+            swap_out=groups.swap_out,
+            swap_in=groups.swap_in,
+            copies=plan.copies,
             appended_slots=appended_slots,
             appended_counts=appended_counts,
             appended_blocks=appended_blocks,
-            num_preempted=plan.num_preempted,
+            replaced=plan.replaced,
+            num_preempted=plan.num_preempted + plan.num_overruled,
         )
-        self._released_slots = set()
+        groups.was_told(forks)
         return outputs
 
-    # ---- preemption -------------------------------------------------------------------------------------------------
-
-    def _choose_victim(self) -> SequenceGroup:
-        """The youngest group whose prompt is half computed, else the youngest of all."""
-        candidates = {sequence.group for sequence in self.prefilling} or self.running
-        return max(candidates, key=self.policy)
-
-    def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
-        """Takes slots and blocks; the group is computed again later. Draws in flight still count when they arrive."""
-        for sequence in group.sequences:
-            if sequence.status is SequenceStatus.RUNNING:
-                self._give_up_slot(sequence, SequenceStatus.PREEMPTED)
-        self.running.remove(group)
-        if group in self.suspects:
-            self.suspects.remove(group)
-        bisect.insort(self.preempted, group, key=self.policy)
-        group.num_preemptions += 1
-        plan.num_preempted += 1
-
-    def _give_up_slot(self, sequence: Sequence, status: SequenceStatus) -> None:
-        if sequence in self.prefilling:
-            self.prefilling.remove(sequence)
-        if sequence in self._unknown:
-            self._unknown.remove(sequence)
-        else:
-            self._released_slots.add(sequence.slot)
-        self.blocks.free(sequence.slot)
-        sequence.detach(status)
+    def _rows(self, plan: StepPlan) -> ScheduledRows:
+        columns, groups, decodes = self.columns, self.groups, plan.decode_slots
+        published = self.blocks.take_published()
+        if not plan.chunks and not plan.beams:
+            ones, generations, owners = np.ones_like(decodes), columns.generation[decodes], columns.owner[decodes]
+            return ScheduledRows(
+                decodes,
+                len(decodes),
+                ones,
+                ones,
+                generations,
+                owners,
+                decodes,
+                generations,
+                owners,
+                moved=groups.moved,
+                published=published,
+            )
+        plan.chunks.sort(key=_answers_candidates)  # beams last; otherwise the order stays
+        of_beams = [chunk for chunk in plan.chunks if _answers_candidates(chunk)]
+        num_candidates = [_num_candidates(beam.group) for beam in plan.beams]
+        others = [chunk.sequence.slot for chunk in plan.chunks] + [beam.slot for beam in plan.beams]
+        slots = np.concatenate([decodes, np.array(others, np.int64)])
+        query_lens, num_answers = np.ones_like(slots), np.ones_like(slots)
+        query_lens[len(decodes) :] = [chunk.query_len for chunk in plan.chunks] + [1] * len(plan.beams)
+        num_answers[len(decodes) :] = [chunk.num_samples for chunk in plan.chunks] + num_candidates
+        drawn = [
+            sequence.slot
+            for chunk in plan.chunks[: len(plan.chunks) - len(of_beams)]
+            if chunk.num_samples
+            for sequence in (chunk.sequence, *chunk.children)
+        ]
+        sample_slots = np.concatenate([decodes, np.array(drawn, np.int64)])
+        return ScheduledRows(
+            slots,
+            len(decodes),
+            query_lens,
+            num_answers,
+            columns.generation[slots],
+            columns.owner[slots],
+            sample_slots,
+            columns.generation[sample_slots],
+            columns.owner[sample_slots],
+            num_beam_rows=len(of_beams) + len(plan.beams),
+            num_given_rows=len(plan.beams),
+            forks=[(chunk.sequence, chunk.children) for chunk in plan.chunks if chunk.children],
+            moved=groups.moved,
+            published=published,
+        )
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    def process_outputs(
-        self, rows: ScheduledRows, token_ids: TokenIds, num_tokens: Ints, errors: dict[int, str]
-    ) -> NewTokens:
-        """Appends the tokens of an answer, `num_tokens[i]` to row i (0 or 1), and ends sequences that are complete.
+    def process_outputs(self, rows: ScheduledRows, answer: Answer) -> NewTokens:
+        """Appends the tokens of an answer, and ends sequences that are complete.
 
         Raises ValueError, with nothing changed, for an answer that does not fit the rows.
         """
-        if len(num_tokens) != len(rows) or num_tokens.sum() != len(token_ids) or max(errors, default=0) >= len(rows):
-            raise ValueError(f"an answer of {len(token_ids)} tokens does not fit {len(rows)} rows")
-        columns = self.columns
-        if self.suspects and self.suspects[0] in {sequence.group for sequence in rows.sequences}:
+        tokens = self._answers.process(rows, answer)
+        if self.suspects and (self.suspects[0].is_finished or self.suspects[0] in _groups_of(rows)):
             self.suspects.popleft()
-        drew = num_tokens > 0
-        slots, sequences = rows.slots[drew], rows.sequences[drew]
-        entries = np.arange(len(token_ids))
-        is_current = columns.generation[slots] == rows.generations[drew]
-        live, live_tokens = slots[is_current], token_ids[is_current]
-        columns.token_ids[live, columns.num_tokens[live]] = live_tokens
-        columns.num_tokens[live] += 1
-        columns.num_placeholders[live] -= 1
-        reasons = np.zeros(len(token_ids), np.uint8)
-        reasons[is_current] = self._finish_reasons(live, live_tokens)
-        wanted = is_current
-        if not is_current.all():
-            wanted = is_current.copy()
-            for entry in np.flatnonzero(~is_current):
-                sequence, generation = sequences[entry], rows.generations[drew][entry]
-                if sequence.num_pending_tokens and sequence.last_generation == generation:
-                    sequence.append_pending(int(token_ids[entry]))
-                    reasons[entry] = _finish_reason(sequence, int(token_ids[entry]))
-                    wanted[entry] = True
-        for entry in np.flatnonzero(reasons):
-            self.finish(sequences[entry])
-        failed = [(rows.sequences[row].group, message) for row, message in errors.items()]
-        failed = [(group, message) for group, message in failed if not group.is_finished]
-        for group, _ in failed:
-            self.abort(group)
-        return NewTokens(sequences[wanted], token_ids[wanted], entries[wanted], reasons[wanted], failed)
-
-    def _finish_reasons(self, slots: Ints, token_ids: TokenIds) -> np.ndarray:
-        columns = self.columns
-        reasons = np.where(columns.num_tokens[slots] >= columns.max_num_tokens[slots], FinishReason.LENGTH, 0)
-        stops = token_ids == columns.eos_token_id[slots]
-        for entry in np.flatnonzero(columns.has_stop_token_ids[slots]):
-            stops[entry] |= int(token_ids[entry]) in columns.owner[slots[entry]].group.stop_token_ids
-        reasons[stops] = FinishReason.STOP
-        return reasons
+        return tokens
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; its blocks are free for the next step."""
+        self.groups.finish(sequence)
         group = sequence.group
-        if sequence.status is SequenceStatus.RUNNING:
-            self._give_up_slot(sequence, SequenceStatus.FINISHED)
-        sequence.status = SequenceStatus.FINISHED
-        sequence.drop_pending()
         if group.is_finished:
-            self.running.discard(group)
-            if group in self.preempted:
-                self.preempted.remove(group)
+            self._answers.forget(group)
             if group in self.suspects:
                 self.suspects.remove(group)
 
@@ -281,63 +474,34 @@ class Scheduler:
 
     def roll_back(self, rows: ScheduledRows) -> None:
         """Takes back the rows of a step that failed or was skipped; their tokens will not come."""
-        is_current = self.columns.generation[rows.slots] == rows.generations
-        live = rows.slots[is_current]
-        self.columns.num_computed_tokens[live] -= rows.query_lens[is_current]
-        self.columns.num_placeholders[live] -= rows.num_samples[is_current]
-        for row in np.flatnonzero(~is_current & (rows.num_samples > 0)):
-            sequence = rows.sequences[row]
-            if sequence.num_pending_tokens and sequence.last_generation == rows.generations[row]:
-                sequence.num_pending_tokens -= 1
+        self._recovery.roll_back(rows)
 
     def resume(self, failed_rows: ScheduledRows) -> None:
-        """Starts over after every step in flight was rolled back.
-
-        The next step releases all slots, and each running sequence is introduced anew, its cached tokens included, so
-        nothing has to be known of what the worker still applied. The groups of the failed step become suspects.
-        """
-        self._released_slots = set(range(self.columns.max_num_seqs))
-        running = sorted(self.running, key=self.policy)
-        self.prefilling = [s for group in running for s in group.unfinished() if s.status is SequenceStatus.RUNNING]
-        self._unknown = set(self.prefilling)
-        for sequence in self.prefilling:
-            self.columns.num_known_tokens[sequence.slot] = sequence.num_tokens
-        groups = {sequence.group for sequence in failed_rows.sequences}
-        self.suspects = deque(sorted((group for group in groups if group in self.running), key=self.policy))
+        """Starts over after every step in flight was rolled back; the groups of the failed step become suspects."""
+        self._recovery.resume()
+        for group in self.running:
+            self._answers.forget(group)
+        groups = (group for group in _groups_of(failed_rows) if group in self.running)
+        self.suspects = deque(sorted(groups, key=self.settings.policy.key))
 
     def evacuate(self) -> list[SequenceGroup]:
-        """The worker is lost: all unfinished groups, in policy order, ready to wait for another one.
-
-        Takes nothing but the groups' tokens; slots and blocks, which may be what broke, are not used again.
-        """
-        groups = sorted([*self.running, *self.preempted], key=self.policy)
-        for group in groups:
-            for sequence in group.unfinished():
-                if sequence.status is SequenceStatus.RUNNING:
-                    sequence.detach(SequenceStatus.WAITING)
-                sequence.status = SequenceStatus.WAITING
-                sequence.drop_pending()
-        self.running.clear()
-        self.preempted.clear()
-        return groups
+        """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""
+        return self._recovery.evacuate()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, columns and blocks contradict one another."""
-        self.columns.check_integrity()
-        self.blocks.check_integrity()
-        seated = {s.slot for group in self.running for s in group.unfinished() if s.status is SequenceStatus.RUNNING}
-        assert seated == set(np.flatnonzero(self.columns.occupied).tolist()), "running groups and slots disagree"
-        assert not self.running & set(self.preempted), "a group is running and preempted"
-        for sequence in self.prefilling:
-            assert sequence.slot in seated, "a prefilling sequence has no slot"
-            assert sequence.num_computed_tokens < self.columns.num_known_tokens[sequence.slot], "nothing to prefill"
-        for group in self.preempted:
-            assert all(sequence.slot < 0 for sequence in group.sequences), "a preempted group holds a slot"
+        self.groups.check_integrity()
+        assert all(group in self.running for group in self.suspects), "a suspect does not run"
 
 
-def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason:
-    """Whether a token that came after its sequence had given the slot up ends the sequence."""
-    group = sequence.group
-    if token_id == group.eos_token_id or token_id in group.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if sequence.num_tokens >= group.max_num_tokens else FinishReason.NONE
+def _answers_candidates(chunk: Chunk) -> bool:
+    return chunk.num_samples > 0 and chunk.sequence.group.uses_beam_search
+
+
+def _num_candidates(group: SequenceGroup) -> int:
+    assert group.beam_search is not None
+    return group.beam_search.num_candidates
+
+
+def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
+    return {sequence.group for sequence in rows.sequences}

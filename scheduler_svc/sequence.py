@@ -223,6 +223,7 @@ class SequenceGroup:
         else:
             histories = [prompt] * (1 if beam_search else self.best_of)
         self.sequences = [Sequence(self, index, history) for index, history in enumerate(histories)]
+        self._num_indices = len(self.sequences)
 
     @property
     def uses_beam_search(self) -> bool:
@@ -232,6 +233,11 @@ class SequenceGroup:
     def num_slots(self) -> int:
         """Slots that the group may come to need at once."""
         return self.best_of if self.beam_search else len(self.unfinished())
+
+    def take_index(self) -> int:
+        """An index that no sequence of the group had before."""
+        self._num_indices += 1
+        return self._num_indices - 1
 
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]

@@ -37,6 +37,7 @@ class SequenceColumns:
         generation: rises whenever the slot is taken or released; names one tenancy of the slot.
         eos_token_id: ends the sequence when drawn; -1 for none.
         has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
+        tenant: a number for the group's tenant.
         owner: the Sequence in the slot, or None.
     """
 
@@ -59,6 +60,7 @@ class SequenceColumns:
         self.generation: Ints = np.zeros(max_num_seqs, np.int64)
         self.eos_token_id: Ints = np.full(max_num_seqs, -1, np.int64)
         self.has_stop_token_ids: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.tenant: Ints = np.zeros(max_num_seqs, np.int64)
         self.occupied: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.owner: npt.NDArray[np.object_] = np.full(max_num_seqs, None, object)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -106,6 +108,7 @@ class SequenceColumns:
             self.eos_token_id,
             self.has_stop_token_ids,
             self.is_held,
+            self.tenant,
         ):
             column[slot] = column[parent]
         self.num_blocks[slot] = self.num_published[slot] = 0

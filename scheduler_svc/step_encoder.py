@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.sequence_columns import Ints, TokenIds
-from scheduler_svc.step_plan import Introduction, SchedulerOutputs
+from scheduler_svc.sequence import Sequence
+from scheduler_svc.sequence_columns import Ints
+from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs
 
-U16, U32, I32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4")
+U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 
 
 def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = None) -> worker_pb2.Step:
@@ -22,22 +23,42 @@ def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = N
         step.resume_after = resume_after
     if outputs.released_slots:
         step.released_slots_u16 = np.array(outputs.released_slots, U16).tobytes()
+    if outputs.forks:
+        step.forks_u16 = np.array([(parent, child) for parent, child, _ in outputs.forks], U16).tobytes()
+        step.fork_indices_u16 = np.array([index for _, _, index in outputs.forks], U16).tobytes()
+    metadata: dict[Sequence, worker_pb2.SequenceGroupMetadata] = {}
     for introduction in outputs.introductions:
-        step.groups.append(_metadata(introduction))
+        _introduce(step, introduction, metadata)
+    for pairs, message in (
+        (outputs.swap_out, step.swap_out),
+        (outputs.swap_in, step.swap_in),
+        (outputs.copies, step.copies),
+    ):
+        if pairs:
+            message.pairs_u32 = np.array(pairs, U32).tobytes()
     if len(outputs.appended_slots):
         _pack_appended(step.block_tables.add().append, outputs)
-    _pack_rows(step.rows, outputs)
+    if len(outputs.replaced):
+        _pack_replaced(step.block_tables.add().replace, outputs.replaced)
+    _pack_rows(step.rows, outputs.rows)
     return step
 
 
-def _metadata(introduction: Introduction) -> worker_pb2.SequenceGroupMetadata:
-    sequence = introduction.sequence
+def _introduce(
+    step: worker_pb2.Step, introduction: Introduction, metadata: dict[Sequence, worker_pb2.SequenceGroupMetadata]
+) -> None:
+    sequence, same_as = introduction.sequence, introduction.same_as
+    if same_as is not None:
+        metadata[same_as].sequences.add(slot=sequence.slot, index=sequence.index, same_as_slot=same_as.slot)
+        return
     group = sequence.group
     params = inference_pb2.SamplingParams()
     params.CopyFrom(group.sampling_params)
     for name in ("stop", "stop_token_ids"):  # decided here, and of any size
         params.ClearField(name)
-    return worker_pb2.SequenceGroupMetadata(
+    if group.best_of > group.num_outputs and not params.HasField("logprobs"):
+        params.logprobs = 0  # the best are chosen by the logprobs of what was drawn
+    metadata[sequence] = step.groups.add(
         request_id=group.request_id,
         num_prompt_tokens=group.num_prompt_tokens,
         sampling_params=params,
@@ -61,19 +82,36 @@ def _pack_appended(append: worker_pb2.BlockTables, outputs: SchedulerOutputs) ->
         append.counts_u16 = outputs.appended_counts.astype(U16).tobytes()
 
 
-def _pack_rows(message: worker_pb2.Rows, outputs: SchedulerOutputs) -> None:
-    rows = outputs.rows
+def _pack_replaced(replace: worker_pb2.BlockTables, replaced: list[Sequence]) -> None:
+    tables = [sequence.block_table for sequence in replaced]
+    replace.slots_u16 = np.array([sequence.slot for sequence in replaced], U16).tobytes()
+    replace.counts_u16 = np.array([len(table) for table in tables], U16).tobytes()
+    replace.block_ids_u32 = np.concatenate(tables).astype(U32).tobytes()
+
+
+def _pack_rows(message: worker_pb2.Rows, rows: ScheduledRows) -> None:
     message.slots_u16 = rows.slots.astype(U16).tobytes()
-    message.num_decode_rows = rows.num_decode_rows
-    if len(rows) > rows.num_decode_rows:
-        message.query_lens_u32 = rows.query_lens[rows.num_decode_rows :].astype(U32).tobytes()
-        message.num_samples_u16 = rows.num_samples[rows.num_decode_rows :].astype(U16).tobytes()
+    first = message.num_decode_rows = rows.num_decode_rows
+    if len(rows) == first:
+        return
+    message.query_lens_u32 = rows.query_lens[first:].astype(U32).tobytes()
+    message.num_samples_u16 = rows.num_answers[first:].astype(U16).tobytes()
+    if rows.forks:
+        slots = [sequence.slot for parent, children in rows.forks for sequence in (parent, *children)]
+        message.child_slots_u16 = np.array(slots, U16).tobytes()
+    if rows.num_given_rows:
+        inputs = np.full(len(rows) - first, worker_pb2.ROW_INPUT_KNOWN_TOKENS, np.uint8)
+        inputs[-rows.num_given_rows :] = worker_pb2.ROW_INPUT_GIVEN_TOKENS
+        message.inputs_u8 = inputs.tobytes()
+        given = [sequence.token_ids[-1] for sequence in rows.sequences[-rows.num_given_rows :]]
+        message.given_token_ids_i32 = np.array(given, I32).tobytes()
 
 
-def decode(outputs: worker_pb2.SequenceOutputs, num_samples: Ints) -> tuple[TokenIds, Ints, dict[int, str]]:
-    """Reads an answer: its token ids, how many of them each row got, and the rows that failed, with their messages."""
+def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
+    """Reads an answer to rows that were to have `num_answers` entries each."""
     token_ids = np.frombuffer(outputs.token_ids_i32, I32)
-    num_tokens = num_samples
+    num_tokens = num_answers
     if outputs.num_tokens_u16:
         num_tokens = np.frombuffer(outputs.num_tokens_u16, U16).astype(np.int64)
-    return token_ids, num_tokens, {error.row: error.message for error in outputs.row_errors}
+    logprobs = np.frombuffer(outputs.logprobs_f32, F32)
+    return Answer(token_ids, num_tokens, logprobs, {error.row: error.message for error in outputs.row_errors})

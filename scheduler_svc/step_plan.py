@@ -7,25 +7,45 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.block_allocator import BlockIds
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, TokenIds
 
+BlockPairs = list[tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """The ordered rows of one step, first `num_decode_rows` decodes, kept until the answer comes.
+    """The ordered rows of one step, kept until the answer comes: decodes, chunks of known tokens, rows of beams.
 
-    All arrays are over rows. `generations` are those of the slots' tenancies: a row whose slot has another generation
-    by then no longer means what it meant.
+    Attributes (shape [rows] unless noted):
+        slots, query_lens, sequences: who computes how many tokens.
+        num_answers: entries of the answer that belong to the row: samples, or a beam's candidates.
+        generations: of the slots' tenancies: a row whose slot has another one by then no longer means what it meant.
+        sample_slots, sample_generations, sample_sequences: [samples], whom the drawn tokens go to, row after row. Of
+            rows that draw once each these are the rows' own.
+        num_beam_rows: the last rows of the step, whose answers are a beam group's candidates and no samples.
+        num_given_rows: the last of those, which compute the token that was chosen for them.
+        forks: (parent, children) of sequences that were forked in this step.
+        moved: groups with blocks in this step's swaps and copies.
+        published: blocks that can be found in the prefix cache because of this step.
     """
 
     slots: Ints
     num_decode_rows: int
     query_lens: Ints
-    num_samples: Ints
+    num_answers: Ints
     generations: Ints
     sequences: npt.NDArray[np.object_]
+    sample_slots: Ints
+    sample_generations: Ints
+    sample_sequences: npt.NDArray[np.object_]
+    num_beam_rows: int = 0
+    num_given_rows: int = 0
+    forks: list[tuple[Sequence, list[Sequence]]] = field(default_factory=list)
+    moved: set[SequenceGroup] = field(default_factory=set)
+    published: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -33,10 +53,14 @@ class ScheduledRows:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """A sequence that the worker is told of in full, as it stood before the step."""
+    """A sequence that the worker is told of in full, as it stood before the step.
+
+    `same_as`: a sequence introduced before it in this step, whose tokens and blocks are its own as well.
+    """
 
     sequence: Sequence
     num_computed_tokens: int
+    same_as: Sequence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +69,41 @@ class SchedulerOutputs:
 
     Attributes:
         released_slots: slots that were given up since the last step.
+        forks: (parent slot, child slot, index of the child).
         appended_slots, appended_counts, appended_blocks: for slots whose table the worker knows already, how many
             blocks joined it, and all their ids one slot after the other.
+        replaced: sequences whose whole table the worker has to take anew: a block of it was copied for them, or they
+            are forked from one that has grown.
     """
 
     rows: ScheduledRows
     released_slots: list[int]
+    forks: list[tuple[int, int, int]]
     introductions: list[Introduction]
+    swap_out: BlockPairs
+    swap_in: BlockPairs
+    copies: BlockPairs
     appended_slots: Ints
     appended_counts: Ints
     appended_blocks: BlockIds
+    replaced: list[Sequence]
     num_preempted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker said of the rows of one step, entry by entry: samples and candidates, row after row.
+
+    Attributes:
+        num_tokens: [rows], entries of each row.
+        logprobs: [entries], or empty where nobody asked.
+        errors: rows that could not be answered, with the reason.
+    """
+
+    token_ids: TokenIds
+    num_tokens: Ints
+    logprobs: npt.NDArray[np.float32]
+    errors: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +112,59 @@ class NewTokens:
 
     Arrays of one length: the sequence, its token, the position of the token among the answer's columns, and a
     `FinishReason` where the token ended the sequence. `errors` are groups with a row that could not be sampled, with
-    the reason.
+    the reason; `beams` are beam groups whose search is over, with what it found, best first.
     """
 
     sequences: npt.NDArray[np.object_]
     token_ids: TokenIds
     entries: Ints
     finish_reasons: npt.NDArray[np.uint8]
-    errors: list[tuple[SequenceGroup, str]]
+    errors: list[tuple[SequenceGroup, str]] = field(default_factory=list)
+    beams: list[tuple[SequenceGroup, list[BeamHypothesis]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulingBudget:
+    """What one step may compute: tokens, and sequences (rows)."""
+
+    tokens_left: int
+    seqs_left: int
+
+    def take(self, num_tokens: int, num_seqs: int = 1) -> None:
+        self.tokens_left -= num_tokens
+        self.seqs_left -= num_seqs
+
+    @property
+    def is_spent(self) -> bool:
+        return self.tokens_left <= 0 or self.seqs_left <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Known tokens that a row computes; `num_samples` is 0 inside a prompt, else one for each sequence that draws."""
+
+    sequence: Sequence
+    query_len: int
+    num_samples: int
+    children: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is being filled: what is left of the token budget, and what has been spent on what."""
+    """A step while it is being filled: what is left of the budget, and what has been spent on what."""
 
-    tokens_left: int
+    budget: SchedulingBudget
     decode_slots: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, query_len, num_samples)
+    chunks: list[Chunk] = field(default_factory=list)
+    beams: list[Sequence] = field(default_factory=list)  # rows that compute the token which was chosen for them
+    copies: BlockPairs = field(default_factory=list)
+    replaced: list[Sequence] = field(default_factory=list)  # their whole tables are sent
     appended: list[tuple[Ints, Ints, BlockIds]] = field(default_factory=list)  # (slots, counts, blocks)
     introductions: list[Introduction] = field(default_factory=list)
     introduced_tokens: int = 0
-    num_preempted: int = 0
+    num_preempted: int = 0  # for want of blocks
+    num_overruled: int = 0  # preempted for a more urgent group
 
     def introduce(self, introduction: Introduction) -> None:
         self.introductions.append(introduction)
-        self.introduced_tokens += introduction.sequence.num_tokens
+        self.introduced_tokens += 0 if introduction.same_as else introduction.sequence.num_tokens

@@ -1,47 +1,33 @@
-"""One scheduler and one mirror with a fake model between them: the core without sockets, threads or time."""
+"""One scheduler and one simulated worker with the wire format between them: the core without sockets, threads or time."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
+from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.policy import POLICIES, Policy
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.policy import POLICIES
+from scheduler_svc.preemption import Costs
+from scheduler_svc.scheduler import Scheduler, SchedulerSettings
+from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
-from scheduler_svc.step_encoder import encode
+from scheduler_svc.step_encoder import decode, encode
 from scheduler_svc.step_plan import NewTokens, ScheduledRows, SchedulerOutputs
 from scheduler_svc.waiting_queue import WaitingQueue
-from worker_svc.sequence_states import SequenceStates
+from tests.scheduler.fake_language import EOS, VOCAB_SIZE, content_of, expected_tokens, logprobs_after, most_likely
+from tests.scheduler.simulated_worker import RowErrorOf, SimulatedWorker
 
-VOCAB_SIZE, EOS = 97, 3
-OK, FAILED, SKIPPED = worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_FAILED, worker_pb2.STEP_STATUS_SKIPPED
+__all__ = ["EOS", "VOCAB_SIZE", "Simulation", "expected_beams", "expected_tokens"]
 
-
-def next_token(history: np.ndarray) -> int:
-    """What the fake model says: a function of all tokens so far, so that a lost or doubled token changes the rest."""
-    state = 17
-    for token in history.tolist():
-        state = (state * 31 + token + 7) % 1_000_003
-    return state % VOCAB_SIZE
-
-
-def expected_tokens(prompt: list[int], max_num_tokens: int, eos: int | None = EOS) -> list[int]:
-    """What a request must end with, whatever happens around it."""
-    tokens = list(prompt)
-    while len(tokens) < max_num_tokens:
-        tokens.append(next_token(np.array(tokens)))
-        if tokens[-1] == eos:
-            break
-    return tokens
+OK, FAILED = worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_FAILED
 
 
 class Simulation:
-    """Steps go through the encoder, through bytes, and into the mirror at once; their answers wait in `in_flight`."""
+    """Steps go through the encoder, through bytes, and into the worker at once; their answers wait in `in_flight`."""
 
     def __init__(
         self,
@@ -50,153 +36,274 @@ class Simulation:
         max_model_len: int = 64,
         block_size: int = 4,
         num_blocks: int = 24,
+        num_host_blocks: int = 0,
         max_num_batched_tokens: int = 16,
         depth: int = 2,
-        policy: Policy = POLICIES["fcfs"],
+        policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        delay_factor: float = 0.0,
+        preemption_mode: str = "auto",
+        costs: Costs = Costs(prefill_tokens_per_s=1e3, swap_bytes_per_s=1e6, block_bytes=1),
+        row_error: RowErrorOf | None = None,
     ) -> None:
-        self.policy = policy
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
-        self.num_blocks, self.max_num_batched_tokens, self.depth = num_blocks, max_num_batched_tokens, depth
-        self.waiting = WaitingQueue(policy)
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        self.max_num_batched_tokens, self.depth = max_num_batched_tokens, depth
+        self.settings = SchedulerSettings(
+            policy=POLICIES[policy],
+            enable_chunked_prefill=enable_chunked_prefill,
+            delay_factor=delay_factor,
+            preemption_mode=preemption_mode,
+            costs=costs,
+        )
+        self.enable_prefix_caching = enable_prefix_caching
+        self.row_error = row_error
+        self.waiting = WaitingQueue(POLICIES[policy])
         self.groups: list[SequenceGroup] = []
+        self.outputs: dict[SequenceGroup, dict[int, list[int]]] = {}  # tokens that came, by index
+        self.hypotheses: dict[SequenceGroup, list[BeamHypothesis]] = {}
+        self.errors: dict[SequenceGroup, str] = {}
         self.num_preempted = 0
+        self.num_computed_tokens = 0  # of all steps sent
         self.sent: list[tuple[SchedulerOutputs, bytes]] = []
         self.steps: list[worker_pb2.Step] = []
+        self.now_ns = 0
         self.start_worker()
 
     def start_worker(self) -> None:
         """An empty worker and an empty scheduler for it."""
         self.columns = SequenceColumns(self.num_slots, self.max_model_len, self.block_size)
-        self.blocks = BlockSpaceManager(self.columns, self.num_blocks)
-        self.scheduler = Scheduler(self.columns, self.blocks, self.max_num_batched_tokens, self.policy)
-        self.mirror = SequenceStates(self.num_slots, self.max_model_len, self.block_size, self.num_blocks)
-        self.in_flight: deque[tuple[int, ScheduledRows, int, np.ndarray | None]] = deque()
-        self.worker_skips = False
+        self.blocks = BlockSpaceManager(
+            self.columns, self.num_blocks, self.num_host_blocks, enable_prefix_caching=self.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(self.columns, self.blocks, self.max_num_batched_tokens, self.settings)
+        self.worker = SimulatedWorker(
+            self.num_slots,
+            self.max_model_len,
+            self.block_size,
+            self.num_blocks,
+            self.num_host_blocks,
+            row_error=self.row_error,
+        )
+        self.in_flight: deque[tuple[ScheduledRows, worker_pb2.StepResult]] = deque()
         self.failed: tuple[int, ScheduledRows] | None = None
         self.step_id = 0
 
+    @property
+    def mirror(self):
+        return self.worker.states
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
     def add(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         max_tokens: int,
         eos_token_id: int | None = EOS,
+        *,
         stop_token_ids: frozenset[int] = frozenset(),
+        n: int = 1,
+        beam_width: int = 0,
+        length_penalty: float = 1.0,
+        early_stopping: int = 0,
         priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        resumed: Sequence[Sequence[int]] = (),
     ) -> SequenceGroup:
+        max_num_tokens = min(len(prompt) + max_tokens, self.max_model_len)
+        search = None
+        params = inference_pb2.SamplingParams(seed=1)
+        if beam_width:
+            params.use_beam_search, params.best_of, params.n, params.temperature = True, beam_width, n, 0.0
+            stops = stop_token_ids if eos_token_id is None else stop_token_ids | {eos_token_id}
+            search = BeamSearch(
+                beam_width,
+                num_returned=n,
+                num_prompt_tokens=len(prompt),
+                max_num_tokens=max_num_tokens,
+                stop_token_ids=stops,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+            )
         group = SequenceGroup(
             f"request-{len(self.groups)}",
             prompt,
-            inference_pb2.SamplingParams(seed=1),
-            max_num_tokens=min(len(prompt) + max_tokens, self.max_model_len),
-            arrival_ns=0,
+            params,
+            max_num_tokens=max_num_tokens,
+            arrival_ns=self.now_ns,
             eos_token_id=eos_token_id,
             stop_token_ids=stop_token_ids,
+            num_outputs=n,
+            best_of=beam_width or n,
+            beam_search=search,
             priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            resumed_token_ids=resumed,
         )
         self.groups.append(group)
+        self.outputs[group] = {index: list(tokens) for index, tokens in enumerate(resumed)}
         self.waiting.push(group)
         return group
 
     def abort(self, group: SequenceGroup) -> None:
-        if self.waiting.remove(group):
-            for sequence in group.sequences:
-                sequence.status = SequenceStatus.FINISHED
-        else:
-            self.scheduler.abort(group)
+        self.waiting.remove(group)
+        self.scheduler.abort(group)
 
     def lose_worker(self) -> None:
         """The worker dies and an empty one takes its place: groups keep what was answered, nothing else."""
         for group in self.scheduler.evacuate():
+            group.num_moves += 1
             self.waiting.push(group)
         self.start_worker()
 
-    def send(self, fails: bool = False) -> bool:
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def send(self, fails: str | None = None) -> bool:
         """Schedules and sends one step, which the worker runs at once; False when there is none to send."""
         if self.failed is not None and self.in_flight:
             return False
         running, suspects = set(self.scheduler.running), list(self.scheduler.suspects)
-        outputs = self.scheduler.schedule(self.waiting, now_ns=0)
+        outputs = self.scheduler.schedule(self.waiting, self.now_ns)
+        self.take_outgrown()
         if outputs is None:
             return False
-        admitted = self.scheduler.running - running
-        assert not (admitted and outputs.num_preempted), "took blocks from one group and gave them to another"
-        assert not suspects or self.groups_of(outputs.rows) == suspects[:1], "a suspect runs by itself"
+        came = self.scheduler.running - running if self.scheduler.running & running else set()
+        gave_way = outputs.num_preempted and self.settings.policy is not POLICIES["priority"]
+        assert not (came and gave_way), "took blocks from one group and gave them to another"
+        rows = outputs.rows
+        assert not suspects or self.groups_of(rows) in (set(), set(suspects[:1])), "a suspect runs by itself"
+        assert int(rows.query_lens.sum()) <= self.max_num_batched_tokens and len(rows) <= self.num_slots
         self.step_id += 1
         self.num_preempted += outputs.num_preempted
+        self.num_computed_tokens += int(rows.query_lens.sum())
         data = encode(outputs, self.step_id, self.failed[0] if self.failed else None).SerializeToString()
         self.failed = None
         self.sent.append((outputs, data))
         self.steps.append(worker_pb2.Step.FromString(data))
-        status, token_ids = self._run(self.steps[-1], fails)
-        self.in_flight.append((self.step_id, outputs.rows, status, token_ids))
+        self.in_flight.append((rows, self.worker.run(self.steps[-1], fails)))
         return True
 
-    def _run(self, step: worker_pb2.Step, fails: bool) -> tuple[int, np.ndarray | None]:
-        if self.worker_skips and not step.HasField("resume_after"):
-            return SKIPPED, None
-        self.worker_skips = fails
-        self.mirror.apply_blocks(step)
-        rows = self.mirror.apply_rows(step)
-        if fails:
-            self.mirror.roll_back(rows)
-            return FAILED, None
-        tokens = [next_token(self.mirror.token_ids[slot, : self.mirror.num_tokens[slot]]) for slot in rows.sample_slots]
-        self.mirror.record_samples(rows, np.array(tokens, np.int64))
-        self.mirror.check_integrity()
-        return OK, np.array(tokens, np.int32)
+    def take_outgrown(self) -> None:
+        """There is no larger worker here."""
+        for group in self.scheduler.outgrown:
+            self.errors[group] = "outgrown"
+            self.scheduler.abort(group)
+        self.scheduler.outgrown.clear()
 
     @staticmethod
-    def groups_of(rows: ScheduledRows) -> list[SequenceGroup]:
-        return list(dict.fromkeys(sequence.group for sequence in rows.sequences))
+    def groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
+        return {sequence.group for sequence in rows.sequences}
 
     def answer(self) -> NewTokens | None:
         """Takes the answer of the oldest step in flight, and gives what it brought unless it failed."""
-        step_id, rows, status, token_ids = self.in_flight.popleft()
-        if status == OK and token_ids is not None:
-            return self.scheduler.process_outputs(rows, token_ids, rows.num_samples, {})
+        rows, result = self.in_flight.popleft()
+        if result.status == OK:
+            tokens = self.scheduler.process_outputs(rows, decode(result.outputs, rows.num_answers))
+            for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
+                self.outputs[sequence.group].setdefault(sequence.index, []).append(token_id)
+            self.hypotheses.update(tokens.beams)
+            self.errors.update(tokens.errors)
+            return tokens
         self.scheduler.roll_back(rows)
-        if status == FAILED:
-            self.failed = (step_id, rows)
+        if result.status == FAILED:
+            self.failed = (result.step_id, rows)
         if self.failed and not self.in_flight:
             self.scheduler.resume(self.failed[1])
         return None
 
-    def check(self) -> None:
-        """Every invariant that can be seen from here; the mirror's equality whenever nothing is on the way."""
-        self.scheduler.check_integrity()
-        self.mirror.check_integrity()
-        if not self.in_flight and self.failed is None:
-            self._check_mirror()
-
-    def _check_mirror(self) -> None:
-        columns, mirror = self.columns, self.mirror
-        not_yet_released = set(np.flatnonzero(mirror.occupied)) - set(np.flatnonzero(columns.occupied))
-        assert not_yet_released <= self.scheduler._released_slots, "the worker holds a slot that nobody will release"
-        for slot in np.flatnonzero(columns.occupied):
-            if columns.owner[slot] in self.scheduler._unknown:
-                continue
-            length, num_blocks = columns.num_tokens[slot], columns.num_blocks[slot]
-            assert mirror.num_tokens[slot] == length
-            assert mirror.num_computed_tokens[slot] == columns.num_computed_tokens[slot]
-            assert (mirror.token_ids[slot, :length] == columns.token_ids[slot, :length]).all()
-            assert mirror.num_blocks[slot] == num_blocks
-            assert (mirror.block_tables[slot, :num_blocks] == columns.block_tables[slot, :num_blocks]).all()
-
-    def run_to_end(self, fails: Callable[[], bool] = lambda: False) -> None:
+    def run_to_end(self, fails: Callable[[], str | None] = lambda: None) -> None:
         """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send."""
         while any(not group.is_finished for group in self.groups):
             sent = False
             while len(self.in_flight) < self.depth and self.send(fails()):
                 sent = True
+            if all(group.is_finished for group in self.groups):
+                break
             assert sent or self.in_flight, "runnable work, nothing in flight, and nothing was scheduled"
             self.answer()
             self.check()
         while self.in_flight:
             self.answer()
 
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant that can be seen from here; the mirror's equality whenever nothing is on the way."""
+        self.scheduler.check_integrity()
+        self.waiting.check_integrity()
+        for group in self.groups:
+            places = (group in self.waiting) + self.scheduler.holds(group)
+            assert places == (0 if group.is_finished else 1), f"{group.request_id} is in {places} places"
+        if not self.in_flight and self.failed is None:
+            self.worker.check_integrity()
+            self._check_mirror()
+
+    def _check_mirror(self) -> None:
+        columns, mirror, groups = self.columns, self.mirror, self.scheduler.groups
+        not_yet_released = set(np.flatnonzero(mirror.occupied)) - set(np.flatnonzero(columns.occupied))
+        assert not_yet_released <= groups.released_slots, "the worker holds a slot that nobody will release"
+        for slot in np.flatnonzero(columns.occupied):
+            sequence = columns.owner[slot]
+            if sequence in groups.unknown:
+                continue
+            num_given = sequence.group.uses_beam_search and sequence.group in groups.ready_beams
+            length, num_blocks = columns.num_tokens[slot] - num_given, columns.num_blocks[slot]
+            assert mirror.num_tokens[slot] == length
+            assert mirror.num_computed_tokens[slot] == columns.num_computed_tokens[slot]
+            assert (mirror.token_ids[slot, :length] == columns.token_ids[slot, :length]).all()
+            assert mirror.num_blocks[slot] == num_blocks
+            assert (mirror.block_tables[slot, :num_blocks] == columns.block_tables[slot, :num_blocks]).all()
+
+    def check_outputs(self, besides: Iterable[SequenceGroup] = ()) -> None:
+        """Each finished group has exactly the tokens that it would get alone; those in `besides` the first of them."""
+        besides = {*besides, *self.errors}
+        for group in self.groups:
+            prompt = (group.sequences[0].token_ids if group.sequences else np.zeros(0)).tolist()
+            prompt = prompt[: group.num_prompt_tokens]
+            if group.beam_search is not None:
+                if group not in besides:
+                    assert_same_beams(self.hypotheses[group], expected_beams(group, prompt))
+                continue
+            for index in range(group.best_of):
+                expected = expected_tokens(prompt, index, group.max_num_tokens, group.eos_token_id)
+                expected, got = expected[len(prompt) :], self.outputs[group].get(index, [])
+                assert got == (expected[: len(got)] if group in besides else expected), (group.request_id, index)
+
     def check_nothing_left(self) -> None:
         assert self.columns.num_free_slots == self.num_slots
         assert self.blocks.num_free_blocks == self.num_blocks
-        assert not self.scheduler.running and not self.scheduler.preempted and not self.scheduler.prefilling
+        assert self.blocks.host_allocator.num_free == self.num_host_blocks
+        assert not self.scheduler.groups.has_work and not self.scheduler.groups.prefilling
         assert len(self.waiting) == 0 and self.waiting.num_tokens == 0
         self.scheduler.check_integrity()
+
+
+def expected_beams(group: SequenceGroup, prompt: list[int]) -> list[BeamHypothesis]:
+    """What beam search finds for a group that runs alone, straight from the language."""
+    used = group.beam_search
+    assert used is not None
+    search = BeamSearch(
+        used.width,
+        num_returned=group.num_outputs,
+        num_prompt_tokens=len(prompt),
+        max_num_tokens=group.max_num_tokens,
+        stop_token_ids=group.stop_token_ids | ({group.eos_token_id} if group.eos_token_id is not None else set()),
+        length_penalty=used._length_penalty,
+        early_stopping=used._early_stopping,
+    )
+    while not search.is_done:
+        candidates = []
+        for beam in range(search.num_live):
+            logprobs = logprobs_after(content_of([*prompt, *search.live_token_ids(beam)]))
+            token_ids = most_likely(logprobs, search.num_candidates)
+            candidates.append((token_ids, logprobs[token_ids]))
+        search.advance(candidates)
+    return search.hypotheses()
+
+
+def assert_same_beams(found: list[BeamHypothesis], expected: list[BeamHypothesis]) -> None:
+    assert [hypothesis.token_ids for hypothesis in found] == [hypothesis.token_ids for hypothesis in expected]
+    assert [hypothesis.score for hypothesis in found] == [hypothesis.score for hypothesis in expected]

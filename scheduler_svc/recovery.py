@@ -1,0 +1,89 @@
+"""Back to the last good answer after a step failed, and away from a worker that is lost.
+
+Rows are rolled back step by step, the failed one first, those that the worker skipped after it. Nothing is taken for
+granted that a step which failed, or was skipped, should have moved or computed for others:
+
+    computed tokens, draws    are taken back
+    blocks published          are withdrawn from the prefix cache; whoever had found them begins anew
+    swaps and copies          did not happen: the groups concerned are computed again
+    forks                     are undone: the children wait for the parent's row to come again
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.step_plan import ScheduledRows
+from scheduler_svc.worker_groups import WorkerGroups
+
+
+class Recovery:
+    """What was rolled back since the last good answer."""
+
+    def __init__(self, groups: WorkerGroups) -> None:
+        self._groups = groups
+        self._moved: set[SequenceGroup] = set()
+        self._withdrawn: list[int] = []
+
+    def roll_back(self, rows: ScheduledRows) -> None:
+        """Takes back the rows of a step that failed or was skipped; their tokens will not come."""
+        columns = self._groups.columns
+        is_current = columns.generation[rows.slots] == rows.generations
+        columns.num_computed_tokens[rows.slots[is_current]] -= rows.query_lens[is_current]
+        for row in np.flatnonzero(~is_current):
+            sequence = rows.sequences[row]
+            if sequence.status is SequenceStatus.SWAPPED and sequence.last_generation == rows.generations[row]:
+                sequence.num_swapped_tokens -= int(rows.query_lens[row])
+        first_beam = len(rows) - rows.num_beam_rows
+        self._drop_draws(rows.sample_slots, rows.sample_generations, rows.sample_sequences)
+        self._drop_draws(rows.slots[first_beam:], rows.generations[first_beam:], rows.sequences[first_beam:])
+        for parent, children in rows.forks:
+            for child in children:
+                if child.slot >= 0:
+                    self._groups.give_up_slot(child, SequenceStatus.WAITING, publishes=False)
+            if parent.slot >= 0:
+                self._groups.expanding.add(parent.group)
+        self._moved |= rows.moved
+        self._withdrawn += self._groups.blocks.withdraw([*rows.published, *self._groups.blocks.take_published()])
+
+    def _drop_draws(self, slots: np.ndarray, generations: np.ndarray, sequences: np.ndarray) -> None:
+        columns = self._groups.columns
+        is_current = columns.generation[slots] == generations
+        columns.num_placeholders[slots[is_current]] -= 1
+        for entry in np.flatnonzero(~is_current):
+            sequence = sequences[entry]
+            if sequence.num_pending_tokens and sequence.last_generation == generations[entry]:
+                sequence.num_pending_tokens -= 1
+
+    def resume(self) -> None:
+        """Starts over after every step in flight was rolled back.
+
+        The next step releases all slots, and each running sequence is introduced anew, its cached tokens included, so
+        nothing has to be known of what the worker still applied.
+        """
+        groups, columns = self._groups, self._groups.columns
+        for group in self._moved | self._that_found(self._withdrawn):
+            if group in groups.running or group in groups.swapped:
+                groups.recompute_later(group, publishes=False)
+        self._moved, self._withdrawn = set(), []
+        full = columns.num_computed_tokens // columns.block_size
+        columns.num_published[:] = np.minimum(columns.num_published, full)
+        groups.tell_all_again()
+
+    def _that_found(self, withdrawn: list[int]) -> set[SequenceGroup]:
+        """Running groups that count tokens as computed which lie in withdrawn blocks: it was not them, or not yet."""
+        columns, found = self._groups.columns, set()
+        if not withdrawn:
+            return set()
+        is_wrong = np.zeros(self._groups.blocks.allocator.num_blocks, np.bool_)
+        is_wrong[withdrawn] = True
+        for slot in np.flatnonzero(columns.occupied):
+            computed = -(-int(columns.num_computed_tokens[slot]) // columns.block_size)
+            if is_wrong[columns.block_tables[slot, :computed]].any():
+                found.add(columns.owner[slot].group)
+        return found
+
+    def evacuate(self) -> list[SequenceGroup]:
+        """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""
+        return self._groups.give_up_all()
