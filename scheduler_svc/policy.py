@@ -31,10 +31,6 @@ class Policy:
     overrules: Callable[[SequenceGroup, SequenceGroup], bool]
     counts_tokens: bool = False
 
-    def __call__(self, group: SequenceGroup) -> Key:
-        """The key."""
-        return self.key(group)
-
 
 def _by_order(group: SequenceGroup) -> Key:
     return (group.order,)

@@ -57,6 +57,21 @@ def test_priorities_are_served_strictly_by_class_and_within_one_by_arrival():
     assert waits[0] < 1 and waits[0] < waits[1] / 5 < waits[2] / 10, waits
 
 
+def test_an_urgent_request_takes_the_place_of_a_patient_one_which_loses_nothing():
+    """All places are taken when each urgent one comes, and it starts with the next step."""
+    machine = Machine()
+    patient = flow("patient", 8, 60, priority=1)
+    urgent = [Arrival(20 + 5 * number, 100, 20, "urgent") for number in range(5)]
+    playback = play(patient + urgent, "priority", machine=machine)
+    longest_step_s = (machine.base_ns + machine.token_ns * machine.max_num_batched_tokens) / 1e9
+    assert max(outcome.wait_s for outcome in playback.of("urgent")) <= longest_step_s
+    assert sum(outcome.group.num_preemptions for outcome in playback.of("patient")) >= 3
+    for outcome in playback.outcomes:
+        assert outcome.group.sequences[0].num_tokens == outcome.group.max_num_tokens
+    without = play(patient + urgent, "fcfs", machine=machine)
+    assert max(outcome.wait_s for outcome in without.of("urgent")) > 1, "there were places: this shows nothing"
+
+
 # ---- starvation -----------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Minutes of traffic in a second: plays arrivals against the waiting queue and a worker whose steps take modelled time.
 
 The clock is a number: a step takes `base_ns` and `token_ns` for each token that it computes, and what arrives meanwhile
-waits for the next. What comes out is when each request was admitted, answered first and done, and who was served how
+waits for the next. What comes out is when each request was admitted and done, and who was served how
 many tokens when.
 """
 
@@ -10,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from protos import inference_pb2
+from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.policy import POLICIES
+from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.sequence_columns import SequenceColumns
 from scheduler_svc.served_tokens import ServedTokens
+from scheduler_svc.step_plan import Answer, ScheduledRows
 from scheduler_svc.waiting_queue import WaitingQueue
 
 SECOND_NS = 1_000_000_000
+MAX_MODEL_LEN, BLOCK_SIZE = 512, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,6 @@ class Outcome:
 
     arrival: Arrival
     group: SequenceGroup
-    first_token_s: float | None = None
     end_s: float | None = None
 
     @property
@@ -78,54 +84,36 @@ def jain_index(shares: Sequence[float]) -> float:
 
 
 class Core:
-    """The waiting queue and a worker that takes from it: built and stepped here and nowhere else."""
+    """The waiting queue and the scheduler of one worker: built and stepped here and nowhere else."""
 
     def __init__(self, machine: Machine, policy: str, served: ServedTokens) -> None:
-        self.machine = machine
         self.waiting = WaitingQueue(POLICIES[policy], served)
-        self.served = served
-        self._running: dict[SequenceGroup, list[int]] = {}  # prompt tokens and output tokens still to compute
+        columns = SequenceColumns(machine.num_slots, MAX_MODEL_LEN, BLOCK_SIZE)
+        num_blocks = machine.num_slots * MAX_MODEL_LEN // BLOCK_SIZE
+        blocks = BlockSpaceManager(columns, num_blocks, enable_prefix_caching=False)  # all prompts are alike
+        settings = SchedulerSettings(policy=POLICIES[policy], served=served)
+        self.scheduler = Scheduler(columns, blocks, machine.max_num_batched_tokens, settings)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or len(self.waiting))
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.preempted or scheduler.swapped or len(self.waiting))
 
     def add(self, group: SequenceGroup) -> None:
         self.waiting.push(group)
 
-    def step(self, now_ns: int) -> list[tuple[SequenceGroup, int, int]]:
-        """The rows of the next step: (group, prompt tokens computed, tokens drawn)."""
-        budget = self.machine.max_num_batched_tokens
-        rows = [(group, 0, 1) for group, (prompt, _) in self._running.items() if not prompt]
-        budget -= len(rows)
-        for group in [group for group, (prompt, _) in self._running.items() if prompt]:
-            budget -= self._add_chunk(rows, group, budget)
-        while budget and len(self._running) < self.machine.num_slots and len(self.waiting):
-            group = self.waiting.pop()
-            group.first_scheduled_ns = now_ns
-            self.served.charge(group.tenant, group.num_prompt_tokens)
-            self._running[group] = [group.num_prompt_tokens, group.max_num_tokens - group.num_prompt_tokens]
-            budget -= self._add_chunk(rows, group, budget)
-        return rows
+    def step(self, now_ns: int) -> ScheduledRows:
+        outputs = self.scheduler.schedule(self.waiting, now_ns)
+        assert outputs is not None, "work waits and nothing runs"
+        return outputs.rows
 
-    def _add_chunk(self, rows: list[tuple[SequenceGroup, int, int]], group: SequenceGroup, budget: int) -> int:
-        num_tokens = min(budget, self._running[group][0])
-        if num_tokens:
-            rows.append((group, num_tokens, int(num_tokens == self._running[group][0])))
-        return num_tokens
-
-    def answer(self, rows: list[tuple[SequenceGroup, int, int]]) -> list[SequenceGroup]:
-        """Takes the answer of a step; the groups that are complete."""
-        complete = []
-        for group, num_prompt_tokens, num_drawn in rows:
-            self.served.charge(group.tenant, num_drawn)
-            left = self._running[group]
-            left[0] -= num_prompt_tokens
-            left[1] -= num_drawn
-            if not left[1]:
-                complete.append(group)
-                del self._running[group]
-        return complete
+    def answer(self, rows: ScheduledRows) -> list[SequenceGroup]:
+        """Takes the answer of a step, one token for each row that draws; the groups that are complete."""
+        token_ids = np.full(int(rows.num_answers.sum()), 5, np.int32)
+        answer = Answer(token_ids, rows.num_answers, np.zeros(0, np.float32), {})
+        tokens = self.scheduler.process_outputs(rows, answer)
+        self.scheduler.check_integrity()
+        return [tokens.sequences[entry].group for entry in np.flatnonzero(tokens.finish_reasons)]
 
 
 def play(
@@ -151,15 +139,14 @@ def play(
             now_ns = to_come[-1].group.arrival_ns
             continue
         rows = core.step(now_ns)
-        assert rows, "work waits and nothing runs"
-        now_ns += machine.base_ns + machine.token_ns * sum(prompt or drawn for _, prompt, drawn in rows)
+        now_ns += machine.base_ns + machine.token_ns * int(rows.query_lens.sum())
         now_s = now_ns / SECOND_NS
         for group in core.answer(rows):
             outcomes[group].end_s = now_s
-        for group, prompt, drawn in rows:
-            playback.served.append((now_s, group.tenant, prompt + drawn))
-            if drawn and outcomes[group].first_token_s is None:
-                outcomes[group].first_token_s = now_s
+        num_prompt_tokens = rows.query_lens.copy()
+        num_prompt_tokens[: rows.num_decode_rows] = 0
+        for sequence, num_tokens in zip(rows.sequences, num_prompt_tokens + rows.num_answers, strict=True):
+            playback.served.append((now_s, sequence.group.tenant, int(num_tokens)))
         playback.num_steps += 1
     return playback
 
