@@ -160,6 +160,8 @@ class Answers:
         group.sequences = beams
         for beam, (_, token_id) in zip(beams, continuations, strict=True):
             beam.append(token_id)
+        if self._served is not None:
+            self._served.charge(group.tenant, len(beams))
         if group in self._groups.running:
             self._groups.ready_beams.add(group)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from octavo.log import LEVELS
 from octavo.options import option
 from scheduler_svc.policy import POLICIES
+from scheduler_svc.preemption import MODES
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,19 @@ class SchedulerConfig:
     tokenizer: Path | None = option(None, "folder of tokenizer files to use in place of the workers'", metavar="DIR")
     served_model_name: str = option("", "name that requests may give as model; the default is the workers' own")
     scheduling_policy: str = option("fcfs", "order in which waiting requests are served", choices=tuple(POLICIES))
+    tenant_weights: tuple[str, ...] = option(
+        (), "with --scheduling-policy fair: a tenant's share, NAME=WEIGHT; others have 1; repeatable", metavar="SHARE"
+    )
+    preemption_mode: str = option(
+        "auto", "how a running request gives its cache up: copied to host memory, or computed again", choices=MODES
+    )
+    enable_prefix_caching: bool = option(True, "share the cache of equal prompt beginnings between requests")
+    enable_chunked_prefill: bool = option(
+        True, "compute long prompts in parts beside decodes; without it prompts are computed whole and first"
+    )
+    scheduler_delay_factor: float = option(
+        0.0, "without chunked prefill: wait so many times a prompt step's time before the next, so that the queue fills"
+    )
     steps_in_flight: int = option(2, "steps sent to a worker before the first of them is answered; 1 is lock-step")
     max_num_seqs: int | None = option(None, "sequences that run at once on a worker; lowers the worker's own bound")
     max_num_batched_tokens: int | None = option(None, "tokens in one step; lowers the worker's own bound")
@@ -47,6 +61,9 @@ class SchedulerConfig:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
+        self.weights()  # raises for what is none
+        if self.scheduler_delay_factor < 0:
+            raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
         for name in (
             "steps_in_flight",
             "max_workers",
@@ -69,3 +86,16 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_num_seqs is {self.max_num_seqs}, more than max_num_batched_tokens, {self.max_num_batched_tokens}"
             )
+
+    def weights(self) -> dict[str, float]:
+        """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""
+        weights = {}
+        for entry in self.tenant_weights:
+            name, _, weight = entry.rpartition("=")
+            try:
+                weights[name] = float(weight)
+            except ValueError:
+                weights[name] = 0.0
+            if not name or not 0 < weights[name] < float("inf"):
+                raise ValueError(f"tenant_weights has {entry!r}; NAME=WEIGHT with a positive weight is accepted")
+        return weights

@@ -27,6 +27,7 @@ PHASES = {
     SequenceStatus.WAITING: pb.REQUEST_PHASE_WAITING,
     SequenceStatus.RUNNING: pb.REQUEST_PHASE_RUNNING,
     SequenceStatus.PREEMPTED: pb.REQUEST_PHASE_PREEMPTED,
+    SequenceStatus.SWAPPED: pb.REQUEST_PHASE_SWAPPED,
     SequenceStatus.FINISHED: pb.REQUEST_PHASE_FINISHED,
 }
 
@@ -84,7 +85,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
-        return await _not_implemented(context, "FlushPrefixCache")
+        return await self._between_steps(lambda: self._flush(request.worker))
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
         return await _not_implemented(context, "Drain")
@@ -116,19 +117,39 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         return [_worker(client, handles.get(client.address)) for client in list(self._serving.pool.clients.values())]
 
     def _blocks(self, worker: str) -> list[pb.BlockState]:
-        """Blocks in use, of one worker or of all."""
-        return [
-            pb.BlockState(worker=handle.link.address, block_id=block_id, ref_count=ref_count)
+        """Blocks in use or cached, of one worker or of all."""
+        states = []
+        for handle in self._serving.engine.workers:
+            if worker not in ("", handle.link.address):
+                continue
+            blocks = handle.scheduler.blocks
+            for pool, on_host in ((blocks.allocator, False), (blocks.host_allocator, True)):
+                for block_id, ref_count in enumerate(pool.ref_counts.tolist()):
+                    cached = not on_host and bool(blocks.cache.is_cached[block_id])
+                    if ref_count or cached:
+                        states.append(
+                            pb.BlockState(
+                                worker=handle.link.address,
+                                block_id=block_id,
+                                on_host=on_host,
+                                ref_count=ref_count,
+                                cached=cached,
+                            )
+                        )
+        return states
+
+    def _flush(self, worker: str) -> pb.FlushPrefixCacheResponse:
+        """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks."""
+        allocators = [
+            handle.scheduler.blocks.allocator
             for handle in self._serving.engine.workers
             if worker in ("", handle.link.address)
-            for block_id, ref_count in enumerate(handle.scheduler.blocks.allocator.ref_counts.tolist())
-            if ref_count
         ]
+        return pb.FlushPrefixCacheResponse(num_blocks_flushed=sum(allocator.flush() for allocator in allocators))
 
     def _request(self, group: SequenceGroup) -> pb.RequestState:
         workers = self._serving.engine.workers
-        holders = (w for w in workers if group in w.scheduler.running or group in w.scheduler.preempted)
-        worker = next(holders, None)
+        worker = next((worker for worker in workers if worker.scheduler.holds(group)), None)
         return pb.RequestState(
             request_id=group.request_id,
             phase=PHASES[group.sequences[0].status],
@@ -139,6 +160,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
                     index=sequence.index,
                     num_tokens=sequence.num_tokens,
                     num_computed_tokens=sequence.num_computed_tokens,
+                    num_cached_tokens=group.num_cached_tokens,
                     block_table=sequence.block_table.tolist(),
                 )
                 for sequence in group.sequences
@@ -160,10 +182,12 @@ def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState
     state = pb.WorkerState(address=client.address, health=client.state.health, problem=client.state.problem)
     if handle is not None:
         state.instance_id, state.epoch, state.model = handle.info.instance_id, handle.epoch, handle.info.model
-        state.num_running, state.num_preempted = handle.num_running, len(handle.scheduler.preempted)
+        state.num_running = handle.num_running
+        state.num_preempted = len(handle.scheduler.preempted) + len(handle.scheduler.swapped)
         state.num_device_blocks = handle.sizes.num_device_blocks
         state.num_free_device_blocks = handle.scheduler.blocks.num_free_blocks
-        state.num_host_blocks = state.num_free_host_blocks = handle.sizes.num_host_blocks
+        state.num_host_blocks = handle.sizes.num_host_blocks
+        state.num_free_host_blocks = handle.scheduler.blocks.host_allocator.num_free
         state.num_steps = handle.statistics.num_steps
         state.last_heard_ns = time.monotonic_ns() - handle.link.last_heard_ns
         if handle.is_draining:

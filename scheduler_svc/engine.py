@@ -10,20 +10,24 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import structlog
 
 from protos import worker_pb2
+from scheduler_svc.beam_search import BeamHypothesis
+from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.errors import NotReady
 from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.policy import POLICIES
+from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.step_encoder import decode, encode
 from scheduler_svc.step_plan import NewTokens
 from scheduler_svc.waiting_queue import WaitingQueue
@@ -40,12 +44,19 @@ class OutputSink(Protocol):
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None: ...
 
+    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None: ...
+
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     scheduling_policy: str = "fcfs"
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    preemption_mode: str = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduler_delay_factor: float = 0.0
     steps_in_flight: int = 2
     max_waiting_requests: int = 4096
     max_waiting_tokens: int = 4_194_304
@@ -59,8 +70,16 @@ class Engine:
         self.settings = settings
         self.sink = sink
         self.workers: list[WorkerHandle] = []
-        self._policy = POLICIES[settings.scheduling_policy]
-        self._waiting = WaitingQueue(self._policy)
+        served = ServedTokens(settings.tenant_weights)
+        self._scheduler_settings = SchedulerSettings(
+            policy=POLICIES[settings.scheduling_policy],
+            enable_chunked_prefill=settings.enable_chunked_prefill,
+            delay_factor=settings.scheduler_delay_factor,
+            preemption_mode=settings.preemption_mode,
+            served=served,
+        )
+        self._waiting = WaitingQueue(self._scheduler_settings.policy, served)
+        self._dispatcher = Dispatcher(self._waiting)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._has_stopped = False
@@ -118,7 +137,8 @@ class Engine:
         sizes: worker_pb2.InitializeResponse,
         lease: worker_pb2.LeaseGranted,
     ) -> None:
-        self._inbox.put(partial(self._on_joined, WorkerHandle(link, info, sizes, lease, self._policy)))
+        settings, is_caching = self._scheduler_settings, self.settings.enable_prefix_caching
+        self._inbox.put(partial(self._on_joined, WorkerHandle(link, info, sizes, lease, settings, is_caching)))
 
     def worker_said(self, link: WorkerLink, data: bytes) -> None:
         """A `StepResponse`, still in bytes, so that the thread which reads the socket does nothing else."""
@@ -169,11 +189,14 @@ class Engine:
 
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
-        statistics = worker.statistics
-        while worker.can_take_step(self.settings.steps_in_flight):
+        statistics, scheduler = worker.statistics, worker.scheduler
+        while worker.can_take_step(self.settings.steps_in_flight) and (scheduler.groups.has_work or len(self._waiting)):
             started_ns = time.monotonic_ns()
-            outputs = worker.scheduler.schedule(self._waiting, started_ns)
+            outputs = scheduler.schedule(self._dispatcher.view(worker, self.workers), started_ns)
+            self._move_outgrown(worker)
             if outputs is None:
+                # The watchdog: whoever runs must get on, or a step that brings them on must be in flight.
+                assert worker.in_flight or not scheduler.groups.has_work, "work is there, and no step can be made of it"
                 return
             scheduled_ns = time.monotonic_ns()
             resume_after = worker.failed_step.step_id if worker.failed_step else None
@@ -187,6 +210,26 @@ class Engine:
             statistics.encode_ns += sent_ns - scheduled_ns
             statistics.bytes_sent += len(data)
             statistics.num_preempted += outputs.num_preempted
+
+    def _move_outgrown(self, worker: WorkerHandle) -> None:
+        for group in worker.scheduler.outgrown:
+            group.num_moves += 1
+            self._waiting.push(group)
+            self._end_if_nobody_can(group)
+        worker.scheduler.outgrown.clear()
+
+    def _end_if_nobody_can(self, group: SequenceGroup) -> None:
+        """A group that is too large for every worker there is ends alone, with the numbers."""
+        if not self.workers or any(self._dispatcher.can_ever_run(group, worker) for worker in self.workers):
+            return
+        blocks = [worker.scheduler.blocks for worker in self.workers]
+        wanted, most = blocks[0].num_blocks_of(group), max(each.allocator.num_blocks for each in blocks)
+        lengths = max(worker.scheduler.columns.max_model_len for worker in self.workers)
+        message = (
+            f"it holds {wanted} cache blocks and may reach {group.max_num_tokens} tokens; "
+            f"the workers that are left have {most} blocks and take {lengths} tokens"
+        )
+        self._on_end(group, FinishReason.ERROR, message)
 
     def _on_message(self, link: WorkerLink, data: bytes) -> None:
         worker = self._worker_of(link)
@@ -210,6 +253,8 @@ class Engine:
         log.info("worker says", worker=worker.link.address, notice=kind)
         if kind == "draining":
             worker.is_draining = True
+        elif kind == "adapter_loaded":
+            worker.adapters[notice.adapter_loaded.name] = notice.adapter_loaded.generation
         elif kind == "budget":
             worker.scheduler.max_num_batched_tokens = notice.budget.max_num_batched_tokens
 
@@ -222,13 +267,20 @@ class Engine:
             self._on_failed_step(worker, sent, result)
             return
         started_ns = time.monotonic_ns()
-        tokens = worker.scheduler.process_outputs(sent.rows, *decode(result.outputs, sent.rows.num_samples))
-        self.sink.put_tokens(tokens, result.outputs)
+        answer = decode(result.outputs, sent.rows.num_answers)
+        decoded_ns = time.monotonic_ns()
+        worker.statistics.decode_ns += decoded_ns - started_ns
+        tokens = worker.scheduler.process_outputs(sent.rows, answer)
+        if len(tokens.sequences):
+            self.sink.put_tokens(tokens, result.outputs)
+        for group, hypotheses in tokens.beams:
+            self._forget(group)
+            self.sink.put_beams(group, hypotheses)
         for group, message in tokens.errors:
             self._end(group, FinishReason.ERROR, message)
         for entry in tokens.finish_reasons.nonzero()[0]:
             self._forget(tokens.sequences[entry].group)
-        self._count(worker, sent, result, received_ns, time.monotonic_ns() - started_ns)
+        self._count(worker, sent, result, received_ns, time.monotonic_ns() - decoded_ns)
 
     def _on_failed_step(self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult) -> None:
         """Rolls the step back. Once every step in flight is: starts over, each group of the failed step by itself."""
@@ -254,7 +306,7 @@ class Engine:
         statistics.num_steps += 1
         statistics.num_rows += len(sent.rows)
         statistics.num_tokens += int(sent.rows.query_lens.sum())
-        statistics.num_drawn += int(sent.rows.num_samples.sum())
+        statistics.num_drawn += len(sent.rows.sample_slots)
         statistics.process_ns += process_ns
         statistics.wire_ns += max(0, received_ns - sent.sent_ns - timings.total_ns)
         for phase in statistics.worker_ns:
@@ -265,6 +317,7 @@ class Engine:
     def _on_submitted(self, group: SequenceGroup) -> None:
         if not group.is_finished:  # aborted before it came here
             self._waiting.push(group)
+            self._end_if_nobody_can(group)
         self.live.arrived(group)
 
     def _on_joined(self, worker: WorkerHandle) -> None:
@@ -294,6 +347,7 @@ class Engine:
                 self._on_end(group, FinishReason.ERROR, f"{group.num_worker_losses} workers were lost while running it")
             else:
                 self._waiting.push(group)
+                self._end_if_nobody_can(group)
 
     def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """Ends a group that has not ended by itself, wherever it is."""
@@ -308,12 +362,13 @@ class Engine:
             self._forget(sequence.group)
 
     def _release(self, group: SequenceGroup, only: Sequence | None = None) -> None:
-        self._waiting.remove(group)
+        holder = next((worker.scheduler for worker in self.workers if worker.scheduler.holds(group)), None)
         for sequence in [only] if only else group.unfinished():
-            for worker in self.workers:
-                if group in worker.scheduler.running or group in worker.scheduler.preempted:
-                    worker.scheduler.finish(sequence)
+            if holder is not None:
+                holder.finish(sequence)
             sequence.status = SequenceStatus.FINISHED
+        if group.is_finished:
+            self._waiting.remove(group)
 
     def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         self._forget(group)

@@ -42,8 +42,7 @@ class Frontend:
         finish_sequence: called when a stop string ends a sequence that still has steps in flight.
         max_logprobs: the server's own limit; the worker has another.
         scheduling_policy: priorities are refused by any but `priority`.
-        max_prompt_tokens: what one step computes at most, or None where prompts are computed in chunks.
-        block_size: of the workers' caches. With 1 a group is refused by its tokens: less exact, and never too strict.
+        enable_chunked_prefill: False refuses prompts that no step takes whole.
     """
 
     def __init__(
@@ -53,15 +52,13 @@ class Frontend:
         max_logprobs: int = 20,
         *,
         scheduling_policy: str = "fcfs",
-        max_prompt_tokens: Callable[[], int | None] = lambda: None,
-        block_size: Callable[[], int] = lambda: 1,
+        enable_chunked_prefill: bool = True,
     ) -> None:
         self._served_model = served_model
         self._finish_sequence = finish_sequence
         self._max_logprobs = max_logprobs
         self._scheduling_policy = scheduling_policy
-        self._max_prompt_tokens = max_prompt_tokens
-        self._block_size = block_size
+        self._enable_chunked_prefill = enable_chunked_prefill
 
     def model(self, name: str = "") -> ServedModel:
         """The served model. Raises NotReady before there is one, UnknownName when the client wants another."""
@@ -90,8 +87,8 @@ class Frontend:
         limits = GroupLimits(
             max_model_len=model.max_model_len,
             max_cached_tokens=model.max_cached_tokens,
-            block_size=self._block_size(),
-            max_prompt_tokens=self._max_prompt_tokens(),
+            block_size=model.block_size,
+            max_prompt_tokens=None if self._enable_chunked_prefill else model.max_num_batched_tokens,
         )
         max_num_tokens = limits.max_num_tokens(len(token_ids), params)
         if not params.HasField("seed"):

@@ -116,6 +116,21 @@ class Scheduler:
     def holds(self, group: SequenceGroup) -> bool:
         return group in self.running or group in self.preempted or group in self.swapped
 
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Tokens of all groups here: what attention reads, and what has to be computed when it is lost."""
+        waiting = (*self.swapped, *self.preempted)
+        held = int(self.columns.num_tokens[self.columns.occupied].sum())
+        return held + sum(sequence.num_tokens for group in waiting for sequence in group.unfinished())
+
+    def can_ever_run(self, group: SequenceGroup) -> bool:
+        """Whether this worker, empty, could hold what there is of the group, and every length that it may reach."""
+        return (
+            group.max_num_tokens <= self.columns.max_model_len
+            and group.num_slots <= self.columns.max_num_seqs
+            and self.blocks.num_blocks_of(group) <= self.blocks.allocator.num_blocks
+        )
+
     # ---- deciding a step --------------------------------------------------------------------------------------------
 
     def schedule(self, waiting: Source, now_ns: int) -> SchedulerOutputs | None:
@@ -278,7 +293,7 @@ class Scheduler:
             group = self._next_group(waiting)
             if group is None or (is_swapped_only and group not in self.swapped):
                 return
-            status = self._can_admit(group, plan)
+            status = self.can_admit(group, plan)
             if status is AllocStatus.LATER:
                 return
             comes_back = self.holds(group)
@@ -319,7 +334,7 @@ class Scheduler:
                 return
             self._add_chunk(plan, sequence)
 
-    def _can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:
+    def can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:
         """Whether the whole of what is known of a group fits above the watermark, beside what others still lack."""
         blocks = self.blocks
         is_swapped = group in self.swapped
@@ -354,7 +369,7 @@ class Scheduler:
         group = waiting.peek()
         if group is None or not any(self.settings.policy.overrules(group, other) for other in self.running):
             return
-        while self._can_admit(group) is AllocStatus.LATER:
+        while self.can_admit(group) is AllocStatus.LATER:
             overruled = [other for other in self.running if self.settings.policy.overrules(group, other)]
             if not overruled:
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protos import worker_pb2
 from scheduler_svc.tokenizer import Tokenizer
@@ -10,7 +10,7 @@ from scheduler_svc.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Lengths are in tokens. `max_cached_tokens` is what the whole cache of one worker holds."""
+    """Lengths are in tokens, and those of the largest worker. `max_cached_tokens` is what one whole cache holds."""
 
     name: str
     model_hash: str
@@ -19,7 +19,9 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     max_cached_tokens: int
+    block_size: int
     max_logprobs: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
@@ -37,7 +39,9 @@ class ServedModel:
             vocab_size=info.vocab_size,
             max_model_len=sizes.max_model_len,
             max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_cached_tokens=sizes.num_device_blocks * info.block_size,
+            block_size=info.block_size,
             max_logprobs=info.max_logprobs,
             eos_token_ids=tuple(info.eos_token_ids),
             tokenizer=tokenizer,
@@ -50,4 +54,16 @@ class ServedModel:
             return f"it serves {info.model} ({info.model_hash[:12]}), this pool {self.name} ({self.model_hash[:12]})"
         if info.tokenizer_sha256 != self.tokenizer_sha256:
             return f"its tokenizer ({info.tokenizer_sha256[:12]}) is not the pool's ({self.tokenizer_sha256[:12]})"
+        if info.block_size != self.block_size:
+            return f"its cache blocks hold {info.block_size} tokens, the pool's {self.block_size}"
         return None
+
+    def with_worker(self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse) -> ServedModel:
+        """What the pool takes with one more worker in it."""
+        return replace(
+            self,
+            max_model_len=max(self.max_model_len, sizes.max_model_len),
+            max_num_seqs=max(self.max_num_seqs, sizes.max_num_seqs),
+            max_num_batched_tokens=max(self.max_num_batched_tokens, sizes.max_num_batched_tokens),
+            max_cached_tokens=max(self.max_cached_tokens, sizes.num_device_blocks * info.block_size),
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from protos import worker_pb2
+from scheduler_svc.adapter_gate import AdapterGate
 from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.policy import Policy
-from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.preemption import Costs
+from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence_columns import SequenceColumns
 from scheduler_svc.step_plan import ScheduledRows
 
@@ -68,15 +69,21 @@ class WorkerHandle:
         info: worker_pb2.WorkerInfo,
         sizes: worker_pb2.InitializeResponse,
         lease: worker_pb2.LeaseGranted,
-        policy: Policy,
+        settings: SchedulerSettings,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.link = link
         self.info = info
         self.sizes = sizes
         self.epoch = lease.epoch
         columns = SequenceColumns(sizes.max_num_seqs, sizes.max_model_len, info.block_size)
-        blocks = BlockSpaceManager(columns, sizes.num_device_blocks)
-        self.scheduler = Scheduler(columns, blocks, sizes.max_num_batched_tokens, policy)
+        blocks = BlockSpaceManager(
+            columns, sizes.num_device_blocks, sizes.num_host_blocks, enable_prefix_caching=enable_prefix_caching
+        )
+        costs = Costs(sizes.prefill_tokens_per_s, sizes.swap_bytes_per_s, sizes.block_bytes)
+        self.scheduler = Scheduler(columns, blocks, sizes.max_num_batched_tokens, replace(settings, costs=costs))
+        self.adapter_gate = AdapterGate(info.max_loras)
+        self.adapters = {adapter.name: adapter.generation for adapter in info.adapters}
         self.in_flight: deque[StepInFlight] = deque()
         self.statistics = StepStatistics()
         self.is_draining = False
@@ -87,6 +94,13 @@ class WorkerHandle:
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
+
+    @property
+    def takes_new_groups(self) -> bool:
+        """Whether its next step may begin groups from the queue."""
+        scheduler = self.scheduler
+        comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects
+        return not (self.is_draining or self.failed_step or comes_back)
 
     @property
     def is_idle(self) -> bool:

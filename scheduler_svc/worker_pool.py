@@ -95,10 +95,8 @@ class WorkerPool:
                 log.info("model is known", model=self.model.name, max_model_len=self.model.max_model_len)
             elif (difference := self.model.difference(info)) is not None:
                 raise WorkerRefused(difference)
-            elif sizes.max_model_len < self.model.max_model_len:
-                raise WorkerRefused(f"it takes {sizes.max_model_len} tokens, this pool {self.model.max_model_len}")
-            elif sizes.num_device_blocks * info.block_size < self.model.max_cached_tokens < self.model.max_model_len:
-                raise WorkerRefused(f"its cache is smaller than the {self.model.max_cached_tokens} tokens of this pool")
+            else:
+                self.model = self.model.with_worker(info, sizes)
 
     def joined(
         self,

@@ -31,6 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         vocab_size=400,
         max_model_len=256,
         max_num_seqs=8,
+        max_num_batched_tokens=180,
+        block_size=4,
         max_cached_tokens=48 * 4,
         max_logprobs=20,
         eos_token_ids=(IM_END, END_OF_TEXT),
@@ -44,8 +46,7 @@ def _prepare(model: ServedModel, params: dict[str, Any], prompt: str = "abc", **
         lambda: model,
         lambda _: None,
         scheduling_policy=fields.pop("scheduling_policy", "fcfs"),
-        max_prompt_tokens=lambda: 180,
-        block_size=lambda: 4,
+        enable_chunked_prefill=False,
     )
     return frontend.prepare(
         pb.GenerateRequest(request_id="it", prompt=prompt, sampling_params=pb.SamplingParams(**params), **fields)

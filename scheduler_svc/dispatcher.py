@@ -1,0 +1,118 @@
+"""Which worker takes which waiting group: workers pull, and are shown what of the queue is best taken by them.
+
+With one worker that is the queue in its order. With several a group goes to the worker that has the longest part of its
+prompt cached, of equals to the one with the fewest tokens outstanding, among those that could take it now; a worker
+looks a bounded window ahead for such groups. Knows nothing of clocks and sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from typing import Protocol
+
+from scheduler_svc.adapter_gate import AdapterGate
+from scheduler_svc.block_manager import AllocStatus
+from scheduler_svc.scheduler import Scheduler
+from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.waiting_queue import WaitingQueue
+
+LOOK_AHEAD = 32  # groups
+MAX_PASSED_OVER = 16  # times that a group may see later ones taken first for their cached prefixes
+
+
+class Taker(Protocol):
+    """A worker as the dispatcher sees it."""
+
+    scheduler: Scheduler
+    adapter_gate: AdapterGate
+    adapters: dict[str, int]  # loaded ones, with their generations
+
+    @property
+    def takes_new_groups(self) -> bool: ...
+
+
+class Dispatcher:
+    """Looks into the one waiting queue for all workers."""
+
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self.waiting = waiting
+
+    def view(self, worker: Taker, workers: AbstractSequence[Taker]) -> WorkerView:
+        """What `worker` is shown while it fills one step; `workers` are all that there are."""
+        return WorkerView(self.waiting, worker, [other for other in workers if other is not worker])
+
+    @staticmethod
+    def can_ever_run(group: SequenceGroup, worker: Taker) -> bool:
+        """Whether the worker, empty, could hold what the group has and is allowed to become."""
+        return worker.scheduler.can_ever_run(group)
+
+
+class WorkerView:
+    """A `Source` for one worker and one step."""
+
+    def __init__(self, waiting: WaitingQueue, worker: Taker, others: list[Taker]) -> None:
+        self._waiting = waiting
+        self._worker = worker
+        self._others = others
+        self._passed: list[SequenceGroup] = []  # before the one shown last
+        self._has_round = False
+
+    def peek(self) -> SequenceGroup | None:
+        """The group that this worker should take next, if there is one."""
+        if not len(self._waiting):
+            return None
+        head = self._waiting.peek()
+        if not self._others and head is not None and not head.adapter and self._fits(head):
+            self._passed = []
+            return head
+        self._open_gate()
+        best: SequenceGroup | None = None
+        best_cached, passed = -1, []
+        for group in self._waiting.candidates(LOOK_AHEAD):
+            if self._fits(group) and self._worker.adapter_gate.admits(group.adapter) and self._is_best_here(group):
+                cached = self._num_cached(self._worker, group) if self._others else 0
+                if cached > best_cached:
+                    best, best_cached, self._passed = group, cached, list(passed)
+                if not self._others or group.num_passed_over >= MAX_PASSED_OVER:
+                    break  # in service order, or nobody behind it may be taken first any more
+                passed.append(group)
+        return best
+
+    def remove(self, group: SequenceGroup) -> bool:
+        """The worker takes a group."""
+        for earlier in self._passed:
+            earlier.num_passed_over += 1
+        self._worker.adapter_gate.admitted(group.adapter)
+        return self._waiting.remove(group)
+
+    def earliest_arrival_ns(self) -> int | None:
+        return self._waiting.earliest_arrival_ns()
+
+    def _open_gate(self) -> None:
+        scheduler = self._worker.scheduler
+        groups = (*scheduler.running, *scheduler.swapped, *scheduler.preempted)
+        self._worker.adapter_gate.open({group.adapter for group in groups}, self._worker.adapters)
+
+    def _fits(self, group: SequenceGroup) -> bool:
+        return self._worker.scheduler.can_ever_run(group)
+
+    def _is_best_here(self, group: SequenceGroup) -> bool:
+        """Whether no other worker that could take the group now has more of it cached, or less to do."""
+        if not self._others:
+            return True
+        mine = self._rank(self._worker, group)
+        return not any(
+            other.takes_new_groups
+            and self._rank(other, group) < mine
+            and other.scheduler.can_ever_run(group)
+            and (not group.adapter or group.adapter in other.adapters)
+            and other.scheduler.can_admit(group) is AllocStatus.OK
+            for other in self._others
+        )
+
+    def _rank(self, worker: Taker, group: SequenceGroup) -> tuple[int, int]:
+        return (-self._num_cached(worker, group), worker.scheduler.num_outstanding_tokens)
+
+    @staticmethod
+    def _num_cached(worker: Taker, group: SequenceGroup) -> int:
+        return len(worker.scheduler.blocks.find(group.sequences[0]))
