@@ -41,6 +41,7 @@ class Embedded:
         from octavo import log
         from octavo.worker_process import WorkerProcess
         from scheduler_svc.config import SchedulerConfig
+        from scheduler_svc.output_processor import OutputProcessor
         from scheduler_svc.serving import Serving
         from worker_svc.config import WorkerConfig
 
@@ -51,7 +52,8 @@ class Embedded:
         scheduler_config = _build(SchedulerConfig, options, besides=WorkerConfig)
         self.worker = WorkerProcess(worker_config)
         scheduler_config = dataclasses.replace(scheduler_config, worker=(self.worker.address,))
-        self.serving = Serving(scheduler_config, deliver)
+        self._outputs = OutputProcessor(deliver)
+        self.serving = Serving(scheduler_config, self._outputs)
         self.engine, self.frontend = self.serving.engine, self.serving.frontend
         self._runs_itself = runs_itself
         if runs_itself:
@@ -75,7 +77,7 @@ class Embedded:
     def take_turn(self) -> None:
         """Takes what has happened and delivers what it gave; for an engine that does not run itself."""
         self.engine.take_events()
-        self.serving.outputs.run_pending()
+        self._outputs.run_pending()
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps (`StepStatistics`)."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import grpc
 import structlog
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from scheduler_svc.engine import Engine
 from scheduler_svc.errors import NotReady
-from scheduler_svc.output_processor import Delivery
+from scheduler_svc.frontend import Frontend
+from scheduler_svc.mailboxes import Mailbox, Mailboxes
 from scheduler_svc.request_reader import read_generate_request
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.serving import Serving
 from scheduler_svc.status import refusals
 
 log = structlog.get_logger()
@@ -27,37 +28,45 @@ SERVICE = "octavo.v1.Inference"
 TOKENIZER_THREADS = 2  # the tokenizers library lets go of the interpreter while it works
 
 
-class Mailboxes:
-    """Messages on their way from the output thread to the coroutines that write them: one wake-up a delivery."""
+class Core(Protocol):
+    """Where prepared groups go: the engine in this process, or the link to the one that has it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._boxes: dict[RequestStream, asyncio.Queue[pb.GenerateResponse]] = {}
+    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        """Queues a group, `replaces`: in place of a live one of its tenant and id. Raises RequestRefused."""
 
-    def open(self, stream: RequestStream) -> asyncio.Queue[pb.GenerateResponse]:
-        self._boxes[stream] = asyncio.Queue()
-        return self._boxes[stream]
+    def abandon(self, group: SequenceGroup) -> None:
+        """Nobody reads it any more; does nothing for one that has ended."""
 
-    def close(self, stream: RequestStream) -> None:
-        del self._boxes[stream]
+    async def abort(self, request_id: str) -> bool:
+        """Ends live requests of this id; False when there is none."""
 
-    def deliver(self, delivery: Delivery) -> None:
-        """Called on the output thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
-            self._loop.call_soon_threadsafe(self._sort, delivery)
 
-    def _sort(self, delivery: Delivery) -> None:
-        for stream, response in delivery:
-            if (box := self._boxes.get(stream)) is not None:
-                box.put_nowait(response)
+class EngineCore:
+    """The engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        if replaces:
+            self._engine.abort(group.request_id, group.tenant)
+            await asyncio.wrap_future(self._engine.call(lambda: None))  # between steps: the id is free by then
+        self._engine.submit(group)
+
+    def abandon(self, group: SequenceGroup) -> None:
+        self._engine.abort_group(group)
+
+    async def abort(self, request_id: str) -> bool:
+        return self._engine.abort(request_id)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Answers clients from one `Serving`."""
+    """Answers clients: `frontend` prepares, `core` runs, `mailboxes` bring what there is to write."""
 
-    def __init__(self, serving: Serving, mailboxes: Mailboxes) -> None:
+    def __init__(self, frontend: Frontend, core: Core, mailboxes: Mailboxes) -> None:
         self.is_draining = False
-        self._serving = serving
+        self._frontend = frontend
+        self._core = core
         self._mailboxes = mailboxes
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
@@ -68,43 +77,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with refusals(context):
                 if self.is_draining:
                     raise NotReady("this server is draining")
-                group = await self._in_thread(self._serving.frontend.prepare, request, arrival_ns)
-                if request.attempt:
-                    await self._replace(group)
+                group = await self._in_thread(self._frontend.prepare, request, arrival_ns)
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
                 try:
-                    self._serving.engine.submit(group)
-                    await self._write_all(stream, box, context)
+                    await self._core.submit(group, replaces=request.attempt > 0)
+                    await _write_all(stream, box, context)
                 except asyncio.CancelledError:
                     log.info("client is gone")
                     raise
                 finally:
                     self._mailboxes.close(stream)
-                    self._serving.engine.abort_group(group)
-
-    async def _write_all(
-        self, stream: RequestStream, box: asyncio.Queue[pb.GenerateResponse], context: grpc.aio.ServicerContext
-    ) -> None:
-        if (admission := stream.admission()) is not None:
-            await context.write(admission)
-        while True:
-            response = await box.get()
-            await context.write(response)
-            if response.HasField("usage"):
-                return
-
-    async def _replace(self, group: SequenceGroup) -> None:
-        """A client that sends a request again wants no answer to the first attempt."""
-        self._serving.engine.abort(group.request_id, group.tenant)
-        await asyncio.wrap_future(self._serving.engine.call(lambda: None))
+                    self._core.abandon(group)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=self._serving.engine.abort(request.request_id))
+        async with refusals(context):
+            return pb.AbortResponse(found=await self._core.abort(request.request_id))
+        raise AssertionError("refused calls do not come here")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         async with refusals(context):
-            model = self._serving.frontend.model()
+            model = self._frontend.model()
             return pb.ModelInfo(
                 model=model.name,
                 architecture=model.architecture,
@@ -119,18 +112,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         async with refusals(context):
-            return await self._in_thread(self._serving.frontend.tokenize, request)
+            return await self._in_thread(self._frontend.tokenize, request)
         raise AssertionError("refused calls do not come here")
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         async with refusals(context):
-            return await self._in_thread(self._serving.frontend.detokenize, request)
+            return await self._in_thread(self._frontend.detokenize, request)
         raise AssertionError("refused calls do not come here")
 
     async def _in_thread(self, function, *arguments):  # type: ignore[no-untyped-def]  # passes any function through
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.ServicerContext) -> None:
+    if (admission := stream.admission()) is not None:
+        await context.write(admission)
+    while True:
+        response = await box.receive()
+        await context.write(response)
+        if response.HasField("usage"):
+            return
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:

@@ -1,26 +1,43 @@
-"""One request's way out: tokens in, `GenerateResponse` messages out, text and stop strings decided in between.
+"""One request's way out: tokens in, `GenerateResponse` messages out, as many tokens a message as its reader lets wait.
 
-Made by the frontend, then fed on the output thread. Knows nothing of schedulers beyond the group's own counters, and
-nothing of sockets.
+Made by the frontend. Tokens are taken as they come and a message is made when its reader wants one, of everything that
+is new: a reader that falls behind finds one larger message, never a queue of them. Knows nothing of schedulers beyond
+the group's own counters, and nothing of sockets.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+
+import structlog
 
 from protos import inference_pb2 as pb
-from scheduler_svc.detokenizer import Detokenizer
+from scheduler_svc.beam_search import BeamHypothesis
+from scheduler_svc.logprob_columns import LogprobColumns
+from scheduler_svc.output_stream import OutputStream
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.tokenizer import Tokenizer
 
+log = structlog.get_logger()
+
 
 class RequestStream:
-    """What one client reads.
+    """What one client reads. Not thread-safe.
+
+    With `best_of` > `n`, with beams and without streaming there is nothing to read before all outputs have ended; then
+    come the n best, numbered by rank. Of `best_of` they are those with the highest cumulative logprob, ties to the
+    lower index; what ended otherwise than with STOP or LENGTH comes last. The usage counts the tokens of all `best_of`.
 
     Args:
-        streams: False gathers everything into one final message.
+        streams: False gathers everything into one message, the admission included.
         finish_sequence: called when a stop string ends a sequence that still has steps in flight.
+
+    Attributes:
+        is_ready: `next_message` has something to give.
+        is_finished: all outputs have ended; the message that says so may not have been made yet.
+        reads_logprobs: `take_logprobs` has to come before each `take`.
     """
 
     def __init__(
@@ -33,70 +50,126 @@ class RequestStream:
         returns_prompt: bool,
         finish_sequence: Callable[[Sequence], None],
     ) -> None:
+        params = group.sampling_params
         self.group = group
         self.streams = streams
+        self.is_ready = False
         self.is_finished = False
         self._finish_sequence = finish_sequence
+        self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
+        self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
+        self.reads_logprobs = params.HasField("logprobs") or self._is_ranked
+        num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
+        self._outputs = [OutputStream(params, tokenizer) for _ in range(num_outputs)]
+        self._num_unfinished = num_outputs
+        self._num_beam_tokens = 0
         self._first_token_ns: int | None = None
-        self._outputs = [OutputStream(sequence, tokenizer) for sequence in group.sequences]
         self._head = pb.GenerateResponse(
             request_id=group.request_id,
-            seed=group.sampling_params.seed,
+            seed=params.seed,
             model=model,
             admission=pb.Admission(num_prompt_tokens=group.num_prompt_tokens),
             prompt_token_ids=group.sequences[0].token_ids.tolist() if returns_prompt else [],
         )
-        self._gathered: list[pb.OutputDelta] = []
 
     def admission(self) -> pb.GenerateResponse | None:
         """The first message, unless all of them are gathered into one."""
         return self._head if self.streams else None
 
-    def take(
-        self, sequence: Sequence, token_id: int, reason: int, logprobs: pb.TokenLogprobs | None
-    ) -> pb.GenerateResponse | None:
+    def take(self, sequence: Sequence, token_id: int, reason: int) -> None:
         """One token; `reason` where it ended the sequence."""
         if self._first_token_ns is None:
             self._first_token_ns = time.monotonic_ns()
         output = self._outputs[sequence.index]
-        if output.is_finished:
-            return None  # drawn by a step in flight when a stop string was found
-        delta = output.take(token_id, reason, logprobs)
-        if delta.finish_reason and not reason:
-            self._finish_sequence(sequence)
-        return self._message([delta])
+        if output.finish_reason:
+            return  # drawn by a step in flight when a stop string was found
+        output.take(token_id, reason)
+        if output.finish_reason:
+            self._note_end()
+            if not reason:
+                self._finish_sequence(sequence)
+        elif not self._is_gathered:
+            self.is_ready = True
 
-    def end(self, reason: FinishReason, message: str) -> pb.GenerateResponse | None:
+    def take_logprobs(self, sequence: Sequence, columns: LogprobColumns, entry: int) -> None:
+        """Those of the sequence's next token."""
+        output = self._outputs[sequence.index]
+        if not output.finish_reason:
+            output.take_logprobs(columns, entry)
+
+    def take_beams(self, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
+        """All outputs at once, ranked."""
+        self._num_beam_tokens = sum(len(hypothesis.token_ids) for hypothesis in hypotheses)
+        if self._first_token_ns is None:
+            self._first_token_ns = time.monotonic_ns()
+        for output, hypothesis in zip(self._outputs, hypotheses, strict=False):
+            if not output.finish_reason:
+                output.take_beam(hypothesis)
+                self._note_end()
+        self.end(FinishReason.ERROR, f"the search gave {len(hypotheses)} outputs of {len(self._outputs)}")
+
+    def end(self, reason: FinishReason, message: str) -> None:
         """Ends every output that has not ended."""
-        return self._message([output.end(reason, message) for output in self._outputs if not output.is_finished])
+        for output in self._outputs:
+            if not output.finish_reason:
+                output.end(reason, message)
+                self._note_end()
 
-    def fail(self) -> pb.GenerateResponse | None:
+    def fail(self) -> None:
         """Ends the request after a fault of our own in making its output."""
         for sequence in self.group.sequences:
             self._finish_sequence(sequence)
-        return self._message([output.fail() for output in self._outputs if not output.is_finished])
+        if not self.is_finished:
+            for output in self._outputs:
+                output.fail()
+            self._num_unfinished = 0
+            self.is_finished = self.is_ready = True
 
-    def _message(self, deltas: list[pb.OutputDelta]) -> pb.GenerateResponse | None:
-        if self.is_finished:
+    def next_message(self) -> pb.GenerateResponse | None:
+        """Everything that is new, as one message; None when nothing is, or after the last one."""
+        if not self.is_ready:
             return None
-        self.is_finished = all(output.is_finished for output in self._outputs)
-        if not self.streams:
-            self._gathered += deltas
-            if not self.is_finished:
-                return None
-            deltas = _merge(self._gathered)
-        response = pb.GenerateResponse(outputs=deltas)
-        if not self.streams:
-            response.MergeFrom(self._head)
+        self.is_ready = False
+        response = pb.GenerateResponse()
+        for index, output in enumerate(self._chosen()):
+            if output.has_news:
+                delta = response.outputs.add()
+                self._write(output, delta)
+                delta.index = index
         if self.is_finished:
+            if not self.streams:
+                response.MergeFrom(self._head)
             self._add_summary(response)
         return response
+
+    def _note_end(self) -> None:
+        self._num_unfinished -= 1
+        self.is_finished = not self._num_unfinished
+        self.is_ready = self.is_finished or not self._is_gathered
+
+    def _write(self, output: OutputStream, delta: pb.OutputDelta) -> None:
+        try:
+            output.write(delta)
+        except Exception:
+            log.exception("output failed", request_id=self.group.request_id)
+            if not output.finish_reason:
+                self._note_end()
+                self._finish_sequence(self.group.sequences[self._outputs.index(output)])
+            output.fail()
+            delta.Clear()
+            output.write(delta)
+
+    def _chosen(self) -> list[OutputStream]:
+        """The outputs that the client gets, in its order."""
+        if not self._is_ranked:
+            return self._outputs
+        return sorted(self._outputs, key=_rank)[: self.group.num_outputs]
 
     def _add_summary(self, response: pb.GenerateResponse) -> None:
         group, now_ns = self.group, time.monotonic_ns()
         response.usage.prompt_tokens = group.num_prompt_tokens
-        response.usage.completion_tokens = sum(output.num_tokens for output in self._outputs)
-        response.usage.cached_tokens = 0
+        response.usage.completion_tokens = self._num_beam_tokens or sum(output.num_tokens for output in self._outputs)
+        response.usage.cached_tokens = group.num_cached_tokens
         timings = response.timings
         timings.queue_ns = (group.first_scheduled_ns or now_ns) - group.arrival_ns
         timings.first_token_ns = (self._first_token_ns or now_ns) - group.arrival_ns
@@ -104,80 +177,6 @@ class RequestStream:
         timings.times_preempted, timings.times_moved = group.num_preemptions, group.num_moves
 
 
-class OutputStream:
-    """One sequence's tokens as text."""
-
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
-        params = sequence.group.sampling_params
-        self.index = sequence.index
-        self.is_finished = False
-        self.num_tokens = 0
-        self._cumulative_logprob = 0.0
-        self._wants_logprobs = params.HasField("logprobs")
-        self._detokenizer: Detokenizer | None = None
-        if not params.HasField("detokenize") or params.detokenize:
-            self._detokenizer = Detokenizer(
-                tokenizer,
-                skip_special_tokens=not params.HasField("skip_special_tokens") or params.skip_special_tokens,
-                stop=list(params.stop),
-                include_stop_str_in_output=params.include_stop_str_in_output,
-            )
-
-    def take(self, token_id: int, reason: int, logprobs: pb.TokenLogprobs | None) -> pb.OutputDelta:
-        delta = pb.OutputDelta(index=self.index, token_ids=[token_id])
-        self.num_tokens += 1
-        if logprobs is not None:
-            delta.logprobs.append(logprobs)
-            self._cumulative_logprob += logprobs.token.logprob
-        is_stop_token = reason == FinishReason.STOP
-        if self._detokenizer is not None:
-            shown = self._detokenizer.update([token_id], ended_by_stop_token=is_stop_token)
-            delta.text = shown.text
-            if shown.matched_stop is not None:
-                delta.matched_stop.text = shown.matched_stop
-                return self._finish(delta, FinishReason.STOP)
-        if not reason:
-            return delta
-        if is_stop_token:
-            delta.matched_stop.token_id = token_id
-        return self._flush(delta, FinishReason(reason))
-
-    def end(self, reason: FinishReason, message: str) -> pb.OutputDelta:
-        """Ends the output from outside: aborted, or failed with a message."""
-        delta = pb.OutputDelta(index=self.index)
-        if reason is FinishReason.ERROR:
-            delta.error.code, delta.error.message, delta.error.retryable = "INTERNAL", message, True
-        return self._flush(delta, reason)
-
-    def fail(self) -> pb.OutputDelta:
-        """Ends the output without another look at its text, which may be what failed."""
-        error = pb.OutputError(code="INTERNAL", message="the output could not be made; the server's log says why")
-        return self._finish(pb.OutputDelta(index=self.index, error=error), FinishReason.ERROR)
-
-    def _flush(self, delta: pb.OutputDelta, reason: FinishReason) -> pb.OutputDelta:
-        """Text held back as the possible begin of a stop string, or as half a character, is text after all."""
-        if self._detokenizer is not None:
-            rest = self._detokenizer.finish()
-            delta.text += rest.text
-            if rest.matched_stop is not None and reason is FinishReason.LENGTH:
-                delta.matched_stop.text, reason = rest.matched_stop, FinishReason.STOP
-        return self._finish(delta, reason)
-
-    def _finish(self, delta: pb.OutputDelta, reason: FinishReason) -> pb.OutputDelta:
-        self.is_finished = True
-        delta.finish_reason = reason.value
-        if self._wants_logprobs:
-            delta.cumulative_logprob = self._cumulative_logprob
-        return delta
-
-
-def _merge(deltas: list[pb.OutputDelta]) -> list[pb.OutputDelta]:
-    """All deltas of each output as one."""
-    merged: dict[int, pb.OutputDelta] = {}
-    texts: dict[int, list[str]] = {}
-    for delta in deltas:
-        texts.setdefault(delta.index, []).append(delta.text)
-        merged.setdefault(delta.index, pb.OutputDelta()).MergeFrom(delta)
-    for index, delta in merged.items():
-        delta.text = "".join(texts[index])
-    return [merged[index] for index in sorted(merged)]
+def _rank(output: OutputStream) -> tuple[bool, float]:
+    has_ended_well = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return not has_ended_well, -output.cumulative_logprob

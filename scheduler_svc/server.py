@@ -16,7 +16,8 @@ from protos import inference_pb2_grpc
 from scheduler_svc import inference_service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
-from scheduler_svc.inference_service import InferenceService, Mailboxes
+from scheduler_svc.inference_service import EngineCore, InferenceService
+from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.serving import Serving
 from scheduler_svc.statistics import log_statistics
 
@@ -45,9 +46,9 @@ def main(config: SchedulerConfig) -> int:
 
 async def serve(config: SchedulerConfig) -> None:
     """Runs the service in the current event loop until it is told to stop."""
-    mailboxes = Mailboxes(asyncio.get_running_loop())
-    serving = Serving(config, mailboxes.deliver)
-    inference = InferenceService(serving, mailboxes)
+    mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
+    serving = Serving(config, mailboxes)
+    inference = InferenceService(serving.frontend, EngineCore(serving.engine), mailboxes)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     inference_service.add_to_server(inference, server)
     inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config), server)

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine import Engine, EngineSettings
+from scheduler_svc.engine import Engine, EngineSettings, OutputSink
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.output_processor import Delivery, OutputProcessor
 from scheduler_svc.worker_pool import WorkerPool
 
 
-class Serving:
-    """Everything between a checked request and its messages. `deliver` gets the messages, on the output thread."""
+class Outputs(OutputSink, Protocol):
+    """An `OutputSink` that begins before the engine does, and ends after it."""
 
-    def __init__(self, config: SchedulerConfig, deliver: Callable[[Delivery], None]) -> None:
-        self.outputs = OutputProcessor(deliver, self._token_text)
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Serving:
+    """Everything between a checked request and its tokens.
+
+    `outputs` takes what the step loop hands out; a function in its place gets messages, on a thread that makes them.
+    """
+
+    def __init__(self, config: SchedulerConfig, outputs: Outputs | Callable[[Delivery], None]) -> None:
+        self.outputs: Outputs = OutputProcessor(outputs) if callable(outputs) else outputs
         self.engine = Engine(
             EngineSettings(
                 scheduling_policy=config.scheduling_policy,
+                tenant_weights=config.weights(),
+                preemption_mode=config.preemption_mode,
+                enable_prefix_caching=config.enable_prefix_caching,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                scheduler_delay_factor=config.scheduler_delay_factor,
                 steps_in_flight=config.steps_in_flight,
                 max_waiting_requests=config.max_waiting_requests,
                 max_waiting_tokens=config.max_waiting_tokens,
@@ -39,7 +56,13 @@ class Serving:
             tokenizer_folder=config.tokenizer,
             served_model_name=config.served_model_name,
         )
-        self.frontend = Frontend(lambda: self.pool.model, self.engine.finish_sequence, config.max_logprobs)
+        self.frontend = Frontend(
+            lambda: self.pool.model,
+            self.engine.finish_sequence,
+            config.max_logprobs,
+            scheduling_policy=config.scheduling_policy,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+        )
 
     def start(self) -> None:
         self.outputs.start()
@@ -55,7 +78,3 @@ class Serving:
     @property
     def is_ready(self) -> bool:
         return self.pool.model is not None and any(not worker.is_draining for worker in list(self.engine.workers))
-
-    def _token_text(self, token_id: int) -> str:
-        assert self.pool.model is not None  # tokens come from workers, and the first of them brought the model
-        return self.pool.model.tokenizer.token_text(token_id)

@@ -7,14 +7,17 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import machine
 from benchmarks.readme_figures import step_costs
 from octavo.bench import workloads
 from octavo.bench.figures import measure, percentile, table
+from octavo.bench.simulated_worker import answer
 from octavo.cli import main
 from octavo.outputs import RequestMetrics
+from protos import worker_pb2
 from tests.integration.fake_inference import FakeServer
 
 VOCAB = 49152
@@ -121,3 +124,26 @@ def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_pa
     rows = json.loads(capsys.readouterr().out)
     assert [(row["over"], row["num_requests"], row["output_tokens"]) for row in rows] == [("Generate", 7, 21)] * 2
     assert all(r.sampling_params.ignore_eos and r.sampling_params.temperature == 0 for r in sent)
+
+
+def test_bench_serve_with_a_simulated_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--simulated-worker", "--streams", "1,3", "--seconds", "0.3", "--step-ms", "2", "--json"]
+    assert main(["bench", "serve", *flags]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["streams"], row["streams_served"]) for row in rows] == [(1, 1), (3, 3)]
+    for row in rows:
+        assert 0 < row["messages_per_s"] <= row["tokens_per_s"]
+        assert row["cpu_s_per_1000_tokens"] == pytest.approx(1000 / row["tokens_per_cpu_s"])
+
+
+def test_a_simulated_worker_draws_what_the_rows_ask_for() -> None:
+    rows = worker_pb2.Rows(num_decode_rows=2, num_samples_u16=np.array([0, 1, 3], "<u2").tobytes())
+    result = answer(worker_pb2.Step(step_id=7, rows=rows))
+    assert result.step_id == 7 and len(np.frombuffer(result.outputs.token_ids_i32, "<i4")) == 2 + 0 + 1 + 3
+
+
+def test_wrong_numbers_of_streams_are_usage_errors() -> None:
+    for text in ("0", "1,x", ""):
+        with pytest.raises(SystemExit) as raised:
+            main(["bench", "serve", "--simulated-worker", "--streams", text])
+        assert raised.value.code == 2

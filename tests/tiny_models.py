@@ -1,24 +1,24 @@
 """Tiny Llama models in Hugging Face folders, made on the spot: real format, uneven sizes, random but varied weights.
 
-Written through `transformers`, which is thereby the oracle for reading them. The tokenizer is byte-level: it encodes
-a byte as one token; ids from 259 on decode to two bytes each (often half a character), the last four ids to nothing, as
-the padding rows of real checkpoints do.
+Written through `transformers`, which is thereby the oracle for reading them. The tokenizer is that of
+`octavo.bench.byte_tokenizer`.
 """
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
-END_OF_TEXT, IM_START, IM_END = 256, 257, 258
-NUM_PADDING_TOKENS = 4
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+from octavo.bench.byte_tokenizer import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    NUM_PADDING_TOKENS,
+    write_byte_tokenizer,
 )
+
+__all__ = ["CHAT_TEMPLATE", "END_OF_TEXT", "IM_END", "IM_START", "NUM_PADDING_TOKENS", "write_byte_tokenizer"]
 
 
 def make_tiny_llama(
@@ -65,33 +65,6 @@ def make_tiny_llama(
     return folder
 
 
-def write_byte_tokenizer(folder: str | Path, vocab_size: int, seed: int = 0) -> None:
-    """Write tokenizer.json and tokenizer_config.json for ids below `vocab_size` - 4."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = _byte_characters()
-    vocab = {character: byte for byte, character in enumerate(alphabet)}
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab |= {token: END_OF_TEXT + i for i, token in enumerate(specials)}
-    numbers = random.Random(seed)
-    while len(vocab) < vocab_size - NUM_PADDING_TOKENS:
-        vocab.setdefault(numbers.choice(alphabet) + numbers.choice(alphabet), len(vocab))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
-    tokenizer.save(str(Path(folder) / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "model_max_length": 2048,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
 def _varied(name: str, shape: Any, generator: Any) -> Any:
     """Weights so large that attention and the layers outweigh a token's own embedding: greedy output then wanders."""
     import torch
@@ -104,10 +77,3 @@ def _varied(name: str, shape: Any, generator: Any) -> Any:
     if "embed_tokens" in name:
         return 0.3 * values
     return values * (1.6 / shape[-1] ** 0.5)
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each of the 256 bytes (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    stand_ins = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]

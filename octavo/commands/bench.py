@@ -23,7 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
     serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
-    serve.add_argument("--streams", type=int, metavar="N", help="default: one a request, at most 64")
+    serve.add_argument("--streams", type=_counts, metavar="N[,N...]", help="default: one a request, at most 64")
+    serve.add_argument(
+        "--simulated-worker",
+        action="store_true",
+        help="start a scheduler on one core, and on another a worker that computes nothing and N streams that never "
+        "pause (default: 1, then 64, then 1024): what reaches clients, and the scheduler's CPU time",
+    )
+    serve.add_argument("--seconds", type=float, default=10.0, help="length of such a run (default: %(default)s)")
+    serve.add_argument("--step-ms", type=float, default=0.0, help="how long a step takes there (default: %(default)s)")
+    serve.add_argument("--stream-interval-ms", type=float, metavar="MS", help="option of that scheduler")
     connection.add_arguments(serve)
     texts = "; ".join(f"{name}: {text}" for name, (text, _) in WORKLOADS.items())
     for kind in (offline, serve):
@@ -33,7 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
 
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.kind == "serve" and arguments.simulated_worker:
+        return _streaming(arguments)
     rows = _offline(arguments) if arguments.kind == "offline" else _serve(arguments)
     if arguments.json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
@@ -76,7 +94,7 @@ def _serve(arguments: argparse.Namespace) -> list[Figures]:
     with connection.connect(arguments) as blocking:
         vocab_size = blocking.model_info().vocab_size
     workload = _workload(arguments, vocab_size)
-    streams = arguments.streams or min(64, len(workload.requests))
+    streams = max(arguments.streams or [min(64, len(workload.requests))])
 
     async def measure() -> list[Figures]:
         credentials = connection.credentials(arguments)
@@ -85,3 +103,22 @@ def _serve(arguments: argparse.Namespace) -> list[Figures]:
             return [await closed_loop.run(client, workload, streams) for _ in range(arguments.repeat)]
 
     return asyncio.run(measure())
+
+
+def _streaming(arguments: argparse.Namespace) -> int:
+    from octavo.bench import streaming
+    from octavo.cli import CommandError
+
+    interval_ms = arguments.stream_interval_ms
+    flags = [] if interval_ms is None else [f"--stream-interval-ms={interval_ms}"]
+    try:
+        rows = streaming.measure(
+            arguments.streams or [1, 64, 1024], arguments.seconds, step_ms=arguments.step_ms, scheduler_flags=flags
+        )
+    except RuntimeError as error:
+        raise CommandError(str(error)) from None
+    if arguments.json:
+        print(json.dumps([row.as_dict() for row in rows], indent=1))
+    else:
+        print(streaming.table(rows))
+    return 0

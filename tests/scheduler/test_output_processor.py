@@ -9,7 +9,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.output_processor import Delivery, LogprobColumns, OutputProcessor
+from scheduler_svc.logprob_columns import LogprobColumns
+from scheduler_svc.output_processor import Delivery, OutputProcessor
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.step_plan import NewTokens
@@ -28,7 +29,7 @@ class Outputs:
     """A processor whose deliveries are kept, and the requests that it serves."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.processor = OutputProcessor(self._deliver, tokenizer.token_text)
+        self.processor = OutputProcessor(self._deliver)
         self.finished: list[Sequence] = []
         self.messages: dict[str, list[pb.OutputDelta]] = {}
         self.delivery_fails = False
@@ -111,15 +112,14 @@ def test_logprobs_go_to_those_who_asked():
             top_counts_u32=np.array([2, 0, 1], "<u4").tobytes(),
             top_token_ids_i32=np.array([7, 70, 90], "<i4").tobytes(),
             top_logprobs_f32=np.array([-1, -1.5, -0.5], "<f4").tobytes(),
-        ),
-        str,
+        )
     )
-    first, second, third = (columns.at(entry, 20) for entry in range(3))
+    first, second, third = (columns.at(entry, 20, str) for entry in range(3))
     assert (first.token.token_id, first.token.logprob, first.token.rank, first.token.text) == (7, -1.0, 1, "7")
     assert [(top.token_id, top.logprob, top.rank) for top in first.top] == [(7, -1.0, 1), (70, -1.5, 2)]
     assert second.token.rank == 5 and not second.top
     assert [top.token_id for top in third.top] == [90]
-    assert [top.token_id for top in columns.at(0, 1).top] == [7]
+    assert [top.token_id for top in columns.at(0, 1, str).top] == [7]
 
 
 def test_missing_logprob_columns_end_the_one_who_asked(tokenizer):

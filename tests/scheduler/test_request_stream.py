@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
+from protos import worker_pb2
+from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
+from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.tokenizer import Tokenizer
@@ -24,9 +28,19 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 class Reader:
-    """A stream and everything that came out of it."""
+    """A stream and everything that came out of it; `is_behind` reads nothing until `read` is called."""
 
-    def __init__(self, tokenizer: Tokenizer, streams: bool = True, **params: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        streams: bool = True,
+        *,
+        is_behind: bool = False,
+        num_outputs: int = 1,
+        best_of: int | None = None,
+        beam_search: BeamSearch | None = None,
+        **params: Any,
+    ) -> None:
         self.told: list[Sequence] = []
         self.group = SequenceGroup(
             "request",
@@ -34,27 +48,41 @@ class Reader:
             pb.SamplingParams(**params),
             max_num_tokens=50,
             arrival_ns=time.monotonic_ns(),
+            num_outputs=num_outputs,
+            best_of=best_of,
+            beam_search=beam_search,
         )
         self.sequence = self.group.sequences[0]
         self.stream = RequestStream(
             self.group, tokenizer, "model", streams=streams, returns_prompt=False, finish_sequence=self.told.append
         )
-        self.deltas: list[pb.OutputDelta] = []
+        self.is_behind = is_behind
+        self.messages: list[pb.GenerateResponse] = []
         self.last: pb.GenerateResponse | None = None
 
-    def take(self, data: bytes | list[int], reason: FinishReason = NONE, logprob: float | None = None) -> None:
+    def take(
+        self, data: bytes | list[int], reason: FinishReason = NONE, logprob: float | None = None, index: int = 0
+    ) -> None:
         """Tokens one by one; `reason` goes with the last of them."""
+        sequence = self.group.sequences[index]
         for position, token_id in enumerate(data, start=1):
-            logprobs = None if logprob is None else pb.TokenLogprobs(token=pb.Logprob(logprob=logprob))
-            is_last = position == len(data)
-            self.keep(self.stream.take(self.sequence, token_id, reason if is_last else NONE, logprobs))
+            if logprob is not None:
+                self.stream.take_logprobs(sequence, one_logprob(token_id, logprob), 0)
+            self.stream.take(sequence, token_id, reason if position == len(data) else NONE)
+            if not self.is_behind:
+                self.read()
 
-    def keep(self, response: pb.GenerateResponse | None) -> None:
-        if response is not None:
+    def read(self) -> None:
+        if (response := self.stream.next_message()) is not None:
             assert self.last is None, "a message after the last"
-            self.deltas += response.outputs
+            self.messages.append(response)
             if response.HasField("usage"):
                 self.last = response
+        assert self.stream.next_message() is None, "nothing is new"
+
+    @property
+    def deltas(self) -> list[pb.OutputDelta]:
+        return [delta for message in self.messages for delta in message.outputs]
 
     @property
     def text(self) -> str:
@@ -63,6 +91,16 @@ class Reader:
     @property
     def reason(self) -> int:
         return self.deltas[-1].finish_reason
+
+
+def one_logprob(token_id: int, logprob: float) -> LogprobColumns:
+    return LogprobColumns(
+        worker_pb2.SequenceOutputs(
+            token_ids_i32=np.array([token_id], "<i4").tobytes(),
+            logprobs_f32=np.array([logprob], "<f4").tobytes(),
+            ranks_u32=np.array([1], "<u4").tobytes(),
+        )
+    )
 
 
 def test_a_stop_string_ends_the_output_and_later_tokens_are_not_shown(tokenizer):
@@ -101,7 +139,8 @@ def test_text_that_was_held_back_is_shown_at_the_end(tokenizer, streams):
 def test_text_that_was_held_back_is_shown_after_an_abort(tokenizer):
     reader = Reader(tokenizer, stop=["two"])
     reader.take(b"one tw\xe6")
-    reader.keep(reader.stream.end(FinishReason.ABORT, ""))
+    reader.stream.end(FinishReason.ABORT, "")
+    reader.read()
     assert (reader.text, reader.reason) == ("one tw\N{REPLACEMENT CHARACTER}", FinishReason.ABORT)
 
 
@@ -132,6 +171,108 @@ def test_times_count_from_arrival(tokenizer):
 def test_a_failure_ends_the_output_without_a_look_at_its_text(tokenizer):
     reader = Reader(tokenizer, stop=["two"])
     reader.take(b"one tw")
-    reader.keep(reader.stream.fail())
+    reader.stream.fail()
+    reader.read()
     assert (reader.text, reader.reason, reader.told) == ("one ", FinishReason.ERROR, [reader.sequence])
     assert reader.deltas[-1].error.code == "INTERNAL"
+
+
+def test_a_reader_that_is_behind_finds_one_message_with_the_same_text(tokenizer):
+    data = [*"a 世界 b".encode(), 300, 310]  # characters over several tokens, and tokens of half a character
+    prompt, behind = Reader(tokenizer), Reader(tokenizer, is_behind=True)
+    for reader in (prompt, behind):
+        reader.take(data, LENGTH)
+    behind.read()
+    assert len(prompt.messages) == len(data) and len(behind.messages) == 1
+    assert behind.text == prompt.text
+    assert behind.deltas[0].token_ids == [token for delta in prompt.deltas for token in delta.token_ids] == data
+    assert behind.last is not None and behind.last.usage.completion_tokens == len(data)
+
+
+def test_a_stop_string_is_found_although_nobody_reads(tokenizer):
+    reader = Reader(tokenizer, is_behind=True, stop=["two"])
+    reader.take(b"one two three")
+    assert reader.told == [reader.sequence], "the step loop hears of it at once"
+    reader.read()
+    assert (reader.text, bytes(reader.deltas[0].token_ids)) == ("one ", b"one two")
+
+
+def test_outputs_stream_side_by_side_and_each_ends_once(tokenizer):
+    reader = Reader(tokenizer, num_outputs=2)
+    reader.take(b"a", index=0)
+    reader.take(b"b", LENGTH, index=1)
+    reader.take(b"c", LENGTH, index=0)
+    assert [(delta.index, delta.text, delta.finish_reason) for delta in reader.deltas] == [
+        (0, "a", NONE),
+        (1, "b", LENGTH),
+        (0, "c", LENGTH),
+    ]
+    assert reader.last is not None and reader.last.usage.completion_tokens == 3
+
+
+def test_best_of_gives_the_most_likely_in_their_order_at_the_end(tokenizer):
+    reader = Reader(tokenizer, num_outputs=2, best_of=3)
+    for index, logprob in enumerate((-1.0, -3.0, -0.5)):
+        assert not reader.messages
+        reader.take(b"abc"[index : index + 1] * 2, LENGTH, logprob, index)
+    assert [(delta.index, delta.text) for delta in reader.deltas] == [(0, "cc"), (1, "aa")]
+    assert not reader.deltas[0].logprobs and not reader.deltas[0].HasField("cumulative_logprob"), "nobody asked"
+    assert reader.last is not None and reader.last.usage.completion_tokens == 6, "what was drawn for all three"
+
+
+def test_of_best_of_what_ended_well_comes_first(tokenizer):
+    reader = Reader(tokenizer, num_outputs=1, best_of=2)
+    reader.take(b"ab", LENGTH, -9.0, index=1)
+    reader.take(b"c", NONE, -0.1, index=0)
+    reader.stream.end(FinishReason.ABORT, "")
+    reader.read()
+    assert [(delta.index, delta.text, delta.finish_reason) for delta in reader.deltas] == [(0, "ab", LENGTH)]
+
+
+def beams(tokenizer: Tokenizer, hypotheses: list[BeamHypothesis], **params: Any) -> Reader:
+    search = BeamSearch(width=3, num_returned=2, num_prompt_tokens=2, max_num_tokens=9)
+    reader = Reader(tokenizer, num_outputs=2, best_of=3, beam_search=search, **params)
+    reader.stream.take_beams(hypotheses)
+    reader.read()
+    return reader
+
+
+HYPOTHESES = [
+    BeamHypothesis([*b"one", IM_END], -0.5, -2.0, STOP, [-0.5] * 4, [1, 2, 1, 1]),
+    BeamHypothesis([*b"two"], -1.0, -3.0, LENGTH, [-1.0] * 3, [1, 1, 3]),
+    BeamHypothesis([*b"six"], -2.0, -6.0, LENGTH, [-2.0] * 3, [1, 1, 1]),
+]
+
+
+def test_beams_come_ranked_with_their_scores(tokenizer):
+    reader = beams(tokenizer, HYPOTHESES)
+    assert [(d.index, d.text, d.finish_reason, d.score) for d in reader.deltas] == [
+        (0, "one", STOP, -0.5),
+        (1, "two", LENGTH, -1.0),
+    ]
+    assert reader.deltas[0].matched_stop.token_id == IM_END and not reader.deltas[0].logprobs
+    assert reader.last is not None and reader.last.usage.completion_tokens == 10, "of all hypotheses"
+
+
+def test_beams_bring_logprobs_and_ranks_to_those_who_asked(tokenizer):
+    reader = beams(tokenizer, HYPOTHESES, logprobs=0)
+    assert [entry.token.rank for entry in reader.deltas[0].logprobs] == [1, 2, 1, 1]
+    assert [delta.cumulative_logprob for delta in reader.deltas] == [-2.0, -3.0]
+
+
+def test_a_stop_string_cuts_a_beam_at_the_end(tokenizer):
+    reader = beams(tokenizer, HYPOTHESES, stop=["w"])
+    second = reader.deltas[1]
+    assert (second.text, bytes(second.token_ids), second.finish_reason) == ("t", b"tw", STOP)
+    assert second.matched_stop.text == "w" and second.score == -1.0, "the score is that of the whole hypothesis"
+
+
+def test_beams_that_are_missing_end_with_an_error(tokenizer):
+    assert [delta.finish_reason for delta in beams(tokenizer, HYPOTHESES[:1]).deltas] == [STOP, FinishReason.ERROR]
+
+
+def test_cached_tokens_are_reported(tokenizer):
+    reader = Reader(tokenizer)
+    reader.group.num_cached_tokens = 2
+    reader.take(b"x", LENGTH)
+    assert reader.last is not None and reader.last.usage.cached_tokens == 2

@@ -1,0 +1,145 @@
+"""Who writes when: readers that are behind, turns, and the time between two messages of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler_svc.mailboxes import TURNS_A_ROUND, Mailbox, Mailboxes, Pace
+from scheduler_svc.request_stream import RequestStream
+from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.tokenizer import Tokenizer
+from tests.tiny_models import write_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, 400)
+    return Tokenizer.from_folder(folder)
+
+
+def stream(tokenizer: Tokenizer) -> RequestStream:
+    group = SequenceGroup("request", [1], pb.SamplingParams(), max_num_tokens=9999, arrival_ns=0)
+    return RequestStream(
+        group, tokenizer, "model", streams=True, returns_prompt=False, finish_sequence=lambda sequence: None
+    )
+
+
+def say(mailboxes: Mailboxes, text: bytes, *streams: RequestStream, reason: FinishReason = FinishReason.NONE) -> None:
+    """An answer with the same tokens for all of them."""
+
+    def take() -> list[RequestStream]:
+        for each in streams:
+            for token_id in text:
+                each.take(each.group.sequences[0], token_id, reason)
+        return list(streams)
+
+    mailboxes.ring(take)
+
+
+async def test_what_came_while_nobody_read_is_one_message(tokenizer):
+    mailboxes, one = Mailboxes(asyncio.get_running_loop()), stream(tokenizer)
+    box = mailboxes.open(one)
+    for text in (b"a", b"b", b"c"):
+        say(mailboxes, text, one)
+    assert (await box.receive()).outputs[0].text == "abc"
+
+
+async def test_a_reader_that_waits_is_woken(tokenizer):
+    mailboxes, one = Mailboxes(asyncio.get_running_loop()), stream(tokenizer)
+    box = mailboxes.open(one)
+    waiting = asyncio.create_task(box.receive())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    say(mailboxes, b"a", one)
+    assert (await waiting).outputs[0].text == "a"
+
+
+async def test_a_reader_that_left_is_passed_over(tokenizer):
+    mailboxes, gone, other = Mailboxes(asyncio.get_running_loop()), stream(tokenizer), stream(tokenizer)
+    waiting, box = asyncio.create_task(mailboxes.open(gone).receive()), mailboxes.open(other)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    say(mailboxes, b"a", gone, other)
+    assert (await box.receive()).outputs[0].text == "a"
+
+
+async def test_a_round_has_only_so_many_turns(tokenizer):
+    mailboxes = Mailboxes(asyncio.get_running_loop())
+    streams = [stream(tokenizer) for _ in range(3 * TURNS_A_ROUND)]
+    written: list[int] = []
+
+    async def read(number: int, box: Mailbox) -> None:
+        await box.receive()
+        written.append(number)
+
+    tasks = [asyncio.create_task(read(number, mailboxes.open(each))) for number, each in enumerate(streams)]
+    await asyncio.sleep(0)
+    say(mailboxes, b"a", *streams)
+    counts = [0]
+    while len(written) < len(streams):
+        await asyncio.sleep(0)
+        counts.append(len(written))
+    assert max(later - earlier for earlier, later in pairwise(counts)) <= TURNS_A_ROUND
+    assert written == sorted(written), "first come, first served"
+    await asyncio.gather(*tasks)
+
+
+INTERVAL_S = 3600.0  # nothing below waits for it to pass
+
+
+async def test_between_two_messages_of_a_stream_others_make_it_wait_but_its_end_does_not(tokenizer):
+    mailboxes, one, other = Mailboxes(asyncio.get_running_loop(), INTERVAL_S), stream(tokenizer), stream(tokenizer)
+    boxes = mailboxes.open(one), mailboxes.open(other)
+    say(mailboxes, b"a", one, other)
+    assert [(await box.receive()).outputs[0].text for box in boxes] == ["a", "a"], "a first message never waits"
+    waiting = asyncio.create_task(boxes[0].receive())
+    say(mailboxes, b"b", one)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    say(mailboxes, b"c", one, reason=FinishReason.LENGTH)
+    assert (await waiting).outputs[0].text == "bc"
+
+
+async def test_a_lone_stream_never_waits(tokenizer):
+    mailboxes, one, idle = Mailboxes(asyncio.get_running_loop(), INTERVAL_S), stream(tokenizer), stream(tokenizer)
+    box = mailboxes.open(one)
+    mailboxes.open(idle)
+    for text in (b"a", b"b", b"c"):
+        say(mailboxes, text, one)
+        assert (await asyncio.wait_for(box.receive(), 5)).outputs[0].text == text.decode()
+
+
+class Sent:
+    """A pace without a loop: `at(who, now_s)` is a message."""
+
+    def __init__(self) -> None:
+        self.pace = Pace(1.0)
+        self.boxes: dict[str, Any] = {}
+
+    def delay_s(self, who: str, now_s: float) -> float:
+        return self.pace.delay_s(self.boxes.setdefault(who, SimpleNamespace(last_sent_s=None)), now_s)
+
+    def at(self, who: str, now_s: float) -> None:
+        self.delay_s(who, now_s)
+        self.pace.sent(self.boxes[who], now_s)
+
+
+def test_delays():
+    sent = Sent()
+    assert sent.delay_s("a", 0.0) == 0.0
+    sent.at("a", 0.0)
+    assert sent.delay_s("a", 0.1) <= 0.0, "alone"
+    sent.at("b", 0.2)
+    assert sent.delay_s("a", 0.5) == pytest.approx(0.5), "an interval after its own last"
+    assert sent.delay_s("a", 1.1) <= 0.0
+    sent.at("a", 1.1)
+    assert sent.delay_s("a", 1.15) == pytest.approx(0.95)
+    assert sent.delay_s("a", 1.3) <= 0.0, "b is quiet for an interval: alone again"
