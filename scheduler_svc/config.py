@@ -49,7 +49,7 @@ class SchedulerConfig:
     max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
     max_logprobs: int = option(20, "logprobs a token that a request may ask for")
     frontends: int = option(
-        0, "processes that share the port, tokenise and stream; 0 or 1: the one that schedules does, more is not there yet"
+        0, "processes that share the port, tokenise and stream; 0 or 1: the one that schedules; no more yet"
     )
     stream_interval_ms: float = option(
         0.0, "time between two messages of a stream while others stream, too; the tokens between are one message"
@@ -74,7 +74,7 @@ class SchedulerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
         if self.frontends not in (0, 1):
-            raise ValueError(f"frontends is {self.frontends}; 0 and 1 are accepted, further processes are not there yet")
+            raise ValueError(f"frontends is {self.frontends}; 0 and 1 are accepted, more are not there yet")
         if self.stream_interval_ms < 0:
             raise ValueError(f"stream_interval_ms is {self.stream_interval_ms}, at least 0 is accepted")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
