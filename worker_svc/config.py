@@ -33,7 +33,12 @@ class WorkerConfig:
     kv_cache_memory: float | None = option(
         None, "GiB of cache (default on the cpu: 4, at most 0.4 of the memory that is free)", metavar="GIB"
     )
-    swap_space: float = option(0.0, "GiB of host memory for swapped blocks", metavar="GIB")
+    swap_space: float | None = option(
+        None,
+        "GiB of host memory for swapped blocks (default: 4, at most half of what cache and steps leave)",
+        metavar="GIB",
+    )
+    max_loras: int = option(0, "adapters in one step, at most")
     max_num_seqs: int = option(256, "sequences that run at once, at most")
     max_num_batched_tokens: int = option(2048, "tokens in one step, at most")
     max_model_len: int | str | None = option(
@@ -56,7 +61,11 @@ class WorkerConfig:
             raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")
         if self.kv_cache_memory is not None and self.kv_cache_memory <= 0:
             raise ValueError(f"kv_cache_memory is {self.kv_cache_memory} GiB, more than 0 is accepted")
-        if self.swap_space < 0 or self.num_threads < 0:
-            raise ValueError("swap_space and num_threads are at least 0")
+        if self.swap_space is not None and self.swap_space < 0:
+            raise ValueError(f"swap_space is {self.swap_space} GiB, at least 0 is accepted")
+        if self.num_threads < 0:
+            raise ValueError(f"num_threads is {self.num_threads}, at least 0 is accepted")
+        if self.max_loras:
+            raise ValueError(f"max_loras {self.max_loras} is not supported yet, only 0: adapters cannot be loaded")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, not within (0, 1]")

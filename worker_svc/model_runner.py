@@ -5,7 +5,9 @@ Decides nothing and keeps nothing of a step but what `SequenceStates` records. U
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 _PROFILED_TOKENS = 128  # of one prefill; a whole budget of tokens would take seconds on a CPU
 _WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
-_SWAPPED_BLOCKS = 64
+_SWAPPED_BYTES = 16 << 20  # one way, to measure it
+_SWAPS = 3  # of which the median counts
 _SAMPLING_BYTES = 4 + 8 + 8 + 8  # an entry of the vocabulary and row: logits, their sorted copy, weights, running sums
 
 
@@ -110,16 +113,19 @@ class ModelRunner:
         return int(profile.bytes_per_token * max_num_batched_tokens) + sampling_bytes
 
     def measure_swap(self) -> float:
-        """Bytes a second from the device to the host; 0 without host blocks."""
-        assert self._cache is not None, "measured after allocation"
-        num_blocks = min(_SWAPPED_BLOCKS, self._cache.num_host_blocks, self._cache.num_device_blocks)
+        """Bytes a second between device and host, one way, in the slower direction; 0 without host blocks."""
+        cache = self._cache
+        assert cache is not None, "measured after allocation"
+        num_blocks = min(-(-_SWAPPED_BYTES // self.block_bytes), cache.num_host_blocks, cache.num_device_blocks)
         if num_blocks == 0:
             return 0.0
         pairs = torch.arange(num_blocks)[:, None].expand(-1, 2).contiguous()
-        self._cache.swap_out(pairs)  # touches the pages
-        started_s = time.perf_counter()
-        self._cache.swap_out(pairs)
-        return num_blocks * self.block_bytes / (time.perf_counter() - started_s)
+        cache.swap_out(pairs)  # touches the pages
+        cache.swap_in(pairs)
+        seconds = max(
+            statistics.median(_seconds(swap, pairs) for _ in range(_SWAPS)) for swap in (cache.swap_out, cache.swap_in)
+        )
+        return num_blocks * self.block_bytes / seconds
 
     def _run_once(self, num_tokens: int) -> float:
         """A prefill of one sequence that samples at random, and a decode step; the seconds of the prefill."""
@@ -141,3 +147,12 @@ class ModelRunner:
 
     def _pairs(self, pairs: Ints) -> torch.Tensor:
         return torch.from_numpy(pairs).to(self._device)
+
+
+def _seconds(swap: Callable[[torch.Tensor], None], pairs: torch.Tensor) -> float:
+    """How long a swap takes, until it is done."""
+    started_s = time.perf_counter()
+    swap(pairs)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_s

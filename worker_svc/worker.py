@@ -19,7 +19,7 @@ from protos import worker_pb2
 from worker_svc.cache_sizing import Limits, size_cache
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import ProtocolError
-from worker_svc.memory import available_bytes
+from worker_svc.memory import GIB, available_bytes
 from worker_svc.model_runner import ModelRunner, Profile
 from worker_svc.model_thread import ModelThread
 from worker_svc.sequence_states import AppliedRows, SequenceStates
@@ -80,6 +80,13 @@ class Worker:
         step_bytes = runner.step_bytes(self._profile, limits.max_num_seqs, limits.max_num_batched_tokens)
         sizes = size_cache(self.config, limits, runner.block_bytes, available_bytes(), step_bytes)
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
+        swap_gib = round(sizes.num_host_blocks * runner.block_bytes / GIB, 3)
+        log.info(
+            "cache allocated",
+            blocks=sizes.num_device_blocks,
+            host_blocks=sizes.num_host_blocks,
+            swap_space_gib=swap_gib if self.config.swap_space is not None else f"{swap_gib} by default",
+        )
         self._sizes = worker_pb2.InitializeResponse(
             num_device_blocks=sizes.num_device_blocks,
             num_host_blocks=sizes.num_host_blocks,

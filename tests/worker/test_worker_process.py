@@ -246,6 +246,7 @@ def test_port_in_use(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFi
         dict(block_size=0),
         dict(kv_cache_memory=0.0),
         dict(swap_space=-1.0),
+        dict(max_loras=2),
     ],
 )
 def test_options_that_contradict(options: dict[str, Any]) -> None:

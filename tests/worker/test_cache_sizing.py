@@ -1,0 +1,50 @@
+"""How many blocks there are, on the device and on the host, from plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worker_svc.cache_sizing import CacheSizes, Limits, size_cache
+from worker_svc.config import WorkerConfig
+from worker_svc.errors import StartupError
+from worker_svc.memory import GIB
+
+BLOCK = 1 << 20
+STEP = 1 * GIB
+LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048)
+MOST_BLOCKS = 256 * 128  # of 16 tokens
+
+
+def sizes(available: float, block_bytes: int = BLOCK, limits: Limits = LIMITS, **options: Any) -> CacheSizes:
+    return size_cache(WorkerConfig(**options), limits, block_bytes, int(available * GIB), STEP)
+
+
+def test_the_default_is_4_gib_on_either_side():
+    found = sizes(available=21)
+    assert (found.num_device_blocks, found.num_host_blocks) == (4096, 4096)
+
+
+def test_the_default_of_the_host_shrinks_to_half_of_what_cache_and_step_leave():
+    assert sizes(available=6, kv_cache_memory=2).num_host_blocks == 1536  # 1.5 of 6 - 1 - 2 GiB
+    found = sizes(available=6)
+    assert (found.num_device_blocks, found.num_host_blocks) == (2048, 1536)
+
+
+def test_the_default_of_the_host_is_no_more_than_all_sequences_need():
+    assert sizes(available=21, block_bytes=1 << 10).num_host_blocks == MOST_BLOCKS
+
+
+@pytest.mark.parametrize(("asked", "num_blocks"), [(0, 0), (0.25, 256), (16, 16384)])
+def test_what_is_asked_for_is_what_there_is(asked: float, num_blocks: int):
+    assert sizes(available=21, swap_space=asked).num_host_blocks == num_blocks
+
+
+def test_more_than_there_is_is_refused_with_the_numbers():
+    with pytest.raises(StartupError, match=r"swapped blocks 17 GiB.* 21 GiB are free"):
+        sizes(available=21, swap_space=17)
+
+
+def test_no_room_left_is_no_host_blocks_and_no_refusal():
+    assert sizes(available=3, kv_cache_memory=2).num_host_blocks == 0
