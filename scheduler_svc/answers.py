@@ -46,9 +46,7 @@ class Answers:
         """What its beams answered will be answered again, or is wanted by nobody."""
         self._candidates.pop(group, None)
 
-    def _append(
-        self, slots: Ints, generations: Ints, sequences: np.ndarray, token_ids: TokenIds
-    ) -> NewTokens:
+    def _append(self, slots: Ints, generations: Ints, sequences: np.ndarray, token_ids: TokenIds) -> NewTokens:
         columns = self._groups.columns
         is_current = columns.generation[slots] == generations
         if is_current.all():

@@ -1,4 +1,4 @@
-"""Which blocks hold which tokens: block tables by slot over a device pool, host tables of swapped sequences over another.
+"""Which blocks hold which tokens: block tables by slot over a device pool, host tables of swapped sequences beside it.
 
 Policy asks (`can_allocate`, `num_blocks_missing`, `slots_to_copy`), this module acts (`grow`, `fork`, `copy_on_write`,
 `swap_out`, `free`). Decides nothing itself. Blocks are shared in three ways:
@@ -65,7 +65,7 @@ class BlockSpaceManager:
     # ---- Room -------------------------------------------------------------------------------------------------------
 
     def can_allocate(self, num_blocks: int, reserved: int, is_idle: bool) -> AllocStatus:
-        """Whether that many blocks can be had, beside `reserved` that others were promised; an idle cache has no watermark."""
+        """Whether so many blocks can be had beside `reserved`, which others were promised; idle: to the last one."""
         if num_blocks > self.allocator.num_blocks:
             return AllocStatus.NEVER
         kept = 0 if is_idle else self.watermark_blocks
@@ -153,7 +153,7 @@ class BlockSpaceManager:
         return np.array(copies, np.int64)
 
     def copy_on_write(self, slots: Ints) -> list[tuple[int, int]]:
-        """Gives each slot a block of its own to write into; (source, destination) of the copies that the worker has to make."""
+        """Gives each slot a block of its own to write into; (source, destination) of the copies to make."""
         columns = self.columns
         written = columns.num_computed_tokens[slots] // self.block_size
         sources = columns.block_tables[slots, written]
@@ -191,7 +191,7 @@ class BlockSpaceManager:
         return len(blocks) * self.block_size
 
     def publish(self, slots: Ints) -> None:
-        """Lets blocks be found that are full of known tokens, and computed by a step that was sent or is being filled."""
+        """Lets blocks be found that are full of known tokens, computed by a step that was sent or is being filled."""
         columns = self.columns
         num_full = np.minimum(columns.num_tokens[slots], columns.num_computed_tokens[slots]) // self.block_size
         lacks = num_full - columns.num_published[slots]
@@ -199,8 +199,9 @@ class BlockSpaceManager:
             lacks[[len(owner.group.sequences) < 2 for owner in columns.owner[slots]]] = 0
         if (is_one := lacks == 1).any():
             self._publish_one(slots[is_one], num_full[is_one] - 1)
-        for slot, first, last in zip(slots[lacks > 1], columns.num_published[slots[lacks > 1]], num_full[lacks > 1], strict=True):
-            hashes = columns.owner[slot].hashes(int(last), self.block_size)[first:]
+        for slot, last in zip(slots[lacks > 1].tolist(), num_full[lacks > 1].tolist(), strict=True):
+            first = int(columns.num_published[slot])
+            hashes = columns.owner[slot].hashes(last, self.block_size)[first:]
             table = columns.block_tables[slot]
             parents = np.append(table[first - 1 : first] if first else np.int32(-1), table[first : last - 1])
             self._published += self.cache.publish(hashes, table[first:last], parents)
@@ -208,7 +209,7 @@ class BlockSpaceManager:
 
     def _publish_one(self, slots: Ints, indices: Ints) -> None:
         """The block of that index of each slot's table: what decode steps do, without a look at other blocks."""
-        columns, block_bytes = self.columns, 4 * self.block_size
+        columns, size = self.columns, 4 * self.block_size
         token_ids = columns.token_ids[slots[:, None], indices[:, None] * self.block_size + self._offsets].tobytes()
         blocks = columns.block_tables[slots, indices]
         parents = np.where(indices > 0, columns.block_tables[slots, indices - 1], np.int32(-1))
@@ -216,9 +217,7 @@ class BlockSpaceManager:
         for entry, (owner, index) in enumerate(zip(columns.owner[slots].tolist(), indices.tolist(), strict=True)):
             chain = owner.block_hashes
             if len(chain) == index:
-                extend_hashes(
-                    chain, owner.group.hash_root, token_ids[entry * block_bytes : (entry + 1) * block_bytes], block_bytes
-                )
+                extend_hashes(chain, owner.group.hash_root, token_ids[entry * size : (entry + 1) * size], size)
             hashes.append(chain[index] if index < len(chain) else owner.hashes(index + 1, self.block_size)[index])
         self._published += self.cache.publish(hashes, blocks, parents)
 

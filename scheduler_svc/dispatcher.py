@@ -54,65 +54,81 @@ class WorkerView:
         self._waiting = waiting
         self._worker = worker
         self._others = others
-        self._passed: list[SequenceGroup] = []  # before the one shown last
-        self._has_round = False
+        self._rivals: list[tuple[Taker, int]] | None = None  # those with room now, and their outstanding tokens
+        self._is_shown = False
+        self._shown: SequenceGroup | None = None
+        self._passed: list[SequenceGroup] = []  # that stand before it
 
     def peek(self) -> SequenceGroup | None:
-        """The group that this worker should take next, if there is one."""
-        if not len(self._waiting):
-            return None
-        head = self._waiting.peek()
-        if not self._others and head is not None and not head.adapter and self._fits(head):
-            self._passed = []
-            return head
-        self._open_gate()
-        best: SequenceGroup | None = None
-        best_cached, passed = -1, []
-        for group in self._waiting.candidates(LOOK_AHEAD):
-            if self._fits(group) and self._worker.adapter_gate.admits(group.adapter) and self._is_best_here(group):
-                cached = self._num_cached(self._worker, group) if self._others else 0
-                if cached > best_cached:
-                    best, best_cached, self._passed = group, cached, list(passed)
-                if not self._others or group.num_passed_over >= MAX_PASSED_OVER:
-                    break  # in service order, or nobody behind it may be taken first any more
-                passed.append(group)
-        return best
+        """The group that this worker should take next, if there is one; the same until it is removed."""
+        if not self._is_shown:
+            self._is_shown, self._passed = True, []
+            self._shown = self._choose()
+        return self._shown
 
     def remove(self, group: SequenceGroup) -> bool:
         """The worker takes a group."""
         for earlier in self._passed:
             earlier.num_passed_over += 1
         self._worker.adapter_gate.admitted(group.adapter)
+        self._is_shown = False
         return self._waiting.remove(group)
 
     def earliest_arrival_ns(self) -> int | None:
         return self._waiting.earliest_arrival_ns()
+
+    def _choose(self) -> SequenceGroup | None:
+        head = self._waiting.peek()
+        if head is None:
+            return None
+        scheduler = self._worker.scheduler
+        if scheduler.groups.num_free_slots < 1:
+            return head if scheduler.can_ever_run(head) else None  # to be preempted for, if anything
+        if not self._others and not head.adapter and scheduler.can_ever_run(head):
+            return head
+        self._open_gate()
+        best: SequenceGroup | None = None
+        best_cached, passed = -1, list[SequenceGroup]()
+        for group in self._waiting.candidates(LOOK_AHEAD):
+            if not scheduler.can_ever_run(group) or not self._worker.adapter_gate.admits(group.adapter):
+                continue
+            cached = _num_cached(self._worker, group) if self._others else 0
+            if cached > best_cached and self._is_best_here(group, cached):
+                best, best_cached, self._passed = group, cached, list(passed)
+                if not self._others:
+                    break  # in service order
+            if group.num_passed_over >= MAX_PASSED_OVER:
+                break  # nobody behind it may be taken first any more
+            passed.append(group)
+        return best
 
     def _open_gate(self) -> None:
         scheduler = self._worker.scheduler
         groups = (*scheduler.running, *scheduler.swapped, *scheduler.preempted)
         self._worker.adapter_gate.open({group.adapter for group in groups}, self._worker.adapters)
 
-    def _fits(self, group: SequenceGroup) -> bool:
-        return self._worker.scheduler.can_ever_run(group)
-
-    def _is_best_here(self, group: SequenceGroup) -> bool:
+    def _is_best_here(self, group: SequenceGroup, num_cached: int) -> bool:
         """Whether no other worker that could take the group now has more of it cached, or less to do."""
         if not self._others:
             return True
-        mine = self._rank(self._worker, group)
+        if self._rivals is None:
+            self._rivals = [
+                (other, other.scheduler.num_outstanding_tokens)
+                for other in self._others
+                if other.takes_new_groups and other.scheduler.groups.num_free_slots > 0
+            ]
+        if not self._rivals:
+            return True
+        mine = (-num_cached, self._worker.scheduler.num_outstanding_tokens)
         return not any(
-            other.takes_new_groups
-            and self._rank(other, group) < mine
+            (-_num_cached(other, group), num_outstanding) < mine
             and other.scheduler.can_ever_run(group)
             and (not group.adapter or group.adapter in other.adapters)
             and other.scheduler.can_admit(group) is AllocStatus.OK
-            for other in self._others
+            for other, num_outstanding in self._rivals
         )
 
-    def _rank(self, worker: Taker, group: SequenceGroup) -> tuple[int, int]:
-        return (-self._num_cached(worker, group), worker.scheduler.num_outstanding_tokens)
 
-    @staticmethod
-    def _num_cached(worker: Taker, group: SequenceGroup) -> int:
-        return len(worker.scheduler.blocks.find(group.sequences[0]))
+def _num_cached(worker: Taker, group: SequenceGroup) -> int:
+    """Blocks of the group's prompt that the worker has cached."""
+    return len(worker.scheduler.blocks.find(group.sequences[0]))

@@ -55,7 +55,7 @@ class Preemption:
         group.num_preemptions += 1
 
     def _should_swap(self, group: SequenceGroup) -> bool:
-        """Out of host blocks means computing again, and so does a beam whose answer is to come: it forks what it had."""
+        """Out of host blocks means computing again, and so does a beam whose answer is yet to come and forks it."""
         blocks = self._groups.blocks
         num_blocks = len(blocks.blocks_held(group))
         if self._mode == "recompute" or not 0 < num_blocks <= blocks.host_allocator.num_free:

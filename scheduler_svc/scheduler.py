@@ -9,7 +9,7 @@ decodes, and prompts go first. Knows nothing of clocks (time is passed in), sock
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -66,7 +66,7 @@ class SchedulerSettings:
     enable_chunked_prefill: bool = True
     delay_factor: float = 0.0
     preemption_mode: str = "auto"
-    costs: Costs = Costs()
+    costs: Costs = field(default_factory=Costs)
     served: ServedTokens | None = None
 
 
@@ -202,9 +202,7 @@ class Scheduler:
     def _copy_on_write(self, plan: StepPlan, slots: Ints) -> None:
         plan.copies += self.blocks.copy_on_write(slots)
         owners = self.columns.owner[slots]
-        plan.replaced += [
-            owner for owner in owners if owner not in self.groups.unknown or owner in self.groups.forks
-        ]
+        plan.replaced += [owner for owner in owners if owner not in self.groups.unknown or owner in self.groups.forks]
         self.groups.moved.update(owner.group for owner in owners)
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
@@ -225,9 +223,8 @@ class Scheduler:
         """
         columns, blocks, slot = self.columns, self.blocks, sequence.slot
         is_unknown = sequence in self.groups.unknown
-        if is_unknown and plan.introduced_tokens:
-            if plan.introduced_tokens + sequence.num_tokens > MAX_INTRODUCED_TOKENS:
-                return
+        if is_unknown and 0 < plan.introduced_tokens > MAX_INTRODUCED_TOKENS - sequence.num_tokens:
+            return
         if is_unknown and not columns.num_blocks[slot]:
             self._begin(sequence)
         computed, known = int(columns.num_computed_tokens[slot]), int(columns.num_known_tokens[slot])
@@ -338,7 +335,10 @@ class Scheduler:
         """Whether the whole of what is known of a group fits above the watermark, beside what others still lack."""
         blocks = self.blocks
         is_swapped = group in self.swapped
-        total = len(blocks.host_blocks_held(group)) + len(group.unfinished()) if is_swapped else blocks.num_blocks_of(group)
+        if is_swapped:  # what it held, and room for each sequence to get on
+            total = len(blocks.host_blocks_held(group)) + len(group.unfinished())
+        else:
+            total = blocks.num_blocks_of(group)
         if blocks.can_allocate(total, 0, is_idle=True) is AllocStatus.NEVER:
             return AllocStatus.NEVER
         if group in self.groups.moved:

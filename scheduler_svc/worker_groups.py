@@ -34,7 +34,7 @@ class WorkerGroups:
         self.preempted: list[SequenceGroup] = []
         self.prefilling: list[Sequence] = []  # in order of their start, sequences of one group together
         self.expanding: set[SequenceGroup] = set()  # running, and may yet take more slots: unforked, or of beams
-        self.ready_beams: set[SequenceGroup] = set()  # running, ranked, and each beam's last token is yet to be computed
+        self.ready_beams: set[SequenceGroup] = set()  # running, ranked, each beam's last token to be computed
         # What the next step tells the worker.
         self.released_slots: set[int] = set()
         self.unknown: set[Sequence] = set()  # have a slot, but the worker was not told of them yet
@@ -111,7 +111,7 @@ class WorkerGroups:
                     self.columns.is_held[other.slot] = False
 
     def fork_children(self, parent: Sequence) -> list[Sequence]:
-        """The other sequences of a group that began as one take their slots, at the place that the parent has reached."""
+        """The other sequences of a group that began as one take their slots, where the parent has got to."""
         children = [sequence for sequence in parent.group.unfinished() if sequence is not parent]
         for child in children:
             child.attach_as_child(parent)
@@ -181,7 +181,7 @@ class WorkerGroups:
         sequence.detach(status)
 
     def give_up_all(self) -> list[SequenceGroup]:
-        """The worker is lost: its groups, in policy order. Slots and blocks, which may be what broke, are not used again."""
+        """The worker is lost: its groups, in policy order. Slots and blocks, maybe broken, are not used again."""
         groups = sorted([*self.running, *self.swapped, *self.preempted], key=self.policy.key)
         for group in groups:
             for sequence in group.unfinished():
@@ -232,7 +232,8 @@ class WorkerGroups:
             self.columns.num_known_tokens[slot] = num_tokens
             # A beam that has answered while its siblings had not answers again, from its last token.
             self.columns.num_computed_tokens[slot] = min(self.columns.num_computed_tokens[slot], num_tokens - 1)
-            self.columns.is_held[sequence.slot] = sequence.group.uses_beam_search or len(sequence.group.unfinished()) > 1
+            group = sequence.group
+            self.columns.is_held[slot] = group.uses_beam_search or len(group.unfinished()) > 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, columns and blocks contradict one another."""
