@@ -19,7 +19,7 @@ _DEFAULT_MODEL = "smollm2-135m-instruct"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from octavo.bench.workloads import WORKLOADS
 
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|steps")
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
     serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--step-ms", type=float, default=0.0, help="how long a step takes there (default: %(default)s)")
     serve.add_argument("--stream-interval-ms", type=float, metavar="MS", help="option of that scheduler")
     connection.add_arguments(serve)
+    steps = kinds.add_parser("steps", help="what a step costs the scheduler, with workers that are only simulated")
+    steps.add_argument("--sequences", type=_counts, default=[64, 256, 1024], metavar="N[,N...]", help="running at once")
+    steps.add_argument("--workers", type=int, default=1, metavar="W", help="that they are spread over (default: 1)")
+    steps.add_argument("--steps", type=int, default=256, help="measured (default: %(default)s)")
+    steps.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a place behind them")
+    steps.add_argument("--cached-blocks", type=int, default=0, metavar="N", help="idle ones in each prefix cache")
+    steps.add_argument("--json", action="store_true", help="print JSON in place of the table")
     texts = "; ".join(f"{name}: {text}" for name, (text, _) in WORKLOADS.items())
     for kind in (offline, serve):
         kind.add_argument("--workload", choices=tuple(WORKLOADS), default="W2", help=f"default: %(default)s. {texts}")
@@ -52,6 +59,8 @@ def _counts(text: str) -> list[int]:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == "serve" and arguments.simulated_worker:
         return _streaming(arguments)
+    if arguments.kind == "steps":
+        return _steps(arguments)
     rows = _offline(arguments) if arguments.kind == "offline" else _serve(arguments)
     if arguments.json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
@@ -121,4 +130,19 @@ def _streaming(arguments: argparse.Namespace) -> int:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     else:
         print(streaming.table(rows))
+    return 0
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    from octavo.bench import steps
+
+    rows = [
+        steps.measure(count, arguments.workers, arguments.steps, arguments.waiting, arguments.cached_blocks)
+        for count in arguments.sequences
+    ]
+    if arguments.json:
+        values = [row.as_dict() for row in rows]
+        print(json.dumps(values[0] if len(values) == 1 else values, indent=1))
+    else:
+        print(steps.table(rows))
     return 0

@@ -11,6 +11,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
+from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.engine import Engine, EngineSettings
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.sequence import FinishReason, SequenceGroup
@@ -45,6 +46,9 @@ class Loop:
         for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
             self.token_ids.setdefault(sequence.group.request_id, []).append(token_id)
 
+    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
+        raise AssertionError("nobody asks for beams here")
+
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         assert group.request_id not in self.ends
         self.ends[group.request_id] = reason, message
@@ -77,7 +81,7 @@ class Loop:
         """Answers the oldest step in flight, every draw a 7; `changes` are fields of the StepResponse."""
         (worker,) = (worker for worker in self.engine.workers if worker.link is link)
         sent = worker.in_flight[0]
-        token_ids = np.full(int(sent.rows.num_samples.sum()), 7, "<i4").tobytes()
+        token_ids = np.full(int(sent.rows.num_answers.sum()), 7, "<i4").tobytes()
         result = worker_pb2.StepResult(
             step_id=sent.step_id, outputs=worker_pb2.SequenceOutputs(token_ids_i32=token_ids)
         )
