@@ -127,7 +127,7 @@ def _join(whole: CompletionOutput, part: CompletionOutput) -> None:
     cast(list[int], whole.token_ids).extend(part.token_ids)
     if part.logprobs:
         whole.logprobs = [*(whole.logprobs or []), *part.logprobs]
-    whole.cumulative_logprob = part.cumulative_logprob
+    whole.cumulative_logprob, whole.score = part.cumulative_logprob, part.score
     whole.finish_reason, whole.stop_reason, whole.error = part.finish_reason, part.stop_reason, part.error
 
 
