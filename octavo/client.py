@@ -90,6 +90,7 @@ class AsyncClient(_Settings):
         else:
             self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
+        self._control = pb_grpc.ControlStub(self._channel)
 
     async def generate(
         self,
@@ -146,6 +147,10 @@ class AsyncClient(_Settings):
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._unary(self._stub.Detokenize, request)).text
 
+    async def flush_prefix_cache(self) -> int:
+        """Lets every worker forget what prompts it has computed; how many cache blocks could be found before."""
+        return (await self._unary(self._control.FlushPrefixCache, pb.FlushPrefixCacheRequest())).num_blocks_flushed
+
     async def _unary(self, method: Any, request: Any) -> Any:
         try:
             return await method(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
@@ -181,6 +186,7 @@ class Client(_Settings):
         else:
             self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
+        self._control = pb_grpc.ControlStub(self._channel)
 
     def generate(
         self,
@@ -230,6 +236,10 @@ class Client(_Settings):
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._unary(self._stub.Detokenize, request).text
+
+    def flush_prefix_cache(self) -> int:
+        """See `AsyncClient.flush_prefix_cache`."""
+        return self._unary(self._control.FlushPrefixCache, pb.FlushPrefixCacheRequest()).num_blocks_flushed
 
     def _unary(self, method: Any, request: Any) -> Any:
         try:

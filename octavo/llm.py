@@ -115,6 +115,10 @@ class LLM:
         """Encodes and decodes with another tokenizer from the next request on."""
         self._embedded.model = dataclasses.replace(self._embedded.model, tokenizer=tokenizer)
 
+    def reset_prefix_cache(self) -> int:
+        """Lets the worker forget what prompts it has computed; how many cache blocks could be found before."""
+        return self._embedded.engine.flush_prefix_cache()
+
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps: counts, bytes, and nanoseconds by phase (`StepStatistics`)."""
         return self._embedded.statistics()

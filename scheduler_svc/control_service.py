@@ -85,7 +85,8 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
-        return await self._between_steps(lambda: self._flush(request.worker))
+        flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
+        return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
         return await _not_implemented(context, "Drain")
@@ -137,15 +138,6 @@ class ControlService(inference_pb2_grpc.ControlServicer):
                             )
                         )
         return states
-
-    def _flush(self, worker: str) -> pb.FlushPrefixCacheResponse:
-        """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks."""
-        allocators = [
-            handle.scheduler.blocks.allocator
-            for handle in self._serving.engine.workers
-            if worker in ("", handle.link.address)
-        ]
-        return pb.FlushPrefixCacheResponse(num_blocks_flushed=sum(allocator.flush() for allocator in allocators))
 
     def _request(self, group: SequenceGroup) -> pb.RequestState:
         workers = self._serving.engine.workers

@@ -128,6 +128,10 @@ class Engine:
         self._inbox.put(partial(_fulfil, future, function))
         return future
 
+    def flush_prefix_cache(self, address: str = "") -> int:
+        """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks. How many could be found."""
+        return self.call(lambda: self._flush(address)).result()
+
     # ---- from worker clients ----------------------------------------------------------------------------------------
 
     def worker_joined(
@@ -377,6 +381,10 @@ class Engine:
     def _forget(self, group: SequenceGroup) -> None:
         if group.is_finished:
             self.live.free(group)
+
+    def _flush(self, address: str) -> int:
+        workers = [worker for worker in self.workers if address in ("", worker.link.address)]
+        return sum(worker.scheduler.blocks.allocator.flush() for worker in workers)
 
     def _on_stop(self) -> None:
         for group in self.live.all():

@@ -14,7 +14,8 @@ from octavo.sampling_params import SamplingParams
 
 
 async def run(client: AsyncClient, workload: Workload, num_streams: int) -> Figures:
-    """One timed run. Raises RequestFailed as soon as a request fails."""
+    """One timed run, on an empty prefix cache. Raises RequestFailed as soon as a request fails."""
+    await client.flush_prefix_cache()
     waiting = iter(workload.requests)
     started_ns = time.monotonic_ns()
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(llm: LLM, workload: Workload) -> tuple[Figures, list[list[int]]]:
-    """One timed run, everything submitted at once: its figures, and the token ids of each request in order.
+    """One timed run on an empty prefix cache, everything submitted at once: figures, and each request's token ids.
 
     Raises RuntimeError when other than the tokens that were asked for came back.
     """
@@ -22,6 +22,7 @@ def run(llm: LLM, workload: Workload) -> tuple[Figures, list[list[int]]]:
         SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.max_tokens) for request in workload.requests
     ]
     prompts = [list(request.prompt_token_ids) for request in workload.requests]
+    llm.reset_prefix_cache()
     started_ns = time.monotonic_ns()
     outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
     wall_ns = time.monotonic_ns() - started_ns
