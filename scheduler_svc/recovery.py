@@ -44,6 +44,8 @@ class Recovery:
                     self._groups.give_up_slot(child, SequenceStatus.WAITING, publishes=False)
             if parent.slot >= 0:
                 self._groups.expanding.add(parent.group)
+            else:
+                self._moved.add(parent.group)  # the parent ended meanwhile: no row of it comes that forks the others
         self._moved |= rows.moved
         self._withdrawn += self._groups.blocks.withdraw([*rows.published, *self._groups.blocks.take_published()])
 

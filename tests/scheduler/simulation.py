@@ -261,8 +261,9 @@ class Simulation:
         """Each finished group has exactly the tokens that it would get alone; those in `besides` the first of them."""
         besides = {*besides, *self.errors}
         for group in self.groups:
-            prompt = (group.sequences[0].token_ids if group.sequences else np.zeros(0)).tolist()
-            prompt = prompt[: group.num_prompt_tokens]
+            prompt: list[int] = (
+                group.sequences[0].token_ids[: group.num_prompt_tokens].tolist() if group.sequences else []
+            )
             if group.beam_search is not None:
                 if group not in besides:
                     assert_same_beams(self.hypotheses[group], expected_beams(group, prompt))
