@@ -14,22 +14,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="ask it as a question, in the model's chat template")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error at the end")
     sampling.add_arguments(parser, max_tokens=128)
+    sampling.add_several_outputs(parser)
+    request = parser.add_argument_group("request")
+    request.add_argument("--priority", type=int, metavar="N", help="lower is served first, where the server goes by it")
+    request.add_argument("--cache-salt", metavar="TEXT", help="share cached prompts only with requests of this salt")
     connection.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from octavo.commands.terminal import Answer, read_prompt
+    from octavo.commands.terminal import Answer, Answers, read_prompt
 
     params = sampling.sampling_params(arguments)
     prompt = read_prompt(arguments.prompt)
     if not prompt:
         raise OptionError("a prompt is wanted, as an argument or through a pipe")
-    answer = Answer()
+    several = params.n > 1 or params.use_beam_search
+    answer: Answer | Answers = Answers() if several else Answer()
+    options = {"priority": arguments.priority, "cache_salt": arguments.cache_salt}
     with connection.connect(arguments) as client:
         if arguments.chat:
-            answer.show(client.generate(messages=[{"role": "user", "content": prompt}], sampling_params=params))
+            messages = [{"role": "user", "content": prompt}]
+            answer.show(client.generate(messages=messages, sampling_params=params, **options))
         else:
-            answer.show(client.generate(prompt, params))
+            answer.show(client.generate(prompt, params, **options))
     if arguments.stats:
         print(answer.figures(), file=sys.stderr)
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
+_TEMPERATURE = 0.2
 _NUMBERS = (
     ("--min-tokens", int, "no end before so many tokens"),
     ("--top-k", int, "draw from the K most likely tokens"),
@@ -28,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         "--max-tokens", type=int, default=max_tokens, metavar="N", help="at most so many tokens (default: %(default)s)"
     )
     group.add_argument(
-        "--temperature", type=float, default=0.2, metavar="X", help="0 is greedy, at most 2 (default: %(default)s)"
+        "--temperature",
+        type=float,
+        metavar="X",
+        help=f"0 is greedy, at most 2 (default: {_TEMPERATURE}, with beam search 0)",
     )
     group.add_argument("--top-p", type=float, default=0.9, metavar="X", help="default: %(default)s")
     for flag, kind, text in _NUMBERS:
@@ -37,13 +41,30 @@ def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
 
 
+def add_several_outputs(parser: argparse.ArgumentParser) -> None:
+    """Flags for more than one answer to one request; without them there is one."""
+    group = parser.add_argument_group("several outputs")
+    group.add_argument("--n", type=int, metavar="N", help="so many outputs")
+    group.add_argument("--best-of", type=int, metavar="N", help="the best of so many; with beam search the beam width")
+    group.add_argument("--use-beam-search", action="store_true", help="search for the likeliest texts, best first")
+    group.add_argument("--length-penalty", type=float, metavar="X", help="of beams: above 0 prefers longer ones")
+    group.add_argument(
+        "--early-stopping",
+        type=str.upper,
+        choices=("NO", "YES", "NEVER"),
+        help="of beams: end by a guess, as soon as enough have ended, or only when none can get better",
+    )
+
+
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """Raises OptionError for what no server accepts."""
     from octavo.options import OptionError
     from octavo.sampling_params import SamplingParams
 
     names = ["max_tokens", "temperature", "top_p", "stop", *(flag[2:].replace("-", "_") for flag, _, _ in _NUMBERS)]
-    values = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    names += ["n", "best_of", "use_beam_search", "length_penalty", "early_stopping"]
+    values = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    values.setdefault("temperature", 0.0 if values.get("use_beam_search") else _TEMPERATURE)
     try:
         return SamplingParams(ignore_eos=arguments.ignore_eos, **values)
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.cli import CommandError
 
 if TYPE_CHECKING:
-    from octavo.outputs import RequestOutput
+    from octavo.outputs import CompletionOutput, RequestOutput
 
 
 def read_prompt(given: str | None) -> str | None:
@@ -38,7 +38,7 @@ class Answer:
             for output in stream:
                 self._last = output
                 for part in output.outputs:
-                    self._print(part.text)
+                    self._take(part)
                     if part.finish_reason in ("error", "abort"):
                         failure = part.error or "the request was aborted"
         finally:
@@ -46,6 +46,9 @@ class Answer:
                 print(flush=True)
         if failure:
             raise CommandError(failure)
+
+    def _take(self, part: CompletionOutput) -> None:
+        self._print(part.text)
 
     def _print(self, text: str) -> None:
         self.text += text
@@ -60,3 +63,33 @@ class Answer:
         count = metrics.num_output_tokens
         speed = f", then {(count - 1) / (total_s - first_s):.1f} tokens/s" if count > 1 else ""
         return f"{metrics.num_prompt_tokens} tokens in, {count} out; first after {first_s:.2f} s{speed}"
+
+
+class Answers(Answer):
+    """Prints several outputs one after the other, under headings `[1]`, `[2]`, ...; a beam's has its score.
+
+    One output streams at a time; what comes of those after it waits until it has ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[int, list[CompletionOutput]] = {}  # by output index
+        self._index = 0  # of the output that streams
+        self._has_heading = False
+
+    def _take(self, part: CompletionOutput) -> None:
+        self._waiting.setdefault(part.index, []).append(part)
+        while parts := self._waiting.pop(self._index, None):
+            for each in parts:
+                self._print_part(each)
+            if parts[-1].finish_reason is None:
+                break
+            self._index, self._has_heading = self._index + 1, False
+
+    def _print_part(self, part: CompletionOutput) -> None:
+        if not self._has_heading:
+            above = "" if not self.text else "\n" if self.text.endswith("\n") else "\n\n"
+            score = "" if part.score is None else f" score {part.score:.4f}"
+            self._print(f"{above}[{part.index + 1}]{score}\n")
+            self._has_heading = True
+        self._print(part.text)

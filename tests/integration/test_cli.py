@@ -62,6 +62,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["generate", "hi", "--max-tokens", "many"],
         ["generate", "hi", "--max-tokens", "0"],
         ["generate", "hi", "--temperature", "3"],
+        ["generate", "hi", "--use-beam-search"],
         ["generate", ""],
         ["model"],
         ["model", "fetch"],
@@ -95,6 +96,34 @@ def test_generate_prints_the_text(server: FakeServer, capsys: pytest.CaptureFixt
     assert request.prompt == "Once"
     sampling = request.sampling_params
     assert (sampling.seed, sampling.max_tokens, sampling.top_k, list(sampling.stop)) == (3, 5, 7, ["x", "y"])
+
+
+def test_several_outputs_are_shown_one_after_the_other(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seed", "3", "--max-tokens", "4", "--n", "2", "--priority", "-1", "--cache-salt", "mine"]
+    assert main(["generate", "Once", "--address", server.address, *flags]) == 0
+    first, second = (text_of(expected_tokens(3, index, 4)) for index in range(2))
+    assert capsys.readouterr().out == f"[1]\n{first}\n\n[2]\n{second}\n"
+    (request,) = server.inference.requests
+    assert (request.priority, request.cache_salt, request.sampling_params.n) == (-1, "mine", 2)
+    assert request.sampling_params.temperature == pytest.approx(0.2)
+
+
+def test_beams_come_with_their_scores_and_are_greedy_by_default(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = pb.FINISH_REASON_STOP
+    server.inference.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1)),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(index=1, text="so so", score=-0.75, finish_reason=end)]),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(index=0, text="good\n", score=-0.5, finish_reason=end)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1)),
+    ]
+    flags = ["--n", "2", "--best-of", "4", "--use-beam-search", "--length-penalty", "2", "--early-stopping", "never"]
+    assert main(["generate", "hi", "--address", server.address, *flags]) == 0
+    assert capsys.readouterr().out == "[1] score -0.5000\ngood\n\n[2] score -0.7500\nso so\n"
+    sampling = server.inference.requests[0].sampling_params
+    assert (sampling.best_of, sampling.temperature, sampling.length_penalty) == (4, 0, 2)
+    assert sampling.use_beam_search and sampling.early_stopping == pb.EARLY_STOPPING_NEVER
 
 
 def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
