@@ -1,0 +1,123 @@
+"""How running groups give way, and steps of prompts or decodes without chunked prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler_svc.preemption import Costs
+from tests.scheduler.simulation import Simulation
+
+
+def crowded(**options: Any) -> Simulation:
+    """Three groups, each of which comes to need 15 of 16 blocks, run to their ends."""
+    simulation = Simulation(num_slots=3, num_blocks=16, max_num_batched_tokens=64, **options)
+    for number in range(3):
+        simulation.add([number] * 17, 40, eos_token_id=None)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    assert simulation.num_preempted
+    return simulation
+
+
+def test_what_is_swapped_out_is_swapped_in():
+    worker = crowded(preemption_mode="swap", num_host_blocks=40).worker
+    assert worker.num_swapped_out == worker.num_swapped_in > 0
+
+
+def test_without_host_blocks_groups_are_computed_again():
+    swapped = crowded(preemption_mode="swap", num_host_blocks=40)
+    computed = crowded(preemption_mode="swap", num_host_blocks=3, enable_prefix_caching=False)
+    assert computed.worker.num_swapped_out == 0
+    assert swapped.num_computed_tokens == 3 * 56 < computed.num_computed_tokens
+
+
+@pytest.mark.parametrize(
+    ("costs", "swaps"),
+    [
+        (Costs(prefill_tokens_per_s=100, swap_bytes_per_s=1_000, block_bytes=1), True),  # 0.01 s a token, 0.002 a block
+        (Costs(prefill_tokens_per_s=100_000, swap_bytes_per_s=1_000, block_bytes=1), False),
+        (Costs(), False),  # nothing was measured
+    ],
+)
+def test_auto_takes_the_cheaper_way(costs, swaps):
+    simulation = crowded(preemption_mode="auto", num_host_blocks=40, costs=costs)
+    assert (simulation.worker.num_swapped_out > 0) is swaps
+
+
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_a_group_that_has_just_come_back_is_not_the_next_victim(preemption_mode):
+    simulation = Simulation(
+        num_slots=3,
+        num_blocks=16,
+        num_host_blocks=40,
+        max_num_batched_tokens=64,
+        depth=1,
+        preemption_mode=preemption_mode,
+    )
+    elder = simulation.add([1] * 9, 20, eos_token_id=None)
+    younger = simulation.add([2] * 9, 20, eos_token_id=None)
+    for _ in range(3):
+        simulation.send()
+        simulation.answer()
+    preemption = simulation.scheduler._preemption
+    assert preemption.choose_victim() is younger
+    preemption.preempt(younger)
+    while younger not in simulation.scheduler.running:
+        assert simulation.send()
+    assert preemption.choose_victim() is elder
+    while younger.sequences[0].num_tokens < 14:
+        simulation.answer()
+        simulation.send()
+    assert preemption.choose_victim() is younger
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
+def test_without_chunked_prefill_no_step_mixes_prompts_with_decodes():
+    simulation = Simulation(enable_chunked_prefill=False, num_blocks=60)
+    for number in range(6):
+        simulation.add([number] * 10, 9, eos_token_id=None)
+    simulation.now_ns = 1
+    simulation.run_to_end()
+    simulation.check_outputs()
+    kinds = [(outputs.rows.num_decode_rows, len(outputs.rows)) for outputs, _ in simulation.sent]
+    assert all(num_decodes in (0, num_rows) for num_decodes, num_rows in kinds)
+    assert kinds[:4] == [(0, 1)] * 4, "prompts come first, each of them whole"
+
+
+def test_prompts_wait_by_the_delay_factor():
+    simulation = Simulation(enable_chunked_prefill=False, delay_factor=2.0, depth=1)
+
+    def sends_a_prompt_at(now_ns: int) -> bool:
+        simulation.now_ns = now_ns
+        assert simulation.send()
+        simulation.answer()
+        return simulation.sent[-1][0].rows.num_decode_rows == 0
+
+    simulation.now_ns = 1000
+    simulation.add([1] * 5, 20, eos_token_id=None)
+    assert sends_a_prompt_at(1000)
+    assert not sends_a_prompt_at(1100), "the prompt took 100 ns"
+    simulation.add([2] * 5, 5)
+    assert not sends_a_prompt_at(1300)
+    assert sends_a_prompt_at(1301)
+
+
+def test_decodes_go_on_beside_a_long_prompt():
+    simulation = Simulation(num_blocks=64, max_num_batched_tokens=16, depth=1)
+    for number in range(3):
+        simulation.add([number] * 3, 30, eos_token_id=None)
+    simulation.send()
+    simulation.answer()
+    long = simulation.add([9] * 60, 2)
+    steps = 0
+    while long.sequences[0].num_tokens == 60:
+        simulation.send()
+        rows = simulation.sent[-1][0].rows
+        assert rows.num_decode_rows == 3 and int(rows.query_lens.sum()) <= 16
+        simulation.answer()
+        steps += 1
+    assert steps == 5, "13 tokens of the prompt in each"

@@ -1,0 +1,142 @@
+"""What sequences share through the scheduler: cached prefixes, the prompt of several outputs, beams."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.sequence import SequenceGroup
+from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
+
+NUM_REQUESTS, NUM_SHARED, NUM_OWN = 16, 512, 32
+
+
+def simulation_of_common_prefixes(*salts: str, enable_prefix_caching: bool = True) -> Simulation:
+    """Simultaneous prompts of NUM_SHARED common and NUM_OWN own tokens, the salts in turn, run to their only token."""
+    simulation = Simulation(
+        num_slots=NUM_REQUESTS,
+        max_model_len=1024,
+        block_size=16,
+        num_blocks=1000,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    shared = [position % VOCAB_SIZE for position in range(NUM_SHARED)]
+    for number in range(NUM_REQUESTS):
+        simulation.add(shared + [number] * NUM_OWN, 1, cache_salt=salts[number % len(salts)])
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    return simulation
+
+
+def test_simultaneous_prompts_compute_what_they_share_once():
+    simulation = simulation_of_common_prefixes("")
+    least = NUM_SHARED + NUM_REQUESTS * NUM_OWN
+    assert least <= simulation.num_computed_tokens <= 1.05 * least
+    cached = [group.num_cached_tokens for group in simulation.groups]
+    assert cached == [0] + [NUM_SHARED] * (NUM_REQUESTS - 1)
+
+
+def test_without_prefix_caching_everything_is_computed():
+    simulation = simulation_of_common_prefixes("", enable_prefix_caching=False)
+    assert simulation.num_computed_tokens == NUM_REQUESTS * (NUM_SHARED + NUM_OWN)
+    assert all(group.num_cached_tokens == 0 for group in simulation.groups)
+
+
+def test_salts_separate_what_would_be_shared():
+    simulation = simulation_of_common_prefixes("", "salt")
+    assert simulation.num_computed_tokens == 2 * NUM_SHARED + NUM_REQUESTS * NUM_OWN
+
+
+def num_found(simulation: Simulation, prompt: list[int]) -> int:
+    """Blocks that a request with that prompt would find."""
+    group = simulation.add(prompt, 1)
+    found = len(simulation.blocks.find(group.sequences[0]))
+    simulation.abort(group)
+    return found
+
+
+def test_what_was_used_longest_ago_is_evicted_first_and_tails_before_what_they_follow():
+    simulation = Simulation(num_blocks=16)
+    old, recent, large = [1] * 13, [2] * 13, [4] * 45
+    for prompt in (recent, old, recent):
+        simulation.add(prompt, 1)
+        simulation.run_to_end()
+    assert (num_found(simulation, old), num_found(simulation, recent)) == (3, 3)
+    simulation.add(large, 1)  # 12 blocks of 16, of which 10 are blank
+    simulation.run_to_end()
+    assert (num_found(simulation, old), num_found(simulation, recent)) == (1, 3)
+
+
+def test_after_a_flush_nothing_is_found_and_who_runs_goes_on():
+    simulation = Simulation(num_blocks=40)
+    runs = simulation.add([1] * 13, 20, eos_token_id=None)
+    simulation.send()
+    simulation.answer()
+    assert num_found(simulation, [1] * 13) == 3
+    assert simulation.blocks.allocator.flush() == 3
+    assert num_found(simulation, [1] * 13) == 0
+    simulation.run_to_end()
+    assert runs.sequences[0].token_ids.tolist() == expected_tokens([1] * 13, 0, 33, eos=None)
+    simulation.check_nothing_left()
+
+
+def test_what_a_failed_row_has_computed_is_not_found():
+    is_bad = True
+    simulation = Simulation(row_error=lambda _: "not finite" if is_bad else None)
+    bad = simulation.add([1] * 13, 5)
+    simulation.run_to_end()
+    assert simulation.errors == {bad: "not finite"}
+    is_bad = False
+    good, after = simulation.add([1] * 13, 5, eos_token_id=None), simulation.add([1] * 13, 5, eos_token_id=None)
+    simulation.run_to_end()
+    assert (good.num_cached_tokens, after.num_cached_tokens) == (0, 12)
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_copies"), [(5, 2), (8, 0)])
+def test_several_outputs_compute_the_prompt_once_and_copy_only_a_partial_block(num_prompt_tokens, num_copies):
+    simulation = Simulation()
+    simulation.add([7] * num_prompt_tokens, 6, eos_token_id=None, n=3)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    assert simulation.num_computed_tokens == num_prompt_tokens + 3 * 5, "the last draws are not computed"
+    assert simulation.worker.num_copied == num_copies
+    simulation.check_nothing_left()
+
+
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_beams_and_outputs_survive_preemption(preemption_mode):
+    simulation = Simulation(num_slots=9, num_blocks=16, num_host_blocks=40, preemption_mode=preemption_mode)
+    for number in range(3):
+        simulation.add([number] * 9, 14, beam_width=3, n=2, eos_token_id=3)
+    simulation.add([9] * 9, 14, eos_token_id=None, n=3)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    assert not simulation.errors and simulation.num_preempted
+    assert (simulation.worker.num_swapped_in > 0) is (preemption_mode == "swap")
+
+
+def test_a_group_that_outgrows_the_cache_ends_alone():
+    simulation = Simulation(num_blocks=16)
+    large = simulation.add([1] * 9, 50, eos_token_id=None, n=3)
+    small: SequenceGroup = simulation.add([2] * 5, 30, eos_token_id=None)
+    simulation.run_to_end()
+    assert simulation.errors == {large: "outgrown"}
+    assert small.sequences[0].token_ids.tolist() == expected_tokens([2] * 5, 0, 35, eos=None)
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+def test_outputs_that_are_resumed_end_as_if_nothing_had_happened():
+    simulation = Simulation()
+    prompt = [5, 6, 7]
+    halves = [expected_tokens(prompt, index, 9 + index, eos=None)[3:] for index in range(2)]
+    simulation.add(prompt, 20, eos_token_id=None, n=2, resumed=halves)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    drawn = sum(int(outputs.rows.num_answers.sum()) for outputs, _ in simulation.sent)
+    assert drawn == 2 * 20 - 6 - 7
