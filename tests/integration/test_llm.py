@@ -58,7 +58,7 @@ def test_more_prompts_than_may_wait_are_fed_in_turn(folder):
     [
         ("x" * 256, GREEDY, "256 tokens and 1 to generate are too many"),
         ("", GREEDY, "no tokens"),
-        ("x", SamplingParams(n=2), "n is not implemented"),
+        ("x", SamplingParams(logprobs=21), "logprobs"),
         (["x", "y"], [GREEDY], "1 sampling_params for 2 prompts"),
     ],
 )

@@ -45,7 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, how each is sampled, and what is known of the answers beforehand."""
+    """Prompts, and how each is sampled."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -99,6 +99,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         def counted(groups: WorkerGroups, group: Any, *arguments: Any, **options: Any) -> None:
             counts[name] += 1
             counts[f"{name}, several sequences"] += len(group.sequences) > 1
+            counts["beams"] += group.uses_beam_search
             method(groups, group, *arguments, **options)
 
         return counted
@@ -126,6 +127,7 @@ def test_every_schedule_gives_the_same_tokens(folder, work, expected, preempted,
     way = MODES[mode].get("preemption_mode")
     if way is not None:
         assert preempted[way] and preempted[f"{way}, several sequences"], "the cache was meant to be too small"
+        assert preempted["beams"], "the cache was meant to be too small for beams, too"
 
 
 def test_greedy_outputs_and_beams_are_those_of_transformers(folder, work, expected):
