@@ -1,4 +1,4 @@
-"""One scheduler and one simulated worker with the wire format between them: the core without sockets, threads or time."""
+"""One scheduler and one simulated worker with the wire format between them: no sockets, threads or time."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.scheduler.simulated_worker import RowErrorOf, SimulatedWorker
 __all__ = ["EOS", "VOCAB_SIZE", "Simulation", "expected_beams", "expected_tokens"]
 
 OK, FAILED = worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_FAILED
+MEASURED = Costs(prefill_tokens_per_s=1e3, swap_bytes_per_s=1e6, block_bytes=1)
 
 
 class Simulation:
@@ -44,7 +45,7 @@ class Simulation:
         enable_chunked_prefill: bool = True,
         delay_factor: float = 0.0,
         preemption_mode: str = "auto",
-        costs: Costs = Costs(prefill_tokens_per_s=1e3, swap_bytes_per_s=1e6, block_bytes=1),
+        costs: Costs = MEASURED,
         row_error: RowErrorOf | None = None,
     ) -> None:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
