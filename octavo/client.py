@@ -46,6 +46,7 @@ class _Call:
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy, timeout: float | None) -> None:
         self.generation = Generation(request, policy, time.monotonic_ns())
         self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._last_loss: RequestFailed | None = None
 
     def remaining_s(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -55,7 +56,10 @@ class _Call:
 
     def pause_after(self, failure: RequestFailed) -> float:
         """Seconds to wait before the next attempt; raises when there is none, or no time for it."""
+        if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and self._last_loss is not None:
+            raise RequestFailed(failure.code, f"no time for another attempt after: {self._last_loss}")
         delay = self.generation.retry_delay_s(failure)
+        self._last_loss = failure
         remaining = self.remaining_s()
         if remaining is not None and remaining <= delay:
             raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, f"no time for another attempt after: {failure}")

@@ -121,6 +121,7 @@ def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_pa
         flags = ["--address", server.address, "--requests-file", str(path), "--streams", "2", "--repeat", "2"]
         assert main(["bench", "serve", *flags, "--json"]) == 0
         sent = server.inference.requests
+        assert server.control.num_flushes == 3  # before the warm-up and each round, or a round would find its prompts
     rows = json.loads(capsys.readouterr().out)
     assert [(row["over"], row["num_requests"], row["output_tokens"]) for row in rows] == [("Generate", 7, 21)] * 2
     assert all(r.sampling_params.ignore_eos and r.sampling_params.temperature == 0 for r in sent)

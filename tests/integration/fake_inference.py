@@ -30,6 +30,19 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
     return [token_at(seed, index, position) for position in range(count)]
 
 
+class FakeControl(pb_grpc.ControlServicer):
+    """Counts how often the prefix cache was flushed."""
+
+    def __init__(self) -> None:
+        self.num_flushes = 0
+
+    def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: grpc.ServicerContext
+    ) -> pb.FlushPrefixCacheResponse:
+        self.num_flushes += 1
+        return pb.FlushPrefixCacheResponse()
+
+
 class FakeInference(pb_grpc.InferenceServicer):
     """`losses`: for each attempt that is to be lost, after how many tokens, and with which status."""
 
@@ -99,9 +112,11 @@ class FakeServer:
 
     def __init__(self, port: int = 0, tls: tuple[bytes, bytes] | None = None) -> None:  # key, certificate
         self.inference = FakeInference()
+        self.control = FakeControl()
         self.health = health.HealthServicer()
         self._server = grpc.server(ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
         pb_grpc.add_InferenceServicer_to_server(self.inference, self._server)
+        pb_grpc.add_ControlServicer_to_server(self.control, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         where = f"127.0.0.1:{port}"
         if tls is None:

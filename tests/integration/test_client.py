@@ -140,6 +140,10 @@ def test_gives_up_after_the_policy_s_retries(server: FakeServer, generate: Any) 
     server.inference.losses = [(0, LOST)] * 50
     with pytest.raises(RequestFailed, match="lost on purpose"):
         generate("hello", SamplingParams(max_tokens=4), timeout=0.3)
+    server.inference.token_delay_s = 1.0
+    server.inference.losses = [(0, LOST)]
+    with pytest.raises(RequestFailed, match="lost on purpose"):  # though it is the second attempt that runs out of time
+        generate("hello", SamplingParams(max_tokens=4), timeout=0.5)
     server.inference.requests.clear()
     server.inference.refusal = (LOST, "no worker yet", ())
     with pytest.raises(RequestFailed, match="no worker yet"):
