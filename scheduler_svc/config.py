@@ -46,6 +46,9 @@ class SchedulerConfig:
     )
     max_waiting_requests: int = option(4096, "requests that may wait; more are refused with a retry hint")
     max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
+    worker_wait_timeout: float = option(
+        120.0, "seconds that requests wait for a worker to come back while all are lost, and then end with an error"
+    )
     max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
     max_logprobs: int = option(20, "logprobs a token that a request may ask for")
     frontends: int = option(
@@ -64,6 +67,8 @@ class SchedulerConfig:
         self.weights()  # raises for what is none
         if self.scheduler_delay_factor < 0:
             raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
+        if not self.worker_wait_timeout >= 0:
+            raise ValueError(f"worker_wait_timeout is {self.worker_wait_timeout}, at least 0 is accepted")
         for name in (
             "steps_in_flight",
             "max_workers",

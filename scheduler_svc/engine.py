@@ -60,6 +60,7 @@ class EngineSettings:
     steps_in_flight: int = 2
     max_waiting_requests: int = 4096
     max_waiting_tokens: int = 4_194_304
+    worker_wait_timeout_s: float = 120.0
     max_worker_losses: int = 3
 
 
@@ -83,6 +84,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._has_stopped = False
+        self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
 
     # ---- from any thread --------------------------------------------------------------------------------------------
@@ -326,6 +328,7 @@ class Engine:
 
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)
+        self._last_lost_ns = None
         log.info(
             "worker joined",
             worker=worker.link.address,
@@ -340,6 +343,7 @@ class Engine:
         if worker is None:
             return
         self.workers.remove(worker)
+        self._last_lost_ns = None if self.workers else time.monotonic_ns()
         link.close()
         in_flight = {sequence.group for step in worker.in_flight for sequence in step.rows.sequences}
         groups = worker.scheduler.evacuate()
@@ -403,6 +407,20 @@ class Engine:
                 worker.checked_ns = now_ns
                 with self._fencing(worker):
                     worker.scheduler.check_integrity()
+        if self._last_lost_ns is not None:
+            self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
+
+    def _end_those_that_waited_in_vain(self, now_ns: int, last_lost_ns: int) -> None:
+        """Each request has the whole time: from its arrival, or from the loss where it was there already."""
+        timeout_s = self.settings.worker_wait_timeout_s
+        latest_ns = now_ns - timeout_s * 1e9
+        earliest_ns = self._waiting.earliest_arrival_ns()
+        if earliest_ns is None or max(earliest_ns, last_lost_ns) > latest_ns:
+            return
+        for group in self.live.all():
+            if group in self._waiting and group.arrival_ns <= latest_ns:
+                message = f"all workers are lost, and none came back within {timeout_s:g} s (--worker-wait-timeout)"
+                self._on_end(group, FinishReason.ERROR, message)
 
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
         return next((worker for worker in self.workers if worker.link is link), None)

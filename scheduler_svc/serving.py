@@ -40,6 +40,7 @@ class Serving:
                 steps_in_flight=config.steps_in_flight,
                 max_waiting_requests=config.max_waiting_requests,
                 max_waiting_tokens=config.max_waiting_tokens,
+                worker_wait_timeout_s=config.worker_wait_timeout,
                 max_worker_losses=config.max_worker_losses,
             ),
             self.outputs,

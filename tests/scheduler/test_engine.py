@@ -286,3 +286,27 @@ def test_a_silent_worker_is_given_up_and_its_requests_wait():
         it.finish("one")
         assert it.token_ids["one"] == hashed_after("say|", 60)
         assert worker.num_leases == 2
+
+
+def test_with_all_workers_lost_each_request_waits_its_time_and_ends_with_an_error():
+    worker = FakeWorker(delay_s=0.01)
+    with client(worker.__enter__(), worker_wait_timeout=0.6) as it:
+        it.submit("running", max_tokens=200)
+        it.read(lambda: len(it.token_ids["running"]) > 3)
+        worker.kill()
+        it.wait(lambda: not it.serving.engine.workers)
+        lost_s = time.monotonic()
+        it.finish("running")
+        it.submit("late", max_tokens=5)
+        late_s = time.monotonic()
+        it.finish("late")
+        assert time.monotonic() - late_s >= 0.6 and late_s - lost_s >= 0.5
+        for request_id in ("running", "late"):
+            assert it.reasons[request_id] == pb.FINISH_REASON_ERROR
+            error = it.last[request_id].outputs[0].error
+            assert "--worker-wait-timeout" in error.message and error.retryable
+        with FakeWorker(port=worker.port):
+            it.wait(lambda: bool(it.serving.engine.workers))
+            it.submit("after", max_tokens=5)
+            it.finish("after")
+            assert it.token_ids["after"] == hashed_after("say|", 5)
