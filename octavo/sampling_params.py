@@ -221,9 +221,10 @@ def _lengths(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violatio
 
 
 def _stops(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violation]:
-    found = [Violation(f"stop[{i}]", text, "a non-empty string") for i, text in enumerate(params.stop) if not text]
     if len(params.stop) > MAX_STOP_STRINGS:
-        found.append(Violation("stop", f"{len(params.stop)} strings", f"at most {MAX_STOP_STRINGS}"))
+        found = [Violation("stop", f"{len(params.stop)} strings", f"at most {MAX_STOP_STRINGS}")]
+    else:
+        found = [Violation(f"stop[{i}]", text, "a non-empty string") for i, text in enumerate(params.stop) if not text]
     if params.stop and params.HasField("detokenize") and not params.detokenize:
         found.append(Violation("stop", list(params.stop), "none with detokenize = false: no text is made"))
     return found + _outside_vocabulary("stop_token_ids", params.stop_token_ids, limits)
@@ -247,6 +248,8 @@ def _token_lists(params: pb.SamplingParams, limits: SamplingLimits) -> list[Viol
         for name in ("logit_bias", "allowed_token_ids", "bad_words")
         if len(entries := getattr(params, name)) > MAX_TOKEN_ENTRIES
     ]
+    if found:
+        return found  # entries of such lists are not looked at one by one
     found += _outside_vocabulary("logit_bias", params.logit_bias, limits)
     found += [
         Violation(f"logit_bias[{token_id}]", bias, f"-{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")

@@ -46,6 +46,10 @@ class SchedulerConfig:
     )
     max_waiting_requests: int = option(4096, "requests that may wait; more are refused with a retry hint")
     max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
+    max_request_bytes: int = option(8_388_608, "size of one request; larger ones are refused unread")
+    max_concurrent_streams: int = option(
+        4096, "calls at once over one connection; more wait in the client until one of them has ended"
+    )
     worker_wait_timeout: float = option(
         120.0, "seconds that requests wait for a worker to come back while all are lost, and then end with an error"
     )
@@ -74,6 +78,8 @@ class SchedulerConfig:
             "max_workers",
             "max_waiting_requests",
             "max_waiting_tokens",
+            "max_request_bytes",
+            "max_concurrent_streams",
             "max_worker_losses",
         ):
             if getattr(self, name) < 1:

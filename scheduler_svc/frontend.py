@@ -22,7 +22,7 @@ from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
 
 MAX_REQUEST_ID_CHARS = 256
-MAX_CACHE_SALT_CHARS = 256
+_MAX_CHARS = {"request_id": MAX_REQUEST_ID_CHARS, "cache_salt": 256, "tenant": 256}
 MAX_CHARS_PER_TOKEN = 100  # a prompt with more for each token that the model takes is refused before it is tokenised
 MAX_STOP_TOKEN_IDS_OF_BEAMS = 1024  # each asks the worker for one more candidate of every beam in every step
 # Scalars of SamplingParams that do something only at another value than this, and that no worker here can do yet.
@@ -77,8 +77,8 @@ class Frontend:
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
         model = self.model(request.model)
         params = request.sampling_params
-        _check_known_fields(request)
         _check_sizes(request, model)
+        _check_known_fields(request)
         self._check_sampling_params(params, model)
         self._check_supported(request)
         token_ids = self._prompt_token_ids(request, model)
@@ -123,12 +123,14 @@ class Frontend:
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         model = self.model(request.model)
+        _check_prompt_size(request, model)
         token_ids = _encode_prompt(request, model, "one of prompt and messages")
         tokens = [model.tokenizer.token_text(token_id) for token_id in token_ids]
         return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens, max_model_len=model.max_model_len)
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         model = self.model(request.model)
+        _check_length("token_ids", len(request.token_ids), "ids", model)
         _check_vocabulary("token_ids", request.token_ids, model)
         text = model.tokenizer.decode(list(request.token_ids), skip_special_tokens=request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
@@ -191,24 +193,32 @@ def _check_beams_supported(params: pb.SamplingParams) -> None:
 
 def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
     """What is too large to look at any closer."""
-    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        accepted = f"at most {MAX_REQUEST_ID_CHARS}"
-        raise InvalidRequest(
-            FieldViolation("request_id", f"got {len(request.request_id)} characters; accepted: {accepted}")
-        )
-    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
-        accepted = f"at most {MAX_CACHE_SALT_CHARS}"
-        raise InvalidRequest(
-            FieldViolation("cache_salt", f"got {len(request.cache_salt)} characters; accepted: {accepted}")
-        )
-    if request.HasField("truncate_prompt_tokens"):
-        if not request.truncate_prompt_tokens:
-            raise InvalidRequest(FieldViolation("truncate_prompt_tokens", "got 0; accepted: at least 1"))
-        return
-    longest = MAX_CHARS_PER_TOKEN * model.max_model_len
-    if len(request.prompt) > longest:
-        limit = f"{longest} are the most for a model of {model.max_model_len} tokens"
-        raise InvalidRequest(FieldViolation("prompt", f"{len(request.prompt)} characters are too many: {limit}"))
+    for field, most in _MAX_CHARS.items():
+        if (got := len(getattr(request, field))) > most:
+            raise InvalidRequest(FieldViolation(field, f"got {got} characters; accepted: at most {most}"))
+    if request.HasField("truncate_prompt_tokens") and not request.truncate_prompt_tokens:
+        raise InvalidRequest(FieldViolation("truncate_prompt_tokens", "got 0; accepted: at least 1"))
+    _check_prompt_size(request, model)
+
+
+def _check_prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> None:
+    """Even where the prompt is going to be truncated: it has to be tokenised first, and that takes its time."""
+    kind = request.WhichOneof("prompt_kind")
+    if kind == "prompt_token_ids":
+        _check_length(kind, len(request.prompt_token_ids.ids), "ids", model)
+    elif kind == "messages":
+        messages = request.messages.messages
+        _check_length(kind, len(messages), "messages", model)
+        _check_length(kind, sum(len(each.content) + len(each.role) for each in messages), "characters", model)
+    else:
+        _check_length("prompt", len(request.prompt), "characters", model)
+
+
+def _check_length(field: str, got: int, what: str, model: ServedModel) -> None:
+    most = MAX_CHARS_PER_TOKEN * model.max_model_len
+    if got > most:
+        limit = f"{most} are the most for a model of {model.max_model_len} tokens"
+        raise InvalidRequest(FieldViolation(field, f"{got} {what} are too many: {limit}"))
 
 
 def _check_known_fields(request: pb.GenerateRequest) -> None:

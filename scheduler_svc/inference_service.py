@@ -14,8 +14,8 @@ import structlog
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.engine import Engine
-from scheduler_svc.errors import NotReady
-from scheduler_svc.frontend import Frontend
+from scheduler_svc.errors import NotReady, RequestRefused
+from scheduler_svc.frontend import MAX_REQUEST_ID_CHARS, Frontend
 from scheduler_svc.mailboxes import Mailbox, Mailboxes
 from scheduler_svc.request_reader import read_generate_request
 from scheduler_svc.request_stream import RequestStream
@@ -30,6 +30,9 @@ TOKENIZER_THREADS = 2  # the tokenizers library lets go of the interpreter while
 
 class Core(Protocol):
     """Where prepared groups go: the engine in this process, or the link to the one that has it."""
+
+    def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        """Raises QueueFull where `submit` would, `num_preparing` others having come before: nothing is prepared yet."""
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         """Queues a group, `replaces`: in place of a live one of its tenant and id. Raises RequestRefused."""
@@ -46,6 +49,9 @@ class EngineCore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        self._engine.live.check_room(request.tenant, request.request_id, num_preparing)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         if replaces:
@@ -68,27 +74,39 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._frontend = frontend
         self._core = core
         self._mailboxes = mailboxes
+        self._num_preparing = 0
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         arrival_ns = time.monotonic_ns()
         request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-        with structlog.contextvars.bound_contextvars(request_id=request.request_id):
+        with structlog.contextvars.bound_contextvars(request_id=request.request_id[:MAX_REQUEST_ID_CHARS]):
             async with refusals(context):
-                if self.is_draining:
-                    raise NotReady("this server is draining")
-                group = await self._in_thread(self._frontend.prepare, request, arrival_ns)
+                group = await self._prepare(request, arrival_ns)
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
                 try:
                     await self._core.submit(group, replaces=request.attempt > 0)
                     await _write_all(stream, box, context)
-                except asyncio.CancelledError:
+                except RequestRefused:
+                    raise  # it was never taken
+                except BaseException:
                     log.info("client is gone")
+                    self._core.abandon(group)
                     raise
                 finally:
                     self._mailboxes.close(stream)
-                    self._core.abandon(group)
+
+    async def _prepare(self, request: pb.GenerateRequest, arrival_ns: int) -> SequenceGroup:
+        """Refuses what cannot be taken anyway before any work is put into it."""
+        if self.is_draining:
+            raise NotReady("this server is draining")
+        self._core.check_room(request, self._num_preparing)
+        self._num_preparing += 1
+        try:
+            return await self._in_thread(self._frontend.prepare, request, arrival_ns)
+        finally:
+            self._num_preparing -= 1
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         async with refusals(context):

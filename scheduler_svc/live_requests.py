@@ -53,6 +53,14 @@ class LiveRequests:
             self._num_on_the_way += 1
             self._num_tokens_on_the_way += group.num_prompt_tokens
 
+    def check_room(self, tenant: str, request_id: str, num_to_come: int) -> None:
+        """Raises QueueFull where the request would not be taken, however short, once `num_to_come` others have come.
+
+        Not for an id that is live: `add` has another answer to it, or it is about to be replaced.
+        """
+        if (tenant, request_id) not in self._groups:
+            self._check_requests(num_to_come)
+
     def arrived(self, group: SequenceGroup) -> None:
         """The step loop has it."""
         with self._lock:
@@ -78,9 +86,12 @@ class LiveRequests:
             self.is_closed = True
 
     def _check_bounds(self, num_prompt_tokens: int) -> None:
-        most = self._max_waiting_requests
-        if self.num_waiting >= most:
-            raise QueueFull(f"{self.num_waiting} requests wait, at most {most} may", RETRY_AFTER_S)
+        self._check_requests()
         num_tokens, most = self.num_waiting_tokens + num_prompt_tokens, self._max_waiting_tokens
         if num_tokens > most:
             raise QueueFull(f"{num_tokens} prompt tokens would wait, at most {most} may", RETRY_AFTER_S)
+
+    def _check_requests(self, num_to_come: int = 0) -> None:
+        num_waiting, most = self.num_waiting + num_to_come, self._max_waiting_requests
+        if num_waiting >= most:
+            raise QueueFull(f"{num_waiting} requests wait, at most {most} may", RETRY_AFTER_S)

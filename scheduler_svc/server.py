@@ -7,15 +7,15 @@ import contextlib
 import signal
 import sys
 
-import grpc
 import structlog
 
 from octavo import log as logging
-from octavo.rpc import SERVER_OPTIONS, BindError, Health, add_introspection, bind
+from octavo.rpc import BindError, Health, add_introspection, bind
 from protos import inference_pb2_grpc
 from scheduler_svc import inference_service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
+from scheduler_svc.grpc_server import new_server
 from scheduler_svc.inference_service import EngineCore, InferenceService
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.serving import Serving
@@ -49,7 +49,7 @@ async def serve(config: SchedulerConfig) -> None:
     mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
     serving = Serving(config, mailboxes)
     inference = InferenceService(serving.frontend, EngineCore(serving.engine), mailboxes)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = new_server(config)
     inference_service.add_to_server(inference, server)
     inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config), server)
     health = add_introspection(server, SERVICES)

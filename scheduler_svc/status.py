@@ -30,7 +30,7 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
 }
-MAX_TEXT_CHARS = 500
+MAX_TEXT_BYTES = 500
 MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
 DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
 
@@ -53,7 +53,8 @@ async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
 
 def _shortened(text: str) -> str:
     """Status and details are sent as headers, of which HTTP/2 peers take 8 KiB: what a client wrote may be longer."""
-    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]} ..."
+    data = text.encode()
+    return text if len(data) <= MAX_TEXT_BYTES else f"{data[:MAX_TEXT_BYTES].decode(errors='ignore')} ..."
 
 
 def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -230,11 +232,46 @@ async def test_parts_that_come_later_answer_unimplemented(service):
         assert f"{method} is not implemented by this server" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    "method", ["Inference/Generate", "Inference/Tokenize", "Control/GetRequest", "Control/GetBlocks"]
+)
+async def test_bytes_that_are_no_message_are_the_clients_fault(service, method):
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        for data in (b"\xff\xff", b"\x0a\x02\xff\xfe", b"\x0a\x7f"):  # no tag, not UTF-8, too short
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await channel.unary_unary(f"/octavo.v1.{method}")(data)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"no request of /octavo.v1.{method}" in raised.value.details()
+
+
+async def test_a_request_larger_than_the_limit_is_refused_unread(service):
+    async with stub_of(service) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Tokenize(pb.TokenizeRequest(prompt="x" * 8_388_608))
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await service.call(GENERATE, {"prompt": "say|"})).code == 0
+
+
+async def test_what_takes_long_to_tokenise_is_refused_before_it_is(service):
+    many = 100 * 256 + 1
+    for method, request, what in (
+        ("Generate", {"prompt": "x" * many, "truncate_prompt_tokens": 3}, "characters"),
+        ("Generate", {"messages": {"messages": [{"role": "x" * many}]}}, "characters"),
+        ("Tokenize", {"prompt": "x" * many}, "characters"),
+        ("Detokenize", {"token_ids": [33] * many}, "ids"),
+    ):
+        answer = await service.call(f"octavo.v1.Inference/{method}", request)
+        assert answer.code == 64 + INVALID and f"{what} are too many: 25600 are the most" in answer.stderr
+
+
 LONG = "x" * 20_000
+WIDE = "\N{PILE OF POO}" * 600  # four bytes a character, twelve where a header escapes them
 
 TOO_LONG_FOR_A_HEADER = {
     "a model": ({"prompt": "x", "model": LONG}, NOT_FOUND, "xxx"),
     "a request id": ({"prompt": "x", "request_id": LONG}, INVALID, "request_id"),
+    "a model of wide characters": ({"prompt": "x", "model": WIDE}, NOT_FOUND, "model"),
+    "empty stop strings": ({"prompt": "x", "sampling_params": {"stop": [""] * 9999}}, INVALID, "9999 strings"),
     "stop strings": ({"prompt": "x", "sampling_params": {"stop": [LONG[:5000]] * 17}}, INVALID, "stop"),
 }
 
@@ -245,6 +282,18 @@ async def test_what_is_too_long_for_a_header_keeps_its_status(service, name):
     answer = await service.call(GENERATE, request)
     assert answer.code == 64 + code, answer.stderr[:500]
     assert message in answer.stderr
+
+
+async def test_a_refusal_full_of_wide_characters_fits_the_headers_of_any_client(service):
+    params = pb.SamplingParams(stop=[WIDE] * 17, detokenize=False, temperature=3, top_p=3, min_p=3)
+    async with stub_of(service) as stub:
+        for request in (pb.GenerateRequest(prompt="x", sampling_params=params), pb.GenerateRequest(model=WIDE)):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Generate(request).read()
+            assert raised.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+            details = dict(raised.value.trailing_metadata())["grpc-status-details-bin"]
+            num_bytes = len(quote(raised.value.details())) + len(base64.b64encode(details))
+            assert 500 < num_bytes < 8192 - 1024, "peers take 8 KiB of headers, escaped as they are"
 
 
 async def test_a_request_id_of_256_characters_is_the_longest(service):
