@@ -106,6 +106,7 @@ class Generation:
         self._request = request
         self._policy = policy
         self._held: dict[int, pb.ResumedOutput] = {}  # by output index
+        self._sums_of_logprobs: dict[int, float] = {}
         self._failures = 0  # since the last message
         self._first_loss: RequestFailed | None = None  # of those
         self._admitted = False
@@ -137,7 +138,7 @@ class Generation:
             request_id=self._request.request_id,
             prompt=self._request.prompt or None,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[_completion(delta) for delta in response.outputs],
+            outputs=[_completion(delta, self._cumulative_logprob(delta)) for delta in response.outputs],
             finished=self.finished,
             metrics=self._metrics,
             prompt_logprobs=[_token_logprobs(entry) for entry in response.prompt_logprobs] or None,
@@ -168,10 +169,19 @@ class Generation:
         held = self._held.setdefault(delta.index, pb.ResumedOutput(index=delta.index))
         held.token_ids.extend(delta.token_ids)
         held.finish_reason = delta.finish_reason
+        sum_before = self._sums_of_logprobs.get(delta.index, 0.0)
+        self._sums_of_logprobs[delta.index] = sum_before + sum(entry.token.logprob for entry in delta.logprobs)
         if delta.token_ids and delta.index == 0:
             self._metrics.token_times_ns.append(now_ns)
         if delta.token_ids and self._metrics.first_token_ns is None:
             self._metrics.first_token_ns = now_ns
+
+    def _cumulative_logprob(self, delta: pb.OutputDelta) -> float | None:
+        """The server's own sum, or where it saw only the end of a resumed output, that of everything that arrived."""
+        if delta.HasField("cumulative_logprob"):
+            return delta.cumulative_logprob
+        asked = self._request.sampling_params.HasField("logprobs")
+        return self._sums_of_logprobs[delta.index] if delta.finish_reason and asked and self._request.resume else None
 
     def _finish(self, response: pb.GenerateResponse, now_ns: int) -> None:
         self.finished = True
@@ -185,13 +195,13 @@ class Generation:
         metrics.times_moved = response.timings.times_moved
 
 
-def _completion(delta: pb.OutputDelta) -> CompletionOutput:
+def _completion(delta: pb.OutputDelta, cumulative_logprob: float | None) -> CompletionOutput:
     stop_kind = delta.matched_stop.WhichOneof("stop")
     return CompletionOutput(
         index=delta.index,
         text=delta.text,
         token_ids=list(delta.token_ids),
-        cumulative_logprob=delta.cumulative_logprob if delta.HasField("cumulative_logprob") else None,
+        cumulative_logprob=cumulative_logprob,
         logprobs=[_token_logprobs(entry) for entry in delta.logprobs] or None,
         finish_reason=_FINISH_REASONS.get(delta.finish_reason),
         stop_reason=getattr(delta.matched_stop, stop_kind) if stop_kind else None,

@@ -185,6 +185,6 @@ def _check(rows: ScheduledRows, answer: Answer) -> np.ndarray:
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason:
     """Whether a token that came after its sequence had given the slot up ends the sequence."""
     group = sequence.group
-    if token_id == group.eos_token_id or token_id in group.stop_token_ids:
+    if group.is_stop_token(token_id):
         return FinishReason.STOP
     return FinishReason.LENGTH if sequence.num_tokens >= group.max_num_tokens else FinishReason.NONE

@@ -321,7 +321,9 @@ class Engine:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _on_submitted(self, group: SequenceGroup) -> None:
-        if not group.is_finished:  # aborted before it came here
+        if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
+            self.live.free(group)
+        else:
             self._waiting.push(group)
             self._end_if_nobody_can(group)
         self.live.arrived(group)

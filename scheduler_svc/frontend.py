@@ -18,6 +18,7 @@ from scheduler_svc.chat_template import TemplateError
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady, UnknownName, Unsupported
 from scheduler_svc.group_limits import GroupLimits, best_of, new_beam_search, num_outputs
 from scheduler_svc.request_stream import RequestStream
+from scheduler_svc.resumed_outputs import read_resumed, resumed_outputs
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
 
@@ -91,6 +92,9 @@ class Frontend:
             max_prompt_tokens=None if self._enable_chunked_prefill else model.max_num_batched_tokens,
         )
         max_num_tokens = limits.max_num_tokens(len(token_ids), params)
+        streams = not request.HasField("stream") or request.stream
+        is_gathered = not streams or params.use_beam_search or best_of(params) > num_outputs(params)
+        resumed = read_resumed(request, model.vocab_size, num_outputs(params), is_gathered)
         if not params.HasField("seed"):
             params.seed = secrets.randbits(64)
         eos_token_ids = () if params.ignore_eos else model.eos_token_ids
@@ -110,15 +114,18 @@ class Frontend:
             tenant=request.tenant,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
+            resumed_token_ids=resumed,
         )
-        group.output = RequestStream(
+        group.output = stream = RequestStream(
             group,
             model.tokenizer,
             model.name,
-            streams=not request.HasField("stream") or request.stream,
+            streams=streams,
             returns_prompt=request.return_prompt_token_ids,
             finish_sequence=self._finish_sequence,
         )
+        if resumed:
+            stream.resume(resumed_outputs(request, group))
         return group
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -163,8 +170,6 @@ class Frontend:
                 f"priority: got {request.priority}; this server runs with --scheduling-policy "
                 f"{self._scheduling_policy}, accepted: only with --scheduling-policy priority"
             )
-        if request.resume:
-            raise Unsupported("resume is not implemented by this server")
         if request.adapter:
             raise Unsupported("adapter is not implemented by this server")
 

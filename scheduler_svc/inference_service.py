@@ -86,7 +86,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
                 try:
-                    await self._core.submit(group, replaces=request.attempt > 0)
+                    await self._core.submit(group, replaces=request.attempt > 0 or bool(request.resume))
                     await _write_all(stream, box, context)
                 except RequestRefused:
                     raise  # it was never taken

@@ -6,6 +6,8 @@ all of it at once; only an output with stop strings is looked at token by token,
 
 from __future__ import annotations
 
+from collections.abc import Sequence as AbstractSequence
+
 from protos import inference_pb2 as pb
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.detokenizer import Detokenizer
@@ -36,6 +38,7 @@ class OutputStream:
         self._error: pb.OutputError | None = None
         self._score: float | None = None
         self._has_written_end = False
+        self._is_resumed = False
         self._has_stop_strings = bool(params.stop)
         self._detokenizer: Detokenizer | None = None
         if not params.HasField("detokenize") or params.detokenize:
@@ -59,6 +62,31 @@ class OutputStream:
             self._look_for_stop(token_id, reason)
         if reason and not self.finish_reason:
             self.end(FinishReason(reason))
+
+    def resume(self, token_ids: AbstractSequence[int], reason: FinishReason, is_told: bool) -> None:
+        """Takes what the client has already: the tokens with all text that they released. Called before all else.
+
+        `reason`: how the output ended with the last of them, if it did; `is_told`: the client knows. Raises ValueError
+        for tokens after the one that completed a stop string.
+        """
+        self._is_resumed = bool(token_ids)
+        self.num_tokens = len(token_ids)
+        if is_told:
+            self.finish_reason, self._has_written_end = reason, True
+            return
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids if self._has_stop_strings else ()):
+            self._look_for_stop(token_id, reason if position == last else FinishReason.NONE)
+            if self.finish_reason and position < last:
+                raise ValueError(f"it goes on after {self._matched_stop!r}, which ends it")
+        if reason and not self.finish_reason:
+            self._token_ids = [token_ids[-1]]
+            self.end(reason)
+        if self.finish_reason:
+            self._detokenizer = None
+        elif self._detokenizer is not None and not self._has_stop_strings:
+            self._detokenizer.update(token_ids)
+        self._token_ids, self._texts = [], []
 
     def take_logprobs(self, columns: LogprobColumns, entry: int) -> None:
         """Those of the token that is taken next."""
@@ -139,7 +167,7 @@ class OutputStream:
             delta.matched_stop.token_id = self._matched_stop
         if self._error is not None:
             delta.error.CopyFrom(self._error)
-        if self._num_top_logprobs is not None:
+        if self._num_top_logprobs is not None and not self._is_resumed:  # those of resumed tokens are not known here
             delta.cumulative_logprob = self.cumulative_logprob
         if self._score is not None:
             delta.score = self._score

@@ -15,9 +15,11 @@ import structlog
 
 from protos import inference_pb2 as pb
 from scheduler_svc.beam_search import BeamHypothesis
+from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.output_stream import OutputStream
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.resumed_outputs import ResumedOutput
+from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -75,6 +77,18 @@ class RequestStream:
     def admission(self) -> pb.GenerateResponse | None:
         """The first message, unless all of them are gathered into one."""
         return self._head if self.streams else None
+
+    def resume(self, outputs: AbstractSequence[ResumedOutput]) -> None:
+        """What the client has already of each output, by index; before anything is taken. Raises InvalidRequest."""
+        for index, (output, resumed) in enumerate(zip(self._outputs, outputs, strict=True)):
+            try:
+                output.resume(resumed.token_ids, resumed.finish_reason, resumed.is_told)
+            except ValueError as error:
+                raise InvalidRequest(FieldViolation("resume", f"output {index}: {error}")) from None
+            if output.finish_reason:
+                self._note_end()
+                self.group.sequences[index].status = SequenceStatus.FINISHED
+        self.is_ready = self.is_finished or any(output.has_news for output in self._outputs)
 
     def take(self, sequence: Sequence, token_id: int, reason: int) -> None:
         """One token; `reason` where it ended the sequence."""

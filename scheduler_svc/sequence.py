@@ -229,6 +229,9 @@ class SequenceGroup:
     def uses_beam_search(self) -> bool:
         return self.beam_search is not None
 
+    def is_stop_token(self, token_id: int) -> bool:
+        return token_id == self.eos_token_id or token_id in self.stop_token_ids
+
     @property
     def num_slots(self) -> int:
         """Slots that the group may come to need at once."""

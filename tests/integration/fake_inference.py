@@ -86,6 +86,8 @@ class FakeInference(pb_grpc.InferenceServicer):
                 time.sleep(self.token_delay_s)
                 token_id = token_at(sampling.seed, index, position)
                 delta = pb.OutputDelta(index=index, text=text_of([token_id]), token_ids=[token_id])
+                if sampling.HasField("logprobs"):
+                    delta.logprobs.add(token=pb.Logprob(token_id=token_id, logprob=-0.5))
                 if position == count - 1:
                     delta.finish_reason = pb.FINISH_REASON_LENGTH
                 yield pb.GenerateResponse(outputs=[delta])

@@ -128,6 +128,13 @@ def test_an_output_that_had_ended_is_resumed_as_ended(server: FakeServer, genera
     assert len(tokens_of(outputs, 1)) == 4 and outputs[-1].finished
 
 
+def test_the_logprobs_of_all_attempts_are_summed_up(server: FakeServer, generate: Any) -> None:
+    server.inference.losses = [(2, LOST)]
+    outputs = generate("hello", SamplingParams(max_tokens=4, logprobs=0))
+    assert outputs[-2].outputs[0].cumulative_logprob == -0.5 * 4
+    assert [one.cumulative_logprob for output in outputs[:-2] for one in output.outputs] == [None] * 3
+
+
 def test_the_loss_is_raised_where_the_server_cannot_resume(server: FakeServer, generate: Any) -> None:
     server.inference.losses = [(2, LOST)]
     server.inference.can_resume = False

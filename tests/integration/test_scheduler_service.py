@@ -190,7 +190,11 @@ BAD_INPUT = {
     "a priority": ({"prompt": "x", "priority": 3}, UNIMPLEMENTED, "only with --scheduling-policy priority"),
     "no role": ({"messages": {"messages": [{"content": "x"}]}}, INVALID, "messages[0].role"),
     "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "adapter"),
-    "resume": ({"prompt": "x", "resume": [{"index": 0, "token_ids": [1]}]}, UNIMPLEMENTED, "resume"),
+    "resume without its seed": (
+        {"prompt": "x", "resume": [{"index": 0, "token_ids": [1]}]},
+        INVALID,
+        "sampling_params.seed: got none",
+    ),
 }
 
 
@@ -223,6 +227,20 @@ async def test_what_only_raw_bytes_can_say_is_invalid_too(service, name):
                 pass
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert message in raised.value.details()
+
+
+async def test_a_request_that_is_sent_again_goes_on_where_its_client_stopped(service):
+    request = {"prompt": "say|", "request_id": "again", "sampling_params": {"seed": 7}}
+    whole = [
+        output for message in (await service.call(GENERATE, request)).messages for output in message.get("outputs", ())
+    ]
+    token_ids = [token_id for output in whole for token_id in output.get("token_ids", ())]
+    resumed = {**request, "attempt": 1, "resume": [{"index": 0, "token_ids": token_ids[:3]}]}
+    answer = await service.call(GENERATE, resumed)
+    rest = [output for message in answer.messages for output in message.get("outputs", ())]
+    assert [token_id for output in rest for token_id in output.get("token_ids", ())] == token_ids[3:]
+    assert "".join(output.get("text", "") for output in rest) == "".join(output.get("text", "") for output in whole)[2:]
+    assert answer.messages[-1]["usage"]["completion_tokens"] == len(token_ids)
 
 
 async def test_parts_that_come_later_answer_unimplemented(service):

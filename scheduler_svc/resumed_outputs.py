@@ -1,0 +1,89 @@
+"""What a client already has of a request that it sends again: checked, and told how each output goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.sequence import FinishReason, SequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedOutput:
+    """One output's earlier life.
+
+    `finish_reason` is NONE for an output that goes on; `is_told`: the client has been told of the end already.
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason = FinishReason.NONE
+    is_told: bool = False
+
+
+def read_resumed(request: pb.GenerateRequest, vocab_size: int, num_outputs: int, is_gathered: bool) -> list[list[int]]:
+    """Tokens of each output, in order of index; empty where nothing is resumed.
+
+    `is_gathered`: nothing is sent of the request before its end, so no client can have anything. Raises InvalidRequest.
+    """
+    if not request.resume:
+        return []
+    if is_gathered:
+        raise _invalid("resume", "got some; accepted: none with best_of > n, beams or stream = false, which begin anew")
+    if not request.sampling_params.HasField("seed") and _draws(request.sampling_params):
+        raise _invalid("sampling_params.seed", "got none; accepted: with resume, the seed that the first answer named")
+    token_ids: list[list[int]] = [[] for _ in range(num_outputs)]
+    seen: set[int] = set()
+    for entry, output in enumerate(request.resume):
+        if output.index >= num_outputs or output.index in seen:
+            what = f"got {output.index}; accepted: each of 0 to {num_outputs - 1} at most once"
+            raise _invalid(f"resume[{entry}].index", what)
+        outside = next((token_id for token_id in output.token_ids if token_id >= vocab_size), None)
+        if outside is not None:
+            raise _invalid(f"resume[{entry}].token_ids", f"got {outside}; accepted: 0 to {vocab_size - 1}")
+        seen.add(output.index)
+        token_ids[output.index] = list(output.token_ids)
+    return token_ids
+
+
+def resumed_outputs(request: pb.GenerateRequest, group: SequenceGroup) -> list[ResumedOutput]:
+    """How each of the group's outputs stands, by index. Raises InvalidRequest for tokens after an output's end."""
+    told = {output.index: _reason(output) for output in request.resume if output.finish_reason}
+    outputs = []
+    for sequence in group.sequences:
+        token_ids = sequence.token_ids[group.num_prompt_tokens :].tolist()
+        if sequence.index in told:
+            outputs.append(ResumedOutput(token_ids, told[sequence.index], is_told=True))
+        else:
+            outputs.append(ResumedOutput(token_ids, _end_of(token_ids, sequence.index, group)))
+    return outputs
+
+
+def _end_of(token_ids: list[int], index: int, group: SequenceGroup) -> FinishReason:
+    """Whether the last of the tokens ends an output that nobody called ended."""
+    most = group.max_num_tokens - group.num_prompt_tokens
+    if len(token_ids) > most:
+        raise _invalid("resume", f"output {index} has {len(token_ids)} tokens; accepted: at most {most}")
+    stops = [position for position, token_id in enumerate(token_ids) if group.is_stop_token(token_id)]
+    if stops and stops[0] != len(token_ids) - 1:
+        raise _invalid("resume", f"output {index} goes on after token {token_ids[stops[0]]}, which ends it")
+    if stops:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(token_ids) == most else FinishReason.NONE
+
+
+def _reason(output: pb.ResumedOutput) -> FinishReason:
+    try:
+        return FinishReason(output.finish_reason)
+    except ValueError:
+        raise _invalid(
+            "resume", f"output {output.index} has finish_reason {output.finish_reason}, which is none"
+        ) from None
+
+
+def _draws(params: pb.SamplingParams) -> bool:
+    return not params.HasField("temperature") or params.temperature > 0
+
+
+def _invalid(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(FieldViolation(field, what))
