@@ -447,7 +447,7 @@ class Load(_message.Message):
     def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem")
+    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +462,7 @@ class WorkerState(_message.Message):
     LAST_HEARD_NS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     address: str
     instance_id: str
     epoch: int
@@ -476,7 +477,8 @@ class WorkerState(_message.Message):
     last_heard_ns: int
     model: str
     problem: str
-    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ()

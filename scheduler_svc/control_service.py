@@ -94,12 +94,18 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:
-        return await _not_implemented(context, "LoadAdapter")
+        async with refusals(context):
+            generation = await asyncio.wrap_future(self._serving.engine.load_adapter(request.name, request.path))
+            return pb.ControlLoadAdapterResponse(generation=generation)
+        raise AssertionError("refused calls do not come here")
 
     async def UnloadAdapter(
         self, request: pb.ControlUnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlUnloadAdapterResponse:
-        return await _not_implemented(context, "UnloadAdapter")
+        async with refusals(context):
+            await asyncio.wrap_future(self._serving.engine.unload_adapter(request.name))
+            return pb.ControlUnloadAdapterResponse()
+        raise AssertionError("refused calls do not come here")
 
     async def _between_steps(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._serving.engine.call(function))
@@ -182,6 +188,7 @@ def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState
         state.num_free_host_blocks = handle.scheduler.blocks.host_allocator.num_free
         state.num_steps = handle.statistics.num_steps
         state.last_heard_ns = time.monotonic_ns() - handle.link.last_heard_ns
+        state.adapters.extend(sorted(handle.adapters))
         if handle.is_draining:
             state.health = pb.WORKER_HEALTH_DRAINING
     return state

@@ -82,15 +82,16 @@ class WorkerView:
         if head is None:
             return None
         scheduler = self._worker.scheduler
-        if scheduler.groups.num_free_slots < 1:
-            return head if scheduler.can_ever_run(head) else None  # to be preempted for, if anything
         if not self._others and not head.adapter and scheduler.can_ever_run(head):
             return head
-        self._open_gate()
+        gate = self._worker.adapter_gate
+        gate.open(_adapters_in_use(self._worker), self._worker.adapters)
+        if scheduler.groups.num_free_slots < 1:  # to be preempted for, if anything
+            return head if scheduler.can_ever_run(head) and gate.admits(head.adapter) else None
         best: SequenceGroup | None = None
         best_cached, passed = -1, list[SequenceGroup]()
         for group in self._waiting.candidates(LOOK_AHEAD):
-            if not scheduler.can_ever_run(group) or not self._worker.adapter_gate.admits(group.adapter):
+            if not scheduler.can_ever_run(group) or not gate.admits(group.adapter):
                 continue
             cached = _num_cached(self._worker, group) if self._others else 0
             if cached > best_cached and self._is_best_here(group, cached):
@@ -101,11 +102,6 @@ class WorkerView:
                 break  # nobody behind it may be taken first any more
             passed.append(group)
         return best
-
-    def _open_gate(self) -> None:
-        scheduler = self._worker.scheduler
-        groups = (*scheduler.running, *scheduler.swapped, *scheduler.preempted)
-        self._worker.adapter_gate.open({group.adapter for group in groups}, self._worker.adapters)
 
     def _is_best_here(self, group: SequenceGroup, num_cached: int) -> bool:
         """Whether no other worker that could take the group now has more of it cached, or less to do."""
@@ -123,10 +119,25 @@ class WorkerView:
         return not any(
             (-_num_cached(other, group), num_outstanding) < mine
             and other.scheduler.can_ever_run(group)
-            and (not group.adapter or group.adapter in other.adapters)
+            and _has_room_for_adapter(other, group.adapter)
             and other.scheduler.can_admit(group) is AllocStatus.OK
             for other, num_outstanding in self._rivals
         )
+
+
+def _adapters_in_use(worker: Taker) -> set[str]:
+    """Of all groups that the worker holds: preempted ones come back without asking."""
+    if not worker.adapters:
+        return set()
+    scheduler = worker.scheduler
+    return {group.adapter for group in (*scheduler.running, *scheduler.swapped, *scheduler.preempted)} - {""}
+
+
+def _has_room_for_adapter(worker: Taker, adapter: str) -> bool:
+    if not adapter:
+        return True
+    in_use = _adapters_in_use(worker)
+    return adapter in worker.adapters and (adapter in in_use or len(in_use) < worker.adapter_gate.max_loras)
 
 
 def _num_cached(worker: Taker, group: SequenceGroup) -> int:

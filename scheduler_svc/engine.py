@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import structlog
 
 from protos import worker_pb2
+from scheduler_svc.adapters import Adapters
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.dispatcher import Dispatcher
-from scheduler_svc.errors import NotReady
+from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.scheduler import SchedulerSettings
@@ -85,6 +86,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._has_stopped = False
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
+        self.adapters = Adapters(self._inbox.put)
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
 
     # ---- from any thread --------------------------------------------------------------------------------------------
@@ -102,8 +104,13 @@ class Engine:
             self.take_events()
 
     def submit(self, group: SequenceGroup) -> None:
-        """Queues a group. Raises what `LiveRequests.add` raises."""
-        self.live.add(group)
+        """Queues a group. Raises what `Adapters.use` and `LiveRequests.add` raise."""
+        self.adapters.use(group)
+        try:
+            self.live.add(group)
+        except RequestRefused:
+            self._inbox.put(partial(self.adapters.release, group))
+            raise
         self._inbox.put(partial(self._on_submitted, group))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
@@ -133,6 +140,22 @@ class Engine:
     def flush_prefix_cache(self, address: str = "") -> int:
         """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks. How many could be found."""
         return self.call(lambda: self._flush(address)).result()
+
+    def load_adapter(self, name: str, path: str) -> Future[int]:
+        """Loads an adapter on every worker that takes them; its generation, or a RequestRefused. See `Adapters`."""
+        return self._answer_later(partial(self.adapters.load, name, path))
+
+    def unload_adapter(self, name: str) -> Future[int]:
+        """Unloads an adapter once the requests that use it have ended; its generation, or a RequestRefused."""
+        return self._answer_later(partial(self.adapters.unload, name))
+
+    def _answer_later(self, begin: Callable[[Future[int]], None]) -> Future[int]:
+        if self.live.is_closed:
+            raise NotReady("this server is shutting down")
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # a caller who goes away stops nothing
+        self._inbox.put(partial(_begin, future, begin))
+        return future
 
     # ---- from worker clients ----------------------------------------------------------------------------------------
 
@@ -196,7 +219,9 @@ class Engine:
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
         statistics, scheduler = worker.statistics, worker.scheduler
-        while worker.can_take_step(self.settings.steps_in_flight) and (scheduler.groups.has_work or len(self._waiting)):
+        while worker.can_take_step(self.settings.steps_in_flight) and (
+            scheduler.groups.has_work or len(self._waiting) or scheduler.tells_releases
+        ):
             started_ns = time.monotonic_ns()
             outputs = scheduler.schedule(self._dispatcher.view(worker, self.workers), started_ns)
             self._move_outgrown(worker)
@@ -259,8 +284,9 @@ class Engine:
         log.info("worker says", worker=worker.link.address, notice=kind)
         if kind == "draining":
             worker.is_draining = True
+            self.adapters.worker_left(worker)
         elif kind == "adapter_loaded":
-            worker.adapters[notice.adapter_loaded.name] = notice.adapter_loaded.generation
+            self.adapters.was_loaded(worker, notice.adapter_loaded)
         elif kind == "budget":
             worker.scheduler.max_num_batched_tokens = notice.budget.max_num_batched_tokens
 
@@ -271,6 +297,7 @@ class Engine:
         sent = worker.in_flight.popleft()
         if result.status != worker_pb2.STEP_STATUS_OK:
             self._on_failed_step(worker, sent, result)
+            self.adapters.step_answered(worker, is_rolled_back=True)
             return
         started_ns = time.monotonic_ns()
         answer = decode(result.outputs, sent.rows.num_answers)
@@ -286,6 +313,7 @@ class Engine:
             self._end(group, FinishReason.ERROR, message)
         for entry in tokens.finish_reasons.nonzero()[0]:
             self._forget(tokens.sequences[entry].group)
+        self.adapters.step_answered(worker, is_rolled_back=False)
         self._count(worker, sent, result, received_ns, time.monotonic_ns() - decoded_ns)
 
     def _on_failed_step(self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult) -> None:
@@ -331,6 +359,7 @@ class Engine:
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)
         self._last_lost_ns = None
+        self.adapters.worker_joined(worker)
         log.info(
             "worker joined",
             worker=worker.link.address,
@@ -346,6 +375,7 @@ class Engine:
             return
         self.workers.remove(worker)
         self._last_lost_ns = None if self.workers else time.monotonic_ns()
+        self.adapters.worker_left(worker)
         link.close()
         in_flight = {sequence.group for step in worker.in_flight for sequence in step.rows.sequences}
         groups = worker.scheduler.evacuate()
@@ -387,6 +417,7 @@ class Engine:
     def _forget(self, group: SequenceGroup) -> None:
         if group.is_finished:
             self.live.free(group)
+            self.adapters.release(group)
 
     def _flush(self, address: str) -> int:
         workers = [worker for worker in self.workers if address in ("", worker.link.address)]
@@ -398,6 +429,7 @@ class Engine:
         for worker in self.workers:
             worker.link.close()
         self.workers.clear()
+        self.adapters.close()
         self._has_stopped = True
 
     def _watch(self) -> None:
@@ -426,6 +458,13 @@ class Engine:
 
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
         return next((worker for worker in self.workers if worker.link is link), None)
+
+
+def _begin(future: Future[int], begin: Callable[[Future[int]], None]) -> None:
+    try:
+        begin(future)
+    except Exception as error:
+        future.set_exception(error)
 
 
 def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -37,6 +37,14 @@ class DuplicateRequest(RequestRefused):
     """A live request has this id already."""
 
 
+class NameTaken(RequestRefused):
+    """Something else is there under this name."""
+
+
+class WorkerFailed(RequestRefused):
+    """A worker could not do what was asked of all of them; it is named, with its own words."""
+
+
 class QueueFull(RequestRefused):
     """The waiting queue is at its bound; `retry_after_s` is when trying again makes sense."""
 

@@ -170,8 +170,6 @@ class Frontend:
                 f"priority: got {request.priority}; this server runs with --scheduling-policy "
                 f"{self._scheduling_policy}, accepted: only with --scheduling-policy priority"
             )
-        if request.adapter:
-            raise Unsupported("adapter is not implemented by this server")
 
     def _prompt_token_ids(self, request: pb.GenerateRequest, model: ServedModel) -> list[int]:
         if request.WhichOneof("prompt_kind") == "prompt_token_ids":

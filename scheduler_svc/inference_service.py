@@ -43,6 +43,9 @@ class Core(Protocol):
     async def abort(self, request_id: str) -> bool:
         """Ends live requests of this id; False when there is none."""
 
+    async def adapters(self) -> list[str]:
+        """Names of those that a request may use now."""
+
 
 class EngineCore:
     """The engine in this process."""
@@ -64,6 +67,9 @@ class EngineCore:
 
     async def abort(self, request_id: str) -> bool:
         return self._engine.abort(request_id)
+
+    async def adapters(self) -> list[str]:
+        return self._engine.adapters.names()
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -125,6 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 model_hash=model.model_hash,
                 eos_token_ids=model.eos_token_ids,
                 has_chat_template=model.tokenizer.chat_template is not None,
+                adapters=await self._core.adapters(),
             )
         raise AssertionError("refused calls do not come here")
 

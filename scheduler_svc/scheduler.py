@@ -79,6 +79,7 @@ class Scheduler:
 
     Attributes:
         outgrown: groups that need more than this whole cache; whoever asked for a step takes them away.
+        tells_releases: the next step is made even where it only says which slots were given up.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Scheduler:
         self.groups = WorkerGroups(columns, blocks, self.settings.policy)
         self.suspects: deque[SequenceGroup] = deque()  # were in a failed step: each runs one step alone
         self.outgrown: list[SequenceGroup] = []
+        self.tells_releases = False
         self._preemption = Preemption(self.groups, self.settings.preemption_mode, self.settings.costs)
         self._answers = Answers(self.groups, self.settings.served if self.settings.policy.counts_tokens else None)
         self._recovery = Recovery(self.groups)
@@ -387,8 +389,9 @@ class Scheduler:
     def _seal(self, plan: StepPlan) -> SchedulerOutputs | None:
         groups = self.groups
         has_rows = len(plan.decode_slots) or plan.chunks or plan.beams
-        if not has_rows and not groups.swap_out and not groups.swap_in:
+        if not (has_rows or groups.swap_out or groups.swap_in or self.tells_releases):
             return None
+        self.tells_releases = False
         forks = {child: parent for child, parent in groups.forks.items()}
         appended_slots, appended_counts, appended_blocks = map(
             np.concatenate, zip(NOTHING, *plan.appended, strict=True)

@@ -167,7 +167,6 @@ class SequenceGroup:
         num_outputs: sequences that the client gets (`n`).
         best_of: sequences that are drawn, of which it gets the best; the default is `num_outputs`.
         beam_search: ranks the group's beams, if it is of beams.
-        adapter_generation: the adapter's own, which tells its versions apart.
         cache_salt: shares cached prefixes only with groups of the same salt.
         resumed_token_ids: tokens that output i has from an earlier life, for all outputs or none; they count as drawn.
         output: whatever the layer above wants back with this group's tokens; never looked into here.
@@ -189,7 +188,6 @@ class SequenceGroup:
         priority: int = 0,
         tenant: str = "",
         adapter: str = "",
-        adapter_generation: int = 0,
         cache_salt: str = "",
         resumed_token_ids: AbstractSequence[AbstractSequence[int]] = (),
         output: Any = None,
@@ -208,7 +206,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.adapter = adapter
         self.cache_salt = cache_salt
-        self.hash_root = root_hash(adapter, str(adapter_generation), cache_salt)
+        self.hash_root = root_hash(adapter, "", cache_salt)
         self.output = output
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
@@ -224,6 +222,11 @@ class SequenceGroup:
             histories = [prompt] * (1 if beam_search else self.best_of)
         self.sequences = [Sequence(self, index, history) for index, history in enumerate(histories)]
         self._num_indices = len(self.sequences)
+
+    def use_adapter_generation(self, generation: int) -> None:
+        """Which version of its adapter it runs with, said before anybody looks for what of its prompt is cached."""
+        assert self.adapter and not any(sequence.block_hashes for sequence in self.sequences)
+        self.hash_root = root_hash(self.adapter, str(generation), self.cache_salt)
 
     @property
     def uses_beam_search(self) -> bool:

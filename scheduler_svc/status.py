@@ -13,11 +13,13 @@ from google.rpc import error_details_pb2, status_pb2
 from scheduler_svc.errors import (
     DuplicateRequest,
     InvalidRequest,
+    NameTaken,
     NotReady,
     QueueFull,
     RequestRefused,
     UnknownName,
     Unsupported,
+    WorkerFailed,
 )
 
 log = structlog.get_logger()
@@ -27,6 +29,8 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     Unsupported: grpc.StatusCode.UNIMPLEMENTED,
     UnknownName: grpc.StatusCode.NOT_FOUND,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    NameTaken: grpc.StatusCode.ALREADY_EXISTS,
+    WorkerFailed: grpc.StatusCode.FAILED_PRECONDITION,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import structlog
 
 from octavo.rpc import CHANNEL_OPTIONS
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
+from scheduler_svc.worker_handle import AdapterRequest
 
 log = structlog.get_logger()
 
@@ -26,6 +27,7 @@ RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection co
 LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds
 GET_INFO_TIMEOUT_S = 10.0  # a worker that is still starting listens but does not answer yet
 INITIALIZE_TIMEOUT_S = 600.0
+ADAPTER_TIMEOUT_S = 600.0
 EXECUTE = "/octavo.v1.Worker/Execute"
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
 
@@ -80,6 +82,7 @@ class StepStream:
         self._epoch = 0
         self.send(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=settings_id)).SerializeToString())
         self._call = channel.stream_stream(EXECUTE)(self._requests())
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
 
     def wait_for_lease(self) -> worker_pb2.LeaseGranted:
         """The first message of the stream. Raises grpc.RpcError, FAILED_PRECONDITION while another holds the lease."""
@@ -96,6 +99,12 @@ class StepStream:
     def send(self, data: bytes) -> None:
         self._outgoing.put(data)
 
+    def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
+        """See `WorkerLink.call`."""
+        is_load = isinstance(request, worker_pb2.LoadAdapterRequest)
+        method = self._stub.LoadAdapter if is_load else self._stub.UnloadAdapter
+        method.future(request, timeout=ADAPTER_TIMEOUT_S).add_done_callback(lambda call: done(_problem(call)))
+
     def close(self) -> None:
         """Ends the stream at once, and with it the lease."""
         self._outgoing.put(None)
@@ -111,6 +120,10 @@ class StepStream:
             if data is None:
                 return
             yield data
+
+
+def _problem(call: grpc.Future) -> str:
+    return "" if call.code() is grpc.StatusCode.OK else f"{call.code().name}: {call.details()}"
 
 
 class WorkerClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,13 +20,19 @@ STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compila
 STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take
 
 
+AdapterRequest = worker_pb2.LoadAdapterRequest | worker_pb2.UnloadAdapterRequest
+
+
 class WorkerLink(Protocol):
-    """The open step stream to a worker. `send` never blocks."""
+    """The open step stream to a worker, and its calls beside it. Nothing here blocks."""
 
     address: str
     last_heard_ns: int
 
     def send(self, data: bytes) -> None: ...
+
+    def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
+        """Loads or unloads an adapter. `done` gets what went wrong, "" for nothing, on any thread."""
 
     def close(self) -> None: ...
 
@@ -83,13 +90,13 @@ class WorkerHandle:
         costs = Costs(sizes.prefill_tokens_per_s, sizes.swap_bytes_per_s, sizes.block_bytes)
         self.scheduler = Scheduler(columns, blocks, sizes.max_num_batched_tokens, replace(settings, costs=costs))
         self.adapter_gate = AdapterGate(info.max_loras)
-        self.adapters = {adapter.name: adapter.generation for adapter in info.adapters}
+        self.adapters: dict[str, int] = {}  # that it has loaded under this lease, with their generations
         self.in_flight: deque[StepInFlight] = deque()
         self.statistics = StepStatistics()
         self.is_draining = False
         self.failed_step: StepInFlight | None = None
         self.checked_ns = 0  # when the integrity of its state was looked at last
-        self._last_step_id = 0
+        self.last_step_id = 0  # ids rise by one, and answers come in order
 
     @property
     def num_running(self) -> int:
@@ -101,6 +108,11 @@ class WorkerHandle:
         scheduler = self.scheduler
         comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects
         return not (self.is_draining or self.failed_step or comes_back)
+
+    @property
+    def num_steps_answered(self) -> int:
+        """The id of the last one, whether it went well or not."""
+        return self.last_step_id - len(self.in_flight)
 
     @property
     def is_idle(self) -> bool:
@@ -122,8 +134,8 @@ class WorkerHandle:
         return not self.in_flight if self.failed_step else len(self.in_flight) < max_in_flight
 
     def next_step_id(self) -> int:
-        self._last_step_id += 1
-        return self._last_step_id
+        self.last_step_id += 1
+        return self.last_step_id
 
     def sent(self, step_id: int, rows: ScheduledRows, now_ns: int) -> None:
         tokens_ns = int(rows.query_lens.sum()) / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9

@@ -83,7 +83,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     It answers the real messages. Behind them is a `SimulatedWorker`: a cache that does not hold what the scheduler
     takes it to hold ends the stream, and raises at the end of the `with` block. `received` and `answered` are the steps
     in order with their times; `fail_next(n)` lets the n-th next step fail. `row_error` says of which histories no token
-    can be drawn, and why. `adapters` are those loaded since the stream was opened, with their generations.
+    can be drawn, and why. `adapters` are those loaded since the stream was opened, with their generations; there is
+    nothing to load at the paths in `broken_paths`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.answered: list[tuple[int, float]] = []
         self.num_leases = 0
         self.adapters: dict[str, int] = {}
+        self.broken_paths: set[str] = set()
         self._language = _Spoken(next_token)
         self._row_error = row_error
         self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
@@ -184,22 +186,28 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
 
     def LoadAdapter(self, request, context):
-        if self._worker is None:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no scheduler holds the lease")
-        assert self._worker is not None, "abort has raised"
-        self._worker.load_adapter(request.name, request.generation)
+        worker = self._leased(request.epoch, context)
+        if request.path in self.broken_paths:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no adapter at {request.path}")
+        worker.load_adapter(request.name, request.generation)
         self.adapters[request.name] = request.generation
         loaded = worker_pb2.AdapterState(name=request.name, generation=request.generation)
         self._inbox.put(worker_pb2.Notice(adapter_loaded=loaded))
         return worker_pb2.LoadAdapterResponse()
 
     def UnloadAdapter(self, request, context):
-        if request.name not in self.adapters or self._worker is None:
+        worker = self._leased(request.epoch, context)
+        if request.name not in self.adapters:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no adapter {request.name!r} among {sorted(self.adapters)}")
-        assert self._worker is not None, "abort has raised"
         del self.adapters[request.name]
-        self._worker.unload_adapter(request.name)
+        worker.unload_adapter(request.name)
         return worker_pb2.UnloadAdapterResponse()
+
+    def _leased(self, epoch, context) -> SimulatedWorker:
+        if self._worker is None or epoch != self.num_leases:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch {epoch} does not hold the lease")
+        assert self._worker is not None, "abort has raised"
+        return self._worker
 
     def Execute(self, request_iterator, context):
         self.num_leases += 1

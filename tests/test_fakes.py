@@ -76,23 +76,26 @@ def test_children_say_different_things_and_beams_answer_candidates(worker: FakeW
 def test_adapter_is_acknowledged_before_its_groups_come(worker: FakeWorker) -> None:
     lease = Lease(worker)
     assert lease.stub.GetInfo(worker_pb2.GetInfoRequest()).max_loras == 2
-    lease.stub.LoadAdapter(worker_pb2.LoadAdapterRequest(name="french", generation=3))
+    lease.stub.LoadAdapter(worker_pb2.LoadAdapterRequest(name="french", generation=3, epoch=lease.epoch))
     loaded = lease.next("notice").adapter_loaded
     assert (loaded.name, loaded.generation) == ("french", 3) and worker.adapters == {"french": 3}
     step = prefill(1, [[40, 41]], max_len=8)
     step.groups[0].adapter = "french"
     assert tokens_of(lease.run(step)) == [hashed_token(np.array([40, 41]))]
     lease.run(worker_pb2.Step(step_id=2, released_slots_u16=b"\0\0"))
-    lease.stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="french"))
+    lease.stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="french", epoch=lease.epoch))
     assert worker.adapters == {}
     with pytest.raises(grpc.RpcError) as refused:
-        lease.stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="french"))
+        lease.stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(name="french", epoch=lease.epoch))
     assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as refused:
+        lease.stub.LoadAdapter(worker_pb2.LoadAdapterRequest(name="french", generation=4, epoch=lease.epoch + 1))
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION and worker.adapters == {}
 
 
 def test_new_lease_finds_neither_adapters_nor_sequences(worker: FakeWorker) -> None:
     first = Lease(worker)
-    first.stub.LoadAdapter(worker_pb2.LoadAdapterRequest(name="french", generation=3))
+    first.stub.LoadAdapter(worker_pb2.LoadAdapterRequest(name="french", generation=3, epoch=first.epoch))
     first.next("notice")
     first.run(prefill(1, [[40, 41]], max_len=8))
     first.close()

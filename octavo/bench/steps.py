@@ -207,5 +207,8 @@ class _NoLink:
     def send(self, data: bytes) -> None:
         raise AssertionError("nobody sends here")
 
+    def call(self, request: Any, done: Any) -> None:
+        raise AssertionError("nobody calls here")
+
     def close(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.step_encoder import decode, encode
 from scheduler_svc.step_plan import SchedulerOutputs
 from scheduler_svc.waiting_queue import WaitingQueue
-from scheduler_svc.worker_handle import WorkerHandle
+from scheduler_svc.worker_handle import AdapterRequest, WorkerHandle
 from tests.scheduler.simulated_worker import SimulatedWorker
 
 MAX_MODEL_LEN, BLOCK_SIZE = 64, 4
@@ -32,11 +33,12 @@ class Pool:
 
     def _handle(self, num_slots: int = 4, num_blocks: int = 64, adapters: tuple[str, ...] = (), max_loras: int = 1):
         info = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE, max_loras=max_loras)
-        info.adapters.extend(worker_pb2.AdapterState(name=name, generation=1) for name in adapters)
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=num_blocks, max_num_seqs=num_slots, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN
         )
-        return WorkerHandle(_Link(), info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings())
+        handle = WorkerHandle(_Link(), info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings(policy=policy))
+        handle.adapters.update(dict.fromkeys(adapters, 1))
+        return handle
 
     def _simulate(self, num_slots: int = 4, num_blocks: int = 64, adapters: tuple[str, ...] = (), max_loras: int = 1):
         worker = SimulatedWorker(num_slots, MAX_MODEL_LEN, BLOCK_SIZE, num_blocks, max_loras=max_loras)
@@ -82,6 +84,9 @@ class _Link:
 
     def send(self, data: bytes) -> None:
         raise AssertionError("steps are carried by hand")
+
+    def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
+        raise AssertionError("adapters are there from the start")
 
     def close(self) -> None:
         pass

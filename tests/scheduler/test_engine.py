@@ -31,9 +31,10 @@ class Client:
         self.last: dict[str, pb.GenerateResponse] = {}
         self.reasons: dict[str, int] = {}
 
-    def submit(self, request_id: str, prompt: str = "say|", **params: Any) -> None:
+    def submit(self, request_id: str, prompt: str = "say|", adapter: str = "", **params: Any) -> None:
+        sampling_params = pb.SamplingParams(**{"temperature": 0, **params})
         request = pb.GenerateRequest(
-            request_id=request_id, prompt=prompt, sampling_params=pb.SamplingParams(temperature=0, **params)
+            request_id=request_id, prompt=prompt, adapter=adapter, sampling_params=sampling_params
         )
         group = self.serving.frontend.prepare(request)
         self.text[request_id], self.token_ids[request_id] = "", []

@@ -2,97 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.beam_search import BeamHypothesis
-from scheduler_svc.engine import Engine, EngineSettings
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
-from scheduler_svc.sequence import FinishReason, SequenceGroup
-from scheduler_svc.step_plan import NewTokens
-
-
-class FakeLink:
-    """A worker that takes every step and answers what a test says."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.last_heard_ns = time.monotonic_ns()
-        self.steps: list[worker_pb2.Step] = []
-        self.is_closed = False
-
-    def send(self, data: bytes) -> None:
-        self.steps.append(worker_pb2.StepRequest.FromString(data).step)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class Loop:
-    """An engine without its thread, and the sink of its outputs."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.engine = Engine(EngineSettings(**settings), self)
-        self.token_ids: dict[str, list[int]] = {}
-        self.ends: dict[str, tuple[FinishReason, str]] = {}
-
-    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
-        for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
-            self.token_ids.setdefault(sequence.group.request_id, []).append(token_id)
-
-    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
-        raise AssertionError("nobody asks for beams here")
-
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        assert group.request_id not in self.ends
-        self.ends[group.request_id] = reason, message
-
-    def join(self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4) -> FakeLink:
-        link = FakeLink(name)
-        info = worker_pb2.WorkerInfo(block_size=4)
-        sizes = worker_pb2.InitializeResponse(
-            num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=64
-        )
-        self.engine.worker_joined(link, info, sizes, worker_pb2.LeaseGranted(epoch=epoch))
-        return link
-
-    def group(self, request_id: str, num_tokens: int = 3, tenant: str = "") -> SequenceGroup:
-        params = pb.SamplingParams()
-        return SequenceGroup(
-            request_id, [1] * num_tokens, params, max_num_tokens=num_tokens + 9, arrival_ns=0, tenant=tenant
-        )
-
-    def submit(self, *request_ids: str) -> None:
-        for request_id in request_ids:
-            self.engine.submit(self.group(request_id))
-
-    def turn(self) -> None:
-        self.engine.call(lambda: None)  # something to find, or it waits
-        self.engine.take_events()
-        self.engine.send_steps()
-
-    def answer(self, link: FakeLink, **changes: Any) -> None:
-        """Answers the oldest step in flight, every draw a 7; `changes` are fields of the StepResponse."""
-        (worker,) = (worker for worker in self.engine.workers if worker.link is link)
-        sent = worker.in_flight[0]
-        token_ids = np.full(int(sent.rows.num_answers.sum()), 7, "<i4").tobytes()
-        result = worker_pb2.StepResult(
-            step_id=sent.step_id, outputs=worker_pb2.SequenceOutputs(token_ids_i32=token_ids)
-        )
-        fields = {"epoch": worker.epoch, "result": result, **changes}
-        self.engine.worker_said(link, worker_pb2.StepResponse(**fields).SerializeToString())
-
-    def run_to_end(self, link: FakeLink) -> None:
-        while self.engine.live.all():
-            self.turn()
-            self.answer(link)
-            self.turn()
+from scheduler_svc.sequence import FinishReason
+from tests.scheduler.hand_turned_loop import Loop
 
 
 def test_a_request_that_loses_too_many_workers_ends_with_an_error():
