@@ -155,9 +155,22 @@ class AsyncClient(_Settings):
         """Lets every worker forget what prompts it has computed; how many cache blocks could be found before."""
         return (await self._unary(self._control.FlushPrefixCache, pb.FlushPrefixCacheRequest())).num_blocks_flushed
 
-    async def _unary(self, method: Any, request: Any) -> Any:
+    async def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
+        """Loads an adapter from where the workers see it; `generate` may name it as soon as this returns.
+
+        Loading again what is there from the same path changes nothing. Returns its generation: what is loaded under a
+        name later is another one.
+        """
+        request = pb.ControlLoadAdapterRequest(name=name, path=path)
+        return (await self._unary(self._control.LoadAdapter, request, timeout)).generation
+
+    async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
+        """Unloads an adapter. New requests may not name it at once; this returns when those before have ended."""
+        await self._unary(self._control.UnloadAdapter, pb.ControlUnloadAdapterRequest(name=name), timeout)
+
+    async def _unary(self, method: Any, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> Any:
         try:
-            return await method(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
+            return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise RequestFailed.from_rpc_error(error) from None
 
@@ -245,9 +258,18 @@ class Client(_Settings):
         """See `AsyncClient.flush_prefix_cache`."""
         return self._unary(self._control.FlushPrefixCache, pb.FlushPrefixCacheRequest()).num_blocks_flushed
 
-    def _unary(self, method: Any, request: Any) -> Any:
+    def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
+        """See `AsyncClient.load_adapter`."""
+        request = pb.ControlLoadAdapterRequest(name=name, path=path)
+        return self._unary(self._control.LoadAdapter, request, timeout).generation
+
+    def unload_adapter(self, name: str, timeout: float | None = None) -> None:
+        """See `AsyncClient.unload_adapter`."""
+        self._unary(self._control.UnloadAdapter, pb.ControlUnloadAdapterRequest(name=name), timeout)
+
+    def _unary(self, method: Any, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> Any:
         try:
-            return method(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
+            return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise RequestFailed.from_rpc_error(error) from None
 

@@ -8,10 +8,8 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from urllib.parse import quote
 
 import grpc
@@ -21,55 +19,10 @@ from octavo.serving_plan import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker, spell
-from tests.grpcurl import Answer, grpcurl
+from tests.grpcurl import grpcurl
+from tests.integration.scheduler_process import WITHOUT_TORCH, Service, scheduler
 
 GENERATE = "octavo.v1.Inference/Generate"
-
-# An import of any of these raises ImportError, as it does where they are not installed.
-WITHOUT_TORCH = """
-import sys
-for name in ("torch", "triton", "numba", "transformers"):
-    sys.modules[name] = None
-from octavo.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@dataclass
-class Service:
-    address: str
-    process: subprocess.Popen[str]
-
-    async def call(self, method: str, data: object = None, *flags: str) -> Answer:
-        return await grpcurl(*flags, method, address=self.address, data=data)
-
-    def wait_until_ready(self) -> None:
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-        request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
-        deadline = time.monotonic() + 20
-        with grpc.insecure_channel(self.address) as channel:
-            while True:
-                try:
-                    answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=5)
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                except grpc.RpcError:
-                    pass
-                assert time.monotonic() < deadline and self.process.poll() is None, "the scheduler did not get ready"
-                time.sleep(0.05)
-
-
-@contextmanager
-def scheduler(*flags: str) -> Iterator[Service]:
-    port = free_port()
-    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", *flags]
-    process = subprocess.Popen(command, text=True)  # its log goes where pytest keeps and shows what failing tests print
-    try:
-        yield Service(f"127.0.0.1:{port}", process)
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +142,7 @@ BAD_INPUT = {
     "a penalty": ({"prompt": "x", "sampling_params": {"presence_penalty": 1}}, UNIMPLEMENTED, "presence_penalty"),
     "a priority": ({"prompt": "x", "priority": 3}, UNIMPLEMENTED, "only with --scheduling-policy priority"),
     "no role": ({"messages": {"messages": [{"content": "x"}]}}, INVALID, "messages[0].role"),
-    "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "adapter"),
+    "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "start them with --max-loras"),
     "resume without its seed": (
         {"prompt": "x", "resume": [{"index": 0, "token_ids": [1]}]},
         INVALID,
@@ -244,7 +197,7 @@ async def test_a_request_that_is_sent_again_goes_on_where_its_client_stopped(ser
 
 
 async def test_parts_that_come_later_answer_unimplemented(service):
-    for method in ("Drain", "LoadAdapter", "UnloadAdapter", "WatchSteps"):
+    for method in ("Drain", "WatchSteps"):
         answer = await service.call(f"octavo.v1.Control/{method}", {})
         assert answer.code == 64 + UNIMPLEMENTED
         assert f"{method} is not implemented by this server" in answer.stderr

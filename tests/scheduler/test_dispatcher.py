@@ -24,8 +24,9 @@ MAX_MODEL_LEN, BLOCK_SIZE = 64, 4
 class Pool:
     """Workers on one queue; `turn` lets one of them make a step, and takes its answer."""
 
-    def __init__(self, *workers: dict[str, Any]) -> None:
-        self.waiting = WaitingQueue(POLICIES["fcfs"])
+    def __init__(self, *workers: dict[str, Any], policy: str = "fcfs") -> None:
+        self.policy = POLICIES[policy]
+        self.waiting = WaitingQueue(self.policy)
         self.dispatcher = Dispatcher(self.waiting)
         self.handles = [self._handle(**worker) for worker in workers]
         self._simulated = [self._simulate(**worker) for worker in workers]
@@ -36,7 +37,7 @@ class Pool:
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=num_blocks, max_num_seqs=num_slots, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN
         )
-        handle = WorkerHandle(_Link(), info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings(policy=policy))
+        handle = WorkerHandle(_Link(), info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings(self.policy))
         handle.adapters.update(dict.fromkeys(adapters, 1))
         return handle
 
@@ -46,7 +47,7 @@ class Pool:
             worker.load_adapter(name)
         return worker
 
-    def add(self, prompt: list[int], max_tokens: int = 8, adapter: str = "") -> SequenceGroup:
+    def add(self, prompt: list[int], max_tokens: int = 8, adapter: str = "", priority: int = 0) -> SequenceGroup:
         group = SequenceGroup(
             f"request-{len(self.waiting)}",
             prompt,
@@ -54,6 +55,7 @@ class Pool:
             max_num_tokens=len(prompt) + max_tokens,
             arrival_ns=0,
             adapter=adapter,
+            priority=priority,
         )
         self.waiting.push(group)
         return group
@@ -170,3 +172,33 @@ def test_a_group_of_an_adapter_that_a_worker_lacks_goes_to_one_that_has_it():
     assert pool.turn(0) is None
     pool.turn(1)
     assert pool.where(group) == 1
+
+
+def test_an_urgent_group_whose_adapter_a_full_worker_lacks_displaces_nobody():
+    pool = Pool({"num_slots": 1}, {"num_slots": 1, "adapters": ("a",)}, policy="priority")
+    ordinary = pool.add([1, 2, 3], priority=5)
+    pool.turn(0)
+    other = pool.add([4, 5, 6], priority=5)
+    pool.turn(1)
+    assert (pool.where(ordinary), pool.where(other)) == (0, 1)
+    urgent = pool.add([7, 8, 9], adapter="a", priority=1)
+    pool.turn(0)
+    assert pool.where(ordinary) == 0 and ordinary.num_preemptions == 0
+    pool.turn(1)
+    assert pool.where(urgent) == 1 and other.num_preemptions == 1
+    pool.run_to_end()
+
+
+def test_a_worker_without_room_for_an_adapter_is_no_better_place_for_its_groups():
+    """Whatever it has cached: its groups of other adapters may run for long."""
+    pool = Pool(*[{"adapters": ("a", "b"), "max_loras": 1}] * 2)
+    first = pool.add(list(range(30)), max_tokens=1, adapter="a")
+    pool.turn(0)
+    assert first.is_finished
+    blocker = pool.add([40], max_tokens=40, adapter="b")
+    pool.turn(0)
+    assert pool.where(blocker) == 0
+    again = pool.add(list(range(30)), adapter="a")
+    pool.turn(0)
+    pool.turn(1)
+    assert pool.where(again) == 1

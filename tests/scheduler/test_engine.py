@@ -15,7 +15,8 @@ from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.serving import Serving
-from tests.fakes import FakeWorker, hashed_token, say_forever, spell
+from tests.fakes import FakeWorker, say_forever, spell
+from tests.scheduler.hashed_tokens import hashed_after
 
 TIMEOUT_S = 10.0
 
@@ -85,14 +86,6 @@ def client(worker: FakeWorker, **options: Any) -> Iterator[Client]:
         yield it
     finally:
         it.serving.stop()
-
-
-def hashed_after(prompt: str, count: int) -> list[int]:
-    """The ids that `hashed_token` gives after a prompt of single bytes."""
-    history = list(prompt.encode())
-    for _ in range(count):
-        history.append(hashed_token(np.array(history)))
-    return history[len(prompt) :]
 
 
 def steps_overlap(worker: FakeWorker) -> bool:

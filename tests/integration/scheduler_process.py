@@ -1,0 +1,61 @@
+"""A scheduler process of its own, in which nothing can be imported that it must not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from octavo.serving_plan import free_port
+from tests.grpcurl import Answer, grpcurl
+
+# An import of any of these raises ImportError, as it does where they are not installed.
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "triton", "numba", "transformers"):
+    sys.modules[name] = None
+from octavo.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@dataclass
+class Service:
+    address: str
+    process: subprocess.Popen[str]
+
+    async def call(self, method: str, data: object = None, *flags: str) -> Answer:
+        return await grpcurl(*flags, method, address=self.address, data=data)
+
+    def wait_until_ready(self) -> None:
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
+        deadline = time.monotonic() + 20
+        with grpc.insecure_channel(self.address) as channel:
+            while True:
+                try:
+                    answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=5)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                assert time.monotonic() < deadline and self.process.poll() is None, "the scheduler did not get ready"
+                time.sleep(0.05)
+
+
+@contextmanager
+def scheduler(*flags: str) -> Iterator[Service]:
+    port = free_port()
+    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", *flags]
+    process = subprocess.Popen(command, text=True)  # its log goes where pytest keeps and shows what failing tests print
+    try:
+        yield Service(f"127.0.0.1:{port}", process)
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
