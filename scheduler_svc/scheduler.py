@@ -164,7 +164,7 @@ class Scheduler:
         earliest_ns = waiting.earliest_arrival_ns()
         if not groups.running or groups.preempted or earliest_ns is None:
             return True
-        return now_ns - earliest_ns > self.settings.delay_factor * self._prompts_took_ns
+        return now_ns - earliest_ns >= self.settings.delay_factor * self._prompts_took_ns
 
     # ---- decodes ----------------------------------------------------------------------------------------------------
 
@@ -430,6 +430,7 @@ class Scheduler:
                 owners,
                 moved=groups.moved,
                 published=published,
+                wants_logprobs=bool(columns.wants_logprobs[decodes].any()),
             )
         plan.chunks.sort(key=_answers_candidates)  # beams last; otherwise the order stays
         of_beams = [chunk for chunk in plan.chunks if _answers_candidates(chunk)]
@@ -461,6 +462,7 @@ class Scheduler:
             forks=[(chunk.sequence, chunk.children) for chunk in plan.chunks if chunk.children],
             moved=groups.moved,
             published=published,
+            wants_logprobs=bool(columns.wants_logprobs[sample_slots].any()),
         )
 
     # ---- answers ----------------------------------------------------------------------------------------------------
@@ -506,9 +508,9 @@ class Scheduler:
         """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""
         return self._recovery.evacuate()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when queues, columns and blocks contradict one another."""
-        self.groups.check_integrity()
+    def check_integrity(self, part: slice = slice(None)) -> None:
+        """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
+        self.groups.check_integrity(part)
         assert all(group in self.running for group in self.suspects), "a suspect does not run"
 
 
