@@ -48,7 +48,7 @@ lint: setup
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protos/inference.proto protos/worker.proto
+	  protos/inference.proto protos/worker.proto protos/frontend.proto
 
 bench: model
 	$(BIN)/python -m benchmarks.readme_figures

@@ -28,11 +28,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.enable_retries", 0),  # a step or a generation sent twice is not the same as sent once
 )
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # half of what our channels do, or they are cut off
-    ("grpc.so_reuseport", 0),  # two servers must not share a port by accident
 )
+SERVER_OPTIONS = (*_SERVER_OPTIONS, ("grpc.so_reuseport", 0))  # two servers must not share a port by accident
+SHARED_PORT_SERVER_OPTIONS = (*_SERVER_OPTIONS, ("grpc.so_reuseport", 1))  # those of one service do, on purpose
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -129,6 +130,24 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
         raise _why_not(host, port, address) from error
 
 
+def reserve_port(host: str, port: int) -> tuple[socket.socket, int]:
+    """Holds a port (0 takes a free one) for servers of this user with SHARED_PORT_SERVER_OPTIONS, on which nobody else
+    may listen as long as the socket is open. Raises BindError."""
+    holder = None
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        holder = socket.socket(family, kind, protocol)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as grpc does: old connections are no listener
+        holder.bind(where)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: it was nobody's when it was bound
+        return holder, holder.getsockname()[1]
+    except OSError as error:
+        if holder is not None:
+            holder.close()
+        raise _bind_error(host, port, error) from error
+
+
 def _why_not(host: str, port: int, address: str) -> BindError:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -136,7 +155,11 @@ def _why_not(host: str, port: int, address: str) -> BindError:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as grpc does: old connections are no listener
             probe.bind(where)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return PortInUse(f"port {port} on {host} is in use by another process; --port chooses another")
-        return BindError(f"cannot listen on {address}: {error.strerror or error}")
+        return _bind_error(host, port, error)
     return BindError(f"cannot listen on {address}")
+
+
+def _bind_error(host: str, port: int, error: OSError) -> BindError:
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(f"port {port} on {host} is in use by another process; --port chooses another")
+    return BindError(f"cannot listen on {host}:{port}: {error.strerror or error}")

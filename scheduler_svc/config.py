@@ -55,9 +55,7 @@ class SchedulerConfig:
     )
     max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
     max_logprobs: int = option(20, "logprobs a token that a request may ask for")
-    frontends: int = option(
-        0, "processes that share the port, tokenise and stream; 0 or 1: the one that schedules; no more yet"
-    )
+    frontends: int = option(1, "processes that share the port, tokenise and stream; 1: the one that schedules")
     stream_interval_ms: float = option(
         0.0, "time between two messages of a stream while others stream, too; the tokens between are one message"
     )
@@ -81,11 +79,10 @@ class SchedulerConfig:
             "max_request_bytes",
             "max_concurrent_streams",
             "max_worker_losses",
+            "frontends",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
-        if self.frontends not in (0, 1):
-            raise ValueError(f"frontends is {self.frontends}; 0 and 1 are accepted, more are not there yet")
         if self.stream_interval_ms < 0:
             raise ValueError(f"stream_interval_ms is {self.stream_interval_ms}, at least 0 is accepted")
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -6,14 +6,13 @@ import asyncio
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import grpc
 import structlog
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.engine import Engine
+from scheduler_svc.core import Core
 from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.frontend import MAX_REQUEST_ID_CHARS, Frontend
 from scheduler_svc.mailboxes import Mailbox, Mailboxes
@@ -26,50 +25,6 @@ log = structlog.get_logger()
 
 SERVICE = "octavo.v1.Inference"
 TOKENIZER_THREADS = 2  # the tokenizers library lets go of the interpreter while it works
-
-
-class Core(Protocol):
-    """Where prepared groups go: the engine in this process, or the link to the one that has it."""
-
-    def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
-        """Raises QueueFull where `submit` would, `num_preparing` others having come before: nothing is prepared yet."""
-
-    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
-        """Queues a group, `replaces`: in place of a live one of its tenant and id. Raises RequestRefused."""
-
-    def abandon(self, group: SequenceGroup) -> None:
-        """Nobody reads it any more; does nothing for one that has ended."""
-
-    async def abort(self, request_id: str) -> bool:
-        """Ends live requests of this id; False when there is none."""
-
-    async def adapters(self) -> list[str]:
-        """Names of those that a request may use now."""
-
-
-class EngineCore:
-    """The engine in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
-        self._engine.live.check_room(request.tenant, request.request_id, num_preparing)
-
-    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
-        if replaces:
-            self._engine.abort(group.request_id, group.tenant)
-            await asyncio.wrap_future(self._engine.call(lambda: None))  # between steps: the id is free by then
-        self._engine.submit(group)
-
-    def abandon(self, group: SequenceGroup) -> None:
-        self._engine.abort_group(group)
-
-    async def abort(self, request_id: str) -> bool:
-        return self._engine.abort(request_id)
-
-    async def adapters(self) -> list[str]:
-        return self._engine.adapters.names()
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -100,6 +55,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     log.info("client is gone")
                     self._core.abandon(group)
                     raise
+                else:
+                    self._core.forget(group)
                 finally:
                     self._mailboxes.close(stream)
 
@@ -107,7 +64,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Refuses what cannot be taken anyway before any work is put into it."""
         if self.is_draining:
             raise NotReady("this server is draining")
-        self._core.check_room(request, self._num_preparing)
+        await self._core.check_room(request, self._num_preparing)
         self._num_preparing += 1
         try:
             return await self._in_thread(self._frontend.prepare, request, arrival_ns)

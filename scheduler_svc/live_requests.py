@@ -32,6 +32,11 @@ class LiveRequests:
         return len(self._waiting) + self._num_on_the_way
 
     @property
+    def is_full(self) -> bool:
+        """Whether not even the shortest request would be taken."""
+        return self.num_waiting >= self._max_waiting_requests
+
+    @property
     def num_waiting_tokens(self) -> int:
         return self._waiting.num_tokens + self._num_tokens_on_the_way
 

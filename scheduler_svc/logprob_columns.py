@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
@@ -21,6 +22,21 @@ class LogprobColumns:
         self._top_ends = np.cumsum(counts) if len(counts) else np.zeros(len(self._token_ids), np.int64)
         self._top_token_ids = np.frombuffer(outputs.top_token_ids_i32, "<i4")
         self._top_logprobs = np.frombuffer(outputs.top_logprobs_f32, "<f4")
+
+    def select(self, entries: npt.NDArray[np.int64]) -> worker_pb2.SequenceOutputs:
+        """The logprob columns of some entries, as an answer of their own."""
+        ends = self._top_ends[entries]
+        counts = ends - np.where(entries > 0, self._top_ends[entries - 1], 0)
+        # Position i of the ragged columns stands at i, less what was selected before its entry, from the entry's begin.
+        top = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
+        return worker_pb2.SequenceOutputs(
+            token_ids_i32=self._token_ids[entries].tobytes(),
+            logprobs_f32=self._logprobs[entries].tobytes(),
+            ranks_u32=self._ranks[entries].tobytes(),
+            top_counts_u32=counts.astype("<u4").tobytes(),
+            top_token_ids_i32=self._top_token_ids[top].tobytes(),
+            top_logprobs_f32=self._top_logprobs[top].tobytes(),
+        )
 
     def logprob(self, entry: int) -> float:
         """Of the drawn token."""

@@ -47,6 +47,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"tokenizer.json is not readable: {' '.join(str(error).split())}") from error
+        self._files = dict(files)
         # A file may carry the padding and truncation of its training; neither belongs to a prompt.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -72,6 +73,12 @@ class Tokenizer:
             return _CACHE.get({name: (folder / name).read_bytes() for name in _FILE_NAMES if (folder / name).is_file()})
         except (OSError, TokenizerError) as error:
             raise TokenizerError(f"{folder}: {error}") from error
+
+    def save(self, folder: Path) -> None:
+        """Writes the files that it was made of, for `from_folder`."""
+        folder.mkdir(parents=True)
+        for name, data in self._files.items():
+            (folder / name).write_bytes(data)
 
     @property
     def vocab_size(self) -> int:

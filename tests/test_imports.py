@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("octavo", "scheduler_svc", "worker_svc", "kernels", "protos")
 SERVICES = {"scheduler_svc", "worker_svc", "kernels"}
 # Of `octavo`, what a service may import. None of it knows a service.
-SHARED = {"octavo.options", "octavo.log", "octavo.rpc", "octavo.cache", "octavo.sampling_params"}
+SHARED = {
+    "octavo.cache",
+    "octavo.end_with_parent",
+    "octavo.log",
+    "octavo.options",
+    "octavo.rpc",
+    "octavo.sampling_params",
+}
 CORE = ("sequence*", "block_*", "policy*", "scheduler.py")  # the scheduler's decisions: no sockets, no loop, no clock
 
 

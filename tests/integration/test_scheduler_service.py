@@ -25,11 +25,15 @@ from tests.integration.scheduler_process import WITHOUT_TORCH, Service, schedule
 GENERATE = "octavo.v1.Inference/Generate"
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    with FakeWorker(spell("Grüße, 世界!"), num_blocks=48) as worker, scheduler(f"--worker={worker.address}") as it:
-        it.wait_until_ready()
-        yield it
+FRONTENDS = ("--frontends=1", "--frontends=2")  # in the process that schedules, and in processes of their own
+
+
+@pytest.fixture(scope="module", params=FRONTENDS)
+def service(request) -> Iterator[Service]:
+    with FakeWorker(spell("Grüße, 世界!"), num_blocks=48) as worker:
+        with scheduler(f"--worker={worker.address}", request.param) as it:
+            it.wait_until_ready()
+            yield it
 
 
 @asynccontextmanager
@@ -305,11 +309,11 @@ async def test_health_model_info_and_channelz_answer(service):
 SLOW = spell("slow " * 200)
 
 
-@pytest.fixture(scope="module")
-def slow_service() -> Iterator[Service]:
+@pytest.fixture(scope="module", params=FRONTENDS)
+def slow_service(request) -> Iterator[Service]:
     """One sequence at a time, 20 ms a token, so that requests can be seen while they run and wait."""
     with FakeWorker(SLOW, delay_s=0.02, max_num_seqs=1) as worker:
-        with scheduler(f"--worker={worker.address}", "--max-waiting-requests=2") as it:
+        with scheduler(f"--worker={worker.address}", "--max-waiting-requests=2", request.param) as it:
             it.wait_until_ready()
             yield it
 
@@ -399,8 +403,9 @@ def test_a_name_without_a_port_is_refused_at_the_start():
     assert "Traceback" not in ended.stderr
 
 
-async def test_without_a_worker_it_is_alive_but_not_ready():
-    with scheduler(f"--worker=127.0.0.1:{free_port()}") as it:
+@pytest.mark.parametrize("frontends", FRONTENDS)
+async def test_without_a_worker_it_is_alive_but_not_ready(frontends):
+    with scheduler(f"--worker=127.0.0.1:{free_port()}", frontends) as it:
         for _ in range(100):
             live = await it.call("grpc.health.v1.Health/Check", {})
             if live.code == 0:
@@ -413,8 +418,9 @@ async def test_without_a_worker_it_is_alive_but_not_ready():
         assert refused.code == 64 + 14 and "no worker has joined" in refused.stderr
 
 
-async def test_sigterm_ends_running_streams_and_the_process():
-    with FakeWorker(SLOW, delay_s=0.02) as worker, scheduler(f"--worker={worker.address}") as it:
+@pytest.mark.parametrize("frontends", FRONTENDS)
+async def test_sigterm_ends_running_streams_and_the_process(frontends):
+    with FakeWorker(SLOW, delay_s=0.02) as worker, scheduler(f"--worker={worker.address}", frontends) as it:
         it.wait_until_ready()
         async with stub_of(it) as stub:
             call = stub.Generate(pb.GenerateRequest(prompt="say|"))

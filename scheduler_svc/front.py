@@ -1,0 +1,71 @@
+"""Between clients and the core: what listens on the scheduler's port, in this process or in others."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Protocol
+
+import grpc
+
+from octavo.rpc import Health, bind
+from protos import inference_pb2_grpc
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.control_service import ControlService
+from scheduler_svc.core import EngineCore
+from scheduler_svc.inference_service import InferenceService
+from scheduler_svc.mailboxes import Mailboxes
+from scheduler_svc.public_server import GRACE_S, public_server
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.serving import Outputs, Serving
+
+
+class Front(Protocol):
+    """Opened once, before the `Serving` that writes to `outputs` is started; closed once, after that has stopped."""
+
+    @property
+    def outputs(self) -> Outputs:
+        """Takes what the step loop hands out."""
+
+    async def open(self, serving: Serving) -> int:
+        """Lets clients in, and returns the port. Raises BindError."""
+
+    async def show(self, is_ready: bool, model: ServedModel | None) -> None:
+        """Tells whether requests can be served, and by which model; called when either changes."""
+
+    async def drain(self) -> None:
+        """No new requests, and not ready, from now on and for good."""
+
+    async def close(self) -> None:
+        """Lets what is written be read, and ends."""
+
+
+class InProcessFront:
+    """Everything on one event loop."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.outputs = self._mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
+        self._config = config
+        self._inference: InferenceService
+        self._server: grpc.aio.Server
+        self._health: Health
+
+    async def open(self, serving: Serving) -> int:
+        self._inference = InferenceService(serving.frontend, EngineCore(serving.engine), self._mailboxes)
+        control = ControlService(serving, self._config)
+        add_control = partial(inference_pb2_grpc.add_ControlServicer_to_server, control)
+        self._server, self._health = public_server(self._config, self._inference, add_control)
+        port = bind(self._server, self._config.host, self._config.port)
+        await self._server.start()
+        return port
+
+    async def show(self, is_ready: bool, model: ServedModel | None) -> None:
+        await self._health.set_ready(is_ready and not self._inference.is_draining)
+
+    async def drain(self) -> None:
+        self._inference.is_draining = True
+        await self._health.set_ready(False)
+
+    async def close(self) -> None:
+        await self._health.shut_down()
+        await self._server.stop(GRACE_S)

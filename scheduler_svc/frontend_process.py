@@ -1,0 +1,85 @@
+"""A frontend process: `python -m scheduler_svc.frontend_process --core=unix:SOCKET` and the scheduler's own options.
+
+It listens on a port that it shares, checks, tokenises, streams and detokenises, and leaves all else to the core that
+started it. It ends when the core closes their link or is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from functools import partial
+
+import grpc
+import structlog
+
+from octavo import log as logging
+from octavo.options import Parser, add_arguments, from_namespace
+from octavo.rpc import CHANNEL_OPTIONS, BindError, bind
+from protos import frontend_pb2
+from protos import inference_pb2 as pb
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core_link import CoreLink
+from scheduler_svc.forwarding import forward
+from scheduler_svc.frontend import Frontend
+from scheduler_svc.inference_service import InferenceService
+from scheduler_svc.mailboxes import Mailboxes
+from scheduler_svc.public_server import GRACE_S, public_server
+
+log = structlog.get_logger()
+
+CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
+
+
+def main() -> int:
+    """Returns the process's exit code."""
+    parser = Parser(prog="scheduler_svc.frontend_process")
+    parser.add_argument("--core", required=True, metavar="unix:SOCKET")
+    add_arguments(parser, SchedulerConfig)
+    arguments = parser.parse_args()
+    config = from_namespace(SchedulerConfig, arguments)
+    logging.configure(config.log_level)
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the core, which ends its frontends in order
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        asyncio.run(serve(arguments.core, config))
+    except grpc.aio.AioRpcError as error:
+        log.error("the core is lost", why=error.details())
+        return 1
+    except BindError as error:
+        log.error("cannot start", why=str(error))
+        return 1
+    return 0
+
+
+async def serve(core_address: str, config: SchedulerConfig) -> None:
+    """Serves until the core closes the link. Raises AioRpcError where it breaks."""
+    mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
+    async with grpc.aio.insecure_channel(core_address, options=CHANNEL_OPTIONS) as channel:
+        link = CoreLink(channel, mailboxes)
+        frontend = Frontend(
+            lambda: link.model,
+            link.finish_sequence,
+            config.max_logprobs,
+            scheduling_policy=config.scheduling_policy,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+        )
+        inference = InferenceService(frontend, link, mailboxes)
+        server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)
+
+        async def on_state(state: frontend_pb2.CoreState) -> None:
+            inference.is_draining = state.is_draining
+            await health.set_ready(state.is_ready and not state.is_draining)
+
+        bind(server, config.host, config.port)
+        await server.start()
+        link.say_listening(os.getpid())
+        await link.follow(on_state)
+        await health.shut_down()
+        await server.stop(GRACE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

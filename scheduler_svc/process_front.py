@@ -1,0 +1,78 @@
+"""Clients are served by frontend processes that share the port; this process, the core, serves those over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc
+
+from octavo.options import to_arguments
+from octavo.rpc import SERVER_OPTIONS, reserve_port
+from protos import frontend_pb2, frontend_pb2_grpc, inference_pb2_grpc
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.control_service import ControlService
+from scheduler_svc.core_service import CoreService
+from scheduler_svc.frontend_links import FrontendLinks
+from scheduler_svc.frontend_processes import FrontendProcesses
+from scheduler_svc.model_description import encode_model
+from scheduler_svc.public_server import GRACE_S
+from scheduler_svc.request_guard import RequestGuard
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.serving import Serving
+
+
+class ProcessFront:
+    """A `Front` of `config.frontends` processes.
+
+    Socket and tokenizer files lie in a folder that nobody but this user can enter.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.outputs = self._links = FrontendLinks(asyncio.get_running_loop())
+        self._config = config
+        self._state = frontend_pb2.CoreState()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(),))
+        self._reserved: socket.socket  # keeps the port while no frontend listens
+        self._folder: Path
+        self._processes: FrontendProcesses
+
+    async def open(self, serving: Serving) -> int:
+        config = self._config
+        self._reserved, port = reserve_port(config.host, config.port)
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        address = f"unix:{self._folder}/core"
+        frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, self._links), self._server)
+        inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config), self._server)
+        self._server.add_insecure_port(address)
+        await self._server.start()
+        options = to_arguments(dataclasses.replace(config, port=port))
+        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
+        self._processes = FrontendProcesses(command, config.frontends)
+        self._processes.start()
+        return port
+
+    async def show(self, is_ready: bool, model: ServedModel | None) -> None:
+        tokenizer_folder = self._folder / "tokenizer"
+        if model is not None:
+            if not tokenizer_folder.exists():
+                await asyncio.to_thread(model.tokenizer.save, tokenizer_folder)
+            self._state.model.CopyFrom(encode_model(model, tokenizer_folder))
+        self._state.is_ready = is_ready
+        self._links.set_state(self._state)
+
+    async def drain(self) -> None:
+        self._state.is_draining = True
+        self._links.set_state(self._state)
+
+    async def close(self) -> None:
+        self._links.close()
+        await self._processes.stop()
+        await self._server.stop(GRACE_S)
+        self._reserved.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
