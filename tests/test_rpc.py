@@ -133,3 +133,18 @@ async def test_a_host_that_is_not_ours_is_one_clear_line() -> None:
     with pytest.raises(rpc.BindError, match=r"cannot listen on 192\.0\.2\.1:50051: ") as refused:
         rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "192.0.2.1", 50051)
     assert not isinstance(refused.value, rpc.PortInUse) and "\n" not in str(refused.value)
+
+
+async def test_a_reserved_port_takes_servers_that_share_it_and_no_others() -> None:
+    holder, port = rpc.reserve_port("127.0.0.1", 0)
+    with holder:
+        with pytest.raises(rpc.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
+            rpc.reserve_port("127.0.0.1", port)
+        with pytest.raises(rpc.PortInUse):
+            rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "127.0.0.1", port)
+        servers = [grpc.aio.server(options=rpc.SHARED_PORT_SERVER_OPTIONS) for _ in range(2)]
+        assert [rpc.bind(server, "127.0.0.1", port) for server in servers] == [port, port]
+        for server in servers:
+            await server.start()
+        for server in servers:
+            await server.stop(None)

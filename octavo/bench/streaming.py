@@ -1,7 +1,7 @@
 """What reaches clients: N `Generate` streams against a scheduler whose worker computes nothing.
 
-Scheduler and load do not share a core: the scheduler has the first, the load and the worker the second of those that
-this process may use. Messages are counted as they arrive and read no further than their token ids.
+Scheduler and load do not share a core: the load and the worker have the last of those that this process may use, the
+scheduler the first, or with N frontend processes the first N + 1, as far as there are others. Messages are counted as they arrive and read no further than their token ids.
 """
 
 from __future__ import annotations
@@ -65,30 +65,36 @@ class _Count:
 
 
 def measure(
-    streams: Sequence[int], seconds: float, *, step_ms: float = 0.0, scheduler_flags: Sequence[str] = ()
+    streams: Sequence[int],
+    seconds: float,
+    *,
+    step_ms: float = 0.0,
+    frontends: int = 1,
+    scheduler_flags: Sequence[str] = (),
 ) -> list[StreamingFigures]:
     """Starts a simulated worker and a scheduler for each number of streams in turn. Raises RuntimeError."""
     figures = []
     for num_streams in streams:
-        with _service(num_streams, step_ms, scheduler_flags) as (address, pid):
+        with _service(num_streams, step_ms, frontends, scheduler_flags) as (address, pid):
             figures.append(asyncio.run(_load(address, pid, num_streams, seconds)))
     return figures
 
 
 @contextmanager
-def _service(num_streams: int, step_ms: float, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
+def _service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Address and process id of a scheduler; this process, too, keeps to its own core while it runs."""
     cores = sorted(os.sched_getaffinity(0))
-    service_core, load_core = cores[0], cores[-1]
+    num_processes = frontends + 1 if frontends > 1 else 1
+    service_cores, load_cores = set(cores[: min(num_processes, max(1, len(cores) - 1))]), {cores[-1]}
     port, worker_port = free_port(), free_port()
     worker = [sys.executable, "-m", "octavo.bench.simulated_worker", f"--port={worker_port}"]
     worker += [f"--max-num-seqs={max(8, num_streams)}", f"--max-model-len={MAX_MODEL_LEN}", f"--step-ms={step_ms}"]
     scheduler = [sys.executable, "-m", "octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]
-    scheduler += ["--log-level=warning", *flags]
+    scheduler += ["--log-level=warning", f"--frontends={frontends}", *flags]
     processes = []
     try:
-        for core, command in ((service_core, scheduler), (load_core, worker)):
-            os.sched_setaffinity(0, {core})  # what is started takes it over
+        for own_cores, command in ((service_cores, scheduler), (load_cores, worker)):
+            os.sched_setaffinity(0, own_cores)  # what is started takes it over
             processes.append(subprocess.Popen(command, env=environment_without_options()))
         yield f"{LOOPBACK}:{port}", processes[0].pid
     finally:

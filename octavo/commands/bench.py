@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--seconds", type=float, default=10.0, help="length of such a run (default: %(default)s)")
     serve.add_argument("--step-ms", type=float, default=0.0, help="how long a step takes there (default: %(default)s)")
     serve.add_argument("--stream-interval-ms", type=float, metavar="MS", help="option of that scheduler")
+    serve.add_argument("--frontends", type=int, default=1, metavar="N", help="likewise; each has a core, if there are")
     connection.add_arguments(serve)
     steps = kinds.add_parser("steps", help="what a step costs the scheduler, with workers that are only simulated")
     steps.add_argument("--sequences", type=_counts, default=[64, 256, 1024], metavar="N[,N...]", help="running at once")
@@ -122,7 +123,11 @@ def _streaming(arguments: argparse.Namespace) -> int:
     flags = [] if interval_ms is None else [f"--stream-interval-ms={interval_ms}"]
     try:
         rows = streaming.measure(
-            arguments.streams or [1, 64, 1024], arguments.seconds, step_ms=arguments.step_ms, scheduler_flags=flags
+            arguments.streams or [1, 64, 1024],
+            arguments.seconds,
+            step_ms=arguments.step_ms,
+            frontends=arguments.frontends,
+            scheduler_flags=flags,
         )
     except RuntimeError as error:
         raise CommandError(str(error)) from None
