@@ -223,7 +223,10 @@ class Engine:
             scheduler.groups.has_work or len(self._waiting) or scheduler.tells_releases
         ):
             started_ns = time.monotonic_ns()
-            outputs = scheduler.schedule(self._dispatcher.view(worker, self.workers), started_ns)
+            view = self._dispatcher.view(worker, self.workers)
+            if worker.in_flight and scheduler.has_candidate_for_trial(view):
+                return  # whose rows must be the only ones in flight
+            outputs = scheduler.schedule(view, started_ns, is_quiet=not worker.in_flight)
             self._move_outgrown(worker)
             if outputs is None:
                 # The watchdog: whoever runs must get on, or a step that brings them on must be in flight.
@@ -378,11 +381,14 @@ class Engine:
         self.adapters.worker_left(worker)
         link.close()
         in_flight = {sequence.group for step in worker.in_flight for sequence in step.rows.sequences}
+        if worker.is_draining:
+            in_flight.clear()  # it went because it was told to
         groups = worker.scheduler.evacuate()
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
         for group in groups:
             group.num_moves += 1
-            group.num_worker_losses += group in in_flight
+            if group in in_flight:
+                group.lost_worker(self.settings.steps_in_flight + 1)
             if group.num_worker_losses >= self.settings.max_worker_losses:
                 self._on_end(group, FinishReason.ERROR, f"{group.num_worker_losses} workers were lost while running it")
             else:
@@ -440,7 +446,7 @@ class Engine:
             elif worker.is_idle and now_ns - worker.checked_ns > CHECK_INTERVAL_NS:
                 worker.checked_ns = now_ns
                 with self._fencing(worker):
-                    worker.check_integrity()
+                    worker.scheduler.check_integrity()
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
 

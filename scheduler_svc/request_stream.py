@@ -60,7 +60,7 @@ class RequestStream:
         self._finish_sequence = finish_sequence
         self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
         self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
-        self.reads_logprobs = group.wants_logprobs
+        self.reads_logprobs = params.HasField("logprobs") or self._is_ranked
         num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
         self._outputs = [OutputStream(params, tokenizer) for _ in range(num_outputs)]
         self._num_unfinished = num_outputs

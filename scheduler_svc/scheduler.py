@@ -9,6 +9,7 @@ decodes, and prompts go first. Knows nothing of clocks (time is passed in), sock
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from scheduler_svc.worker_groups import WorkerGroups
 
 # Tokens of full metadata in one step: at five bytes each (the longest varint of an id) a third of the message limit.
 MAX_INTRODUCED_TOKENS = 4 * 1024 * 1024
+MAX_ON_TRIAL = 8  # groups at once that lost a worker under them once; who lost two is tried alone
 NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))  # an empty entry of StepPlan.appended
 
 
@@ -80,6 +82,8 @@ class Scheduler:
     Attributes:
         outgrown: groups that need more than this whole cache; whoever asked for a step takes them away.
         tells_releases: the next step is made even where it only says which slots were given up.
+        on_trial: groups that a worker was lost under. Steps are theirs alone until they have got past where they were
+            then, so that a group which costs every worker that runs it takes few others with it.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Scheduler:
         self.suspects: deque[SequenceGroup] = deque()  # were in a failed step: each runs one step alone
         self.outgrown: list[SequenceGroup] = []
         self.tells_releases = False
+        self.on_trial: set[SequenceGroup] = set()
         self._preemption = Preemption(self.groups, self.settings.preemption_mode, self.settings.costs)
         self._answers = Answers(self.groups, self.settings.served if self.settings.policy.counts_tokens else None)
         self._recovery = Recovery(self.groups)
@@ -135,12 +140,18 @@ class Scheduler:
 
     # ---- deciding a step --------------------------------------------------------------------------------------------
 
-    def schedule(self, waiting: Source, now_ns: int) -> SchedulerOutputs | None:
-        """Fills one step; None when there is nothing to send (what was released then waits for the next step)."""
+    def schedule(self, waiting: Source, now_ns: int, is_quiet: bool = True) -> SchedulerOutputs | None:
+        """Fills one step; None when there is nothing to send (what was released then waits for the next step).
+
+        `is_quiet`: nothing is in flight, so groups may be put on trial.
+        """
         plan = StepPlan(SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs))
-        alone = self.suspects[0] if self.suspects else None
+        alone = self._alone()
         if alone is None:
             self._make_way(plan, waiting)
+            if is_quiet and self.has_candidate_for_trial(waiting):
+                self._try(plan, waiting, now_ns)
+                alone = self.on_trial
         if not self.settings.enable_chunked_prefill and alone is None and self._may_start_prompts(waiting, now_ns):
             self._admit(plan, waiting, now_ns)
             self._prompts_started_ns = now_ns if plan.chunks else 0
@@ -153,6 +164,14 @@ class Scheduler:
                 self._admit(plan, waiting, now_ns)
         return self._seal(plan)
 
+    def _alone(self) -> AbstractSet[SequenceGroup] | None:
+        """Who has this step to itself: a group of a failed step, or those on trial; None: nobody."""
+        if self.on_trial:
+            self.on_trial = {group for group in self.on_trial & self.running if group.is_on_trial}
+        if self.suspects:
+            return {self.suspects[0]}
+        return self.on_trial or None
+
     def _may_start_prompts(self, waiting: Source, now_ns: int) -> bool:
         """Without chunked prefill: whether a step of prompts comes now, before decodes go on."""
         groups = self.groups
@@ -164,11 +183,11 @@ class Scheduler:
         earliest_ns = waiting.earliest_arrival_ns()
         if not groups.running or groups.preempted or earliest_ns is None:
             return True
-        return now_ns - earliest_ns >= self.settings.delay_factor * self._prompts_took_ns
+        return now_ns - earliest_ns > self.settings.delay_factor * self._prompts_took_ns
 
     # ---- decodes ----------------------------------------------------------------------------------------------------
 
-    def _add_decodes(self, plan: StepPlan, alone: SequenceGroup | None) -> None:
+    def _add_decodes(self, plan: StepPlan, alone: AbstractSet[SequenceGroup] | None) -> None:
         """Gives every decode its next position; preempts while there are fewer free blocks than they need."""
         columns, blocks = self.columns, self.blocks
         slots = columns.decodable_slots()
@@ -176,7 +195,7 @@ class Scheduler:
         if self.groups.ready_beams:
             slots = np.append(slots, self._ready_beam_slots())
         if alone is not None:
-            mine = [sequence.slot for sequence in alone.unfinished()]
+            mine = [sequence.slot for group in alone for sequence in group.unfinished()]
             num_decodes = int(np.isin(slots[:num_decodes], mine).sum())
             slots = slots[np.isin(slots, mine)]
         at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
@@ -209,12 +228,12 @@ class Scheduler:
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
 
-    def _add_chunks(self, plan: StepPlan, alone: SequenceGroup | None) -> None:
+    def _add_chunks(self, plan: StepPlan, alone: AbstractSet[SequenceGroup] | None) -> None:
         """Continues prompts that have begun, oldest first, as far as the budget reaches."""
         for sequence in list(self.groups.prefilling):
             if plan.budget.is_spent:
                 return
-            if sequence.slot >= 0 and alone in (None, sequence.group):
+            if sequence.slot >= 0 and (alone is None or sequence.group in alone):
                 self._add_chunk(plan, sequence)
 
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
@@ -296,6 +315,8 @@ class Scheduler:
             if status is AllocStatus.LATER:
                 return
             comes_back = self.holds(group)
+            if group.is_on_trial and not comes_back:
+                return  # its trial has to wait
             if status is AllocStatus.NEVER:
                 if not comes_back:
                     return  # another worker's, or the engine's to refuse
@@ -306,9 +327,31 @@ class Scheduler:
                 self.groups.bring_back(group)
                 self._add_group(plan, group)
             else:
-                waiting.remove(group)
-                self._start(group, now_ns)
-                self._add_group(plan, group)
+                self._admit_new(plan, group, waiting, now_ns)
+
+    def _admit_new(self, plan: StepPlan, group: SequenceGroup, waiting: Source, now_ns: int) -> None:
+        waiting.remove(group)
+        self._start(group, now_ns)
+        self._add_group(plan, group)
+
+    def has_candidate_for_trial(self, waiting: Source) -> bool:
+        """Whether the next group has lost a worker, and could be tried now."""
+        group = self._next_group(waiting)
+        if group is None or not group.is_on_trial or self.holds(group):
+            return False
+        return self.can_admit(group) is AllocStatus.OK
+
+    def _try(self, plan: StepPlan, waiting: Source, now_ns: int) -> None:
+        """Puts the next groups on trial: one that lost two workers alone, otherwise a few together."""
+        while not plan.budget.is_spent and len(self.on_trial) < MAX_ON_TRIAL and self.has_candidate_for_trial(waiting):
+            group = waiting.peek()
+            assert group is not None, "a candidate comes from there"
+            if group.num_worker_losses > 1 and self.on_trial:
+                return
+            self._admit_new(plan, group, waiting, now_ns)
+            self.on_trial.add(group)
+            if group.num_worker_losses > 1:
+                return
 
     def _next_group(self, waiting: Source) -> SequenceGroup | None:
         returning = self.swapped or self.preempted
@@ -430,7 +473,6 @@ class Scheduler:
                 owners,
                 moved=groups.moved,
                 published=published,
-                wants_logprobs=bool(columns.wants_logprobs[decodes].any()),
             )
         plan.chunks.sort(key=_answers_candidates)  # beams last; otherwise the order stays
         of_beams = [chunk for chunk in plan.chunks if _answers_candidates(chunk)]
@@ -462,7 +504,6 @@ class Scheduler:
             forks=[(chunk.sequence, chunk.children) for chunk in plan.chunks if chunk.children],
             moved=groups.moved,
             published=published,
-            wants_logprobs=bool(columns.wants_logprobs[sample_slots].any()),
         )
 
     # ---- answers ----------------------------------------------------------------------------------------------------
@@ -508,9 +549,9 @@ class Scheduler:
         """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""
         return self._recovery.evacuate()
 
-    def check_integrity(self, part: slice = slice(None)) -> None:
-        """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
-        self.groups.check_integrity(part)
+    def check_integrity(self) -> None:
+        """Raises AssertionError when queues, columns and blocks contradict one another."""
+        self.groups.check_integrity()
         assert all(group in self.running for group in self.suspects), "a suspect does not run"
 
 

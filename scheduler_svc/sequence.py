@@ -114,7 +114,6 @@ class Sequence:
             max_num_tokens=group.max_num_tokens,
             eos_token_id=group.eos_token_id,
             has_stop_token_ids=bool(group.stop_token_ids),
-            wants_logprobs=group.wants_logprobs,
         )
         self._columns = columns
         self.status = SequenceStatus.RUNNING
@@ -217,6 +216,7 @@ class SequenceGroup:
         self.num_preemptions = 0
         self.num_moves = 0
         self.num_worker_losses = 0  # losses of a worker that this group was in flight for
+        self._trial_ends_at = 0  # tokens of its longest sequence
         if resumed_token_ids:
             histories = [np.append(prompt, np.asarray(ids, np.int32)) for ids in resumed_token_ids]
         else:
@@ -237,15 +237,23 @@ class SequenceGroup:
         return token_id == self.eos_token_id or token_id in self.stop_token_ids
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether draws come with their logprobs: asked for, or what the best of them are chosen by."""
-        is_ranked = self.best_of > self.num_outputs and not self.uses_beam_search
-        return is_ranked or self.sampling_params.HasField("logprobs")
-
-    @property
     def num_slots(self) -> int:
         """Slots that the group may come to need at once."""
         return self.best_of if self.beam_search else len(self.unfinished())
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether it may have been this group that cost its last worker: it has not got past where it was then."""
+        return self.num_worker_losses > 0 and self._length < self._trial_ends_at
+
+    @property
+    def _length(self) -> int:
+        return max((sequence.num_tokens for sequence in self.unfinished()), default=self._trial_ends_at)
+
+    def lost_worker(self, num_trial_tokens: int) -> None:
+        """Its worker was lost with rows of it in flight; it is on trial for so many tokens."""
+        self.num_worker_losses += 1
+        self._trial_ends_at = self._length + num_trial_tokens
 
     def take_index(self) -> int:
         """An index that no sequence of the group had before."""

@@ -17,7 +17,6 @@ from scheduler_svc.step_plan import ScheduledRows
 
 SILENCE_LIMIT_NS = 2_000_000_000  # heartbeats come every 0.5 s
 STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compilation, a busy neighbour
-BLOCKS_CHECKED_AT_ONCE = 16_384  # about 10 ms
 STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take
 
 
@@ -96,7 +95,6 @@ class WorkerHandle:
         self.statistics = StepStatistics()
         self.is_draining = False
         self.failed_step: StepInFlight | None = None
-        self._next_block_checked = 0
         self.checked_ns = 0  # when the integrity of its state was looked at last
         self.last_step_id = 0  # ids rise by one, and answers come in order
 
@@ -108,7 +106,7 @@ class WorkerHandle:
     def takes_new_groups(self) -> bool:
         """Whether its next step may begin groups from the queue."""
         scheduler = self.scheduler
-        comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects
+        comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects or scheduler.on_trial
         return not (self.is_draining or self.failed_step or comes_back)
 
     @property
@@ -120,13 +118,6 @@ class WorkerHandle:
     def is_idle(self) -> bool:
         return not self.in_flight and not self.scheduler.running
 
-    def check_integrity(self) -> None:
-        """The scheduler's own check, each time with the next part of its blocks: a large cache holds nobody up."""
-        num_blocks = self.sizes.num_device_blocks
-        part = slice(self._next_block_checked, self._next_block_checked + BLOCKS_CHECKED_AT_ONCE)
-        self._next_block_checked = 0 if part.stop >= num_blocks else part.stop
-        self.scheduler.check_integrity(part)
-
     def shrink_budget(self) -> bool:
         """Halves the tokens of a step after the worker ran out of memory; False when decodes alone fill it already."""
         scheduler = self.scheduler
@@ -137,10 +128,11 @@ class WorkerHandle:
         return True
 
     def can_take_step(self, max_in_flight: int) -> bool:
-        """After a failure nothing is sent until every step in flight has been answered, and nothing while it drains."""
+        """One step at a time after a failure, and while groups are on trial; none while it drains."""
         if self.is_draining:
             return False
-        return not self.in_flight if self.failed_step else len(self.in_flight) < max_in_flight
+        is_careful = self.failed_step or self.scheduler.on_trial
+        return not self.in_flight if is_careful else len(self.in_flight) < max_in_flight
 
     def next_step_id(self) -> int:
         self.last_step_id += 1

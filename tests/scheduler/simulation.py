@@ -155,8 +155,11 @@ class Simulation:
 
     def lose_worker(self) -> None:
         """The worker dies and an empty one takes its place: groups keep what was answered, nothing else."""
+        in_flight = {group for rows, _ in self.in_flight for group in self.groups_of(rows)}
         for group in self.scheduler.evacuate():
             group.num_moves += 1
+            if group in in_flight:
+                group.lost_worker(self.depth + 1)
             self.waiting.push(group)
         self.start_worker()
 
@@ -166,16 +169,20 @@ class Simulation:
         """Schedules and sends one step, which the worker runs at once; False when there is none to send."""
         if self.failed is not None and self.in_flight:
             return False
-        running, suspects = set(self.scheduler.running), list(self.scheduler.suspects)
-        outputs = self.scheduler.schedule(self.waiting, self.now_ns)
+        scheduler = self.scheduler
+        if self.in_flight and (scheduler.on_trial or scheduler.has_candidate_for_trial(self.waiting)):
+            return False
+        running, suspects = set(scheduler.running), list(scheduler.suspects)
+        outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=not self.in_flight)
         self.take_outgrown()
         if outputs is None:
             return False
-        came = self.scheduler.running - running if self.scheduler.running & running else set()
+        came = scheduler.running - running if scheduler.running & running else set()
         gave_way = outputs.num_preempted and self.settings.policy is not POLICIES["priority"]
         assert not (came and gave_way), "took blocks from one group and gave them to another"
         rows = outputs.rows
         assert not suspects or self.groups_of(rows) in (set(), set(suspects[:1])), "a suspect runs by itself"
+        assert not scheduler.on_trial or suspects or self.groups_of(rows) <= scheduler.on_trial, "a trial is disturbed"
         assert int(rows.query_lens.sum()) <= self.max_num_batched_tokens and len(rows) <= self.num_slots
         self.step_id += 1
         self.num_preempted += outputs.num_preempted

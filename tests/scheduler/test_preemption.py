@@ -102,19 +102,8 @@ def test_prompts_wait_by_the_delay_factor():
     assert sends_a_prompt_at(1000)
     assert not sends_a_prompt_at(1100), "the prompt took 100 ns"
     simulation.add([2] * 5, 5)
-    assert not sends_a_prompt_at(1299)
-    assert sends_a_prompt_at(1300)
-
-
-def test_without_a_delay_a_prompt_goes_into_the_step_of_the_instant_in_which_it_comes():
-    simulation = Simulation(enable_chunked_prefill=False, depth=1)
-    simulation.add([1] * 5, 20, eos_token_id=None)
-    for number, now_ns in enumerate((1000, 1100, 1200)):
-        simulation.now_ns = now_ns
-        simulation.add([2 + number] * 5, 20, eos_token_id=None)
-        assert simulation.send()
-        simulation.answer()
-        assert simulation.sent[-1][0].rows.num_decode_rows == 0
+    assert not sends_a_prompt_at(1300)
+    assert sends_a_prompt_at(1301)
 
 
 def test_decodes_go_on_beside_a_long_prompt():

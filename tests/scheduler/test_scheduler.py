@@ -115,6 +115,63 @@ def test_first_come_first_served_and_the_youngest_is_preempted():
     simulation.run_to_end()
 
 
+def test_groups_that_lost_a_worker_are_tried_a_few_at_a_time_and_after_two_losses_alone():
+    simulation = Simulation(num_slots=16, num_blocks=400, max_num_batched_tokens=200, depth=2)
+    groups = [simulation.add([number] * 9, 30, eos_token_id=None) for number in range(12)]
+    for group in groups[5:7]:
+        group.lost_worker(0)  # once before; it got over that
+    while len(simulation.in_flight) < 2:
+        simulation.send()
+    late = simulation.add([99] * 9, 30, eos_token_id=None)
+    simulation.lose_worker()
+    num_sent = len(simulation.sent)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    ran = [simulation.groups_of(outputs.rows) for outputs, _ in simulation.sent[num_sent:]]
+    trials = [set(groups[:5]), {groups[5]}, {groups[6]}, set(groups[7:])]
+    assert ran[: 3 * len(trials)] == [trial for trial in trials for _ in range(3)], "each until it is past the loss"
+    assert ran[3 * len(trials)] == {*groups, late}
+
+
+def test_no_more_than_eight_are_tried_together():
+    simulation = Simulation(num_slots=32, num_blocks=400, max_num_batched_tokens=400, depth=1)
+    groups = [simulation.add([number] * 9, 30, eos_token_id=None) for number in range(20)]
+    simulation.send()
+    simulation.lose_worker()
+    simulation.run_to_end()
+    simulation.check_outputs()
+    ran = [simulation.groups_of(outputs.rows) for outputs, _ in simulation.sent[1:]]
+    assert [len(those) for those in ran[:7]] == [8, 8, 8, 8, 4, 4, 20]
+    assert set().union(*ran[:6]) == set(groups)
+
+
+def test_losses_at_any_time_change_no_token():
+    num_losses = num_tried = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        simulation = Simulation(
+            num_blocks=rng.randint(16, 40), max_num_batched_tokens=rng.randint(4, 40), depth=rng.choice([1, 2, 3])
+        )
+        for _ in range(rng.randint(2, 8)):
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+            simulation.add(prompt, rng.randint(1, 30), eos_token_id=None, n=rng.choice([1, 1, 3]))
+        for _ in range(rng.randint(1, 4)):
+            for _ in range(rng.randint(1, 25)):
+                if len(simulation.in_flight) < simulation.depth:
+                    simulation.send()
+                if simulation.in_flight and rng.random() < 0.8:
+                    simulation.answer()
+                simulation.check()
+                num_tried += len(simulation.scheduler.on_trial)
+            simulation.lose_worker()
+            num_losses += 1
+        simulation.run_to_end()
+        simulation.check_outputs()
+        simulation.check_nothing_left()
+    assert num_losses > 100 and num_tried > 300
+
+
 def one_draw_from_preemption(**younger: Any) -> tuple[Simulation, SequenceGroup, SequenceGroup]:
     """Two groups that fill the cache: the second step from here needs a block and preempts the younger group."""
     simulation = Simulation(num_slots=2, max_model_len=32, num_blocks=8, max_num_batched_tokens=64)
