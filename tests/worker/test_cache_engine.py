@@ -7,8 +7,7 @@ import torch
 
 from kernels import reference
 from worker_svc.cache_engine import CacheEngine
-from worker_svc.models.config import ModelConfig
-from worker_svc.models.style import DecoderStyle
+from worker_svc.models.config import ModelConfig, RopeScaling
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -19,10 +18,13 @@ CONFIG = ModelConfig(
     num_heads=3,
     num_kv_heads=1,
     head_size=10,
-    max_positions=64,
     max_model_len=64,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=RopeScaling(),
     tie_word_embeddings=False,
-    style=DecoderStyle(),
+    attention_bias=False,
+    mlp_bias=False,
     dtype=torch.float32,
     eos_token_ids=(2,),
     model_name="tiny",

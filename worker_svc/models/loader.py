@@ -10,10 +10,12 @@ import torch
 from worker_svc.attention import AttentionMetadata
 from worker_svc.memory import GIB, available_bytes
 from worker_svc.models.config import ModelConfig, ModelError
-from worker_svc.models.decoder import Decoder
+from worker_svc.models.llama import LlamaModel
 from worker_svc.models.weights import DummyWeights, SafetensorsWeights, Weights
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")  # auto is safetensors
+
+_MODELS = {"LlamaForCausalLM": LlamaModel}
 
 
 class Model(Protocol):
@@ -65,7 +67,7 @@ def load_model(
         weights = SafetensorsWeights(Path(folder), config.dtype, device)
     try:
         with torch.inference_mode():
-            model = Decoder(config, weights, device)
+            model = _MODELS[config.architecture](config, weights, device)
     except torch.OutOfMemoryError:
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()

@@ -1,0 +1,198 @@
+"""A scheduler and its workers as processes, with a network between them that a test can break.
+
+    octavo scheduler --> TcpProxy --> StepProxy --> octavo worker       (once for each worker)
+
+Proxies and clients share one event loop in a thread of its own, so a fault happens between two messages and at the
+very one that a test waits for. A worker that is lost is replaced by a spare that is up already: a new process behind
+the same address, as after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from octavo.serving_plan import free_port
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.chaos.step_proxy import StepProxy, Watcher
+from tests.chaos.tcp_proxy import TcpProxy
+from tests.chaos.worker_process import WorkerProcess
+
+T = TypeVar("T")
+
+READY_S = 60.0
+SCHEDULER_STOP_S = 15.0
+
+
+class Place:
+    """A worker's address as the scheduler knows it: the way there, and whoever is there now."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process = process
+        self.steps = StepProxy(process.port)
+        self.network = TcpProxy(0)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.network.port}"
+
+    async def open(self) -> None:
+        await self.steps.start()
+        self.network.target_port = self.steps.port
+        await self.network.start()
+
+    async def close(self) -> None:
+        await self.network.close()
+        await self.steps.close()
+
+    async def move_in(self, process: WorkerProcess) -> None:
+        """`process` takes the place; the one before it is somebody else's to end."""
+        self.process = process
+        await self.steps.point_to(process.port)
+
+
+class Cluster:
+    """From `with` to the end of its block.
+
+    Args:
+        folder: of the model.
+        worker_options, scheduler_options: as on their command lines.
+        delay_s: of the network, each way.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        logs: Path,
+        *,
+        num_workers: int = 2,
+        num_spares: int = 0,
+        worker_options: Sequence[str] = (),
+        scheduler_options: Sequence[str] = (),
+        delay_s: float = 0.0,
+    ) -> None:
+        self.places: list[Place] = []
+        self.address = f"127.0.0.1:{free_port()}"
+        self.log = logs / "scheduler.log"
+        self._folder, self._logs = folder, logs
+        self._num_workers, self._num_spares, self._delay_s = num_workers, num_spares, delay_s
+        self._worker_options, self._scheduler_options = worker_options, scheduler_options
+        self._processes: list[WorkerProcess] = []
+        self._spares: list[WorkerProcess] = []
+        self._scheduler: subprocess.Popen[bytes] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
+
+    # ---- from the test's thread -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+        """Runs something on the event loop of proxies and clients."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def wait_until_whole(self) -> None:
+        """Every place is served, and nothing is left of earlier requests."""
+        deadline = time.monotonic() + READY_S
+        with grpc.insecure_channel(self.address) as channel:
+            control = inference_pb2_grpc.ControlStub(channel)
+            while not self._is_whole(control):
+                assert time.monotonic() < deadline, f"the workers did not come back:\n{self.log.read_text()[-4000:]}"
+                time.sleep(0.05)
+
+    def workers(self) -> list[pb.WorkerState]:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = inference_pb2_grpc.ControlStub(channel)
+            return list(stub.ListWorkers(pb.ListWorkersRequest(), timeout=5.0).workers)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Lines of the scheduler's log with that event."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == name]
+
+    def start_worker(self, folder: Path | None = None, name: str = "worker") -> WorkerProcess:
+        arguments = [f"--model={folder or self._folder}", "--num-threads=1", *self._worker_options]
+        process = WorkerProcess(arguments, self._logs / f"{name}-{len(self._processes)}.log")
+        self._processes.append(process)
+        return process
+
+    # ---- from the event loop ----------------------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher | None) -> None:
+        for place in self.places:
+            place.steps.watcher = watcher
+
+    async def replace(self, place: Place) -> None:
+        """A spare takes the place. The next spare is being started."""
+        spare = self._spares.pop(0) if self._spares else self.start_worker()
+        await asyncio.to_thread(spare.wait_until_ready)
+        await place.move_in(spare)
+        if len(self._spares) < self._num_spares:
+            self._spares.append(self.start_worker())
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        processes = [self.start_worker() for _ in range(self._num_workers + self._num_spares)]
+        self._spares = processes[self._num_workers :]
+        for process in processes[: self._num_workers]:
+            process.wait_until_ready()
+            place = self.run(_made_on_loop(process))
+            place.network.delay_s = self._delay_s
+            self.places.append(place)
+            self.run(place.open())
+        flags = [f"--worker={place.address}" for place in self.places]
+        command = [sys.executable, "-m", "octavo", "scheduler", f"--port={self.address.rpartition(':')[2]}", *flags]
+        with self.log.open("wb") as log:
+            self._scheduler = subprocess.Popen([*command, *self._scheduler_options], stderr=log)
+        self.wait_until_whole()
+
+    def _stop(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.terminate()
+            try:
+                self._scheduler.wait(SCHEDULER_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._scheduler.kill()
+                self._scheduler.wait()
+        for process in self._processes:
+            process.end()
+        for place in self.places:
+            self.run(place.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _is_whole(self, control: inference_pb2_grpc.ControlStub) -> bool:
+        try:
+            load = control.GetLoad(pb.GetLoadRequest(), timeout=5.0)
+        except grpc.RpcError:
+            assert self._scheduler is not None and self._scheduler.poll() is None, "the scheduler has ended"
+            return False
+        serving = [worker for worker in load.workers if worker.health == pb.WORKER_HEALTH_SERVING]
+        is_empty = not (load.num_requests_running or load.num_requests_waiting)
+        return len(serving) == self._num_workers and is_empty
+
+
+async def _made_on_loop(process: WorkerProcess) -> Place:
+    return Place(process)

@@ -1,0 +1,66 @@
+"""`octavo worker` as a process that is up within a second: forked from one that has imported everything already.
+
+What runs is the command itself, with a process id, sockets and threads of its own; only the imports, which take seconds
+a process, are shared.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+START_S = 60.0
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["worker_svc.server", "numba"])  # no kernel: OpenMP must not have begun before a fork
+
+
+class WorkerProcess:
+    """Started at once; `wait_until_ready` before use."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.log = log
+        self.port = 0
+        log.touch()
+        self._process: BaseProcess = _CONTEXT.Process(target=_run, args=(["worker", "--port=0", *arguments], str(log)))
+        self._process.start()
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self.is_ready():
+            assert self._process.is_alive() and time.monotonic() < deadline, f"no worker: {self.log.read_text()}"
+            time.sleep(0.02)
+
+    def is_ready(self) -> bool:
+        for line in self.log.read_text().splitlines():
+            if line.startswith("{") and (event := json.loads(line))["event"] == "worker ready":
+                self.port = int(event["address"].rpartition(":")[2])
+        return bool(self.port)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait_for_end(self) -> None:
+        self._process.join(START_S)
+        assert not self._process.is_alive(), f"it does not end: {self.log.read_text()}"
+
+    def end(self) -> None:
+        """However it is."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+
+def _run(arguments: list[str], log: str) -> None:
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    from octavo.cli import main
+
+    sys.exit(main(arguments))
