@@ -45,20 +45,22 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share the cores. Raises PlanError, OptionError."""
+    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, OptionError."""
     if scheduler.worker:
         raise OptionError("--worker is for `octavo scheduler`; serve starts workers of its own (--workers N)")
+    check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
     ports = [free_port() for _ in range(serve.workers)]
     threads = worker.num_threads or max(1, available_cores() // serve.workers)
+    worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(
         scheduler, port=port, worker=tuple(f"{LOOPBACK}:{worker_port}" for worker_port in ports)
     )
     children = [_child("scheduler", "scheduler", scheduler, environment_without_options(), essential=True)]
     for index, worker_port in enumerate(ports):
         name = "worker" if serve.workers == 1 else f"worker {index}"
-        config = dataclasses.replace(worker, host=LOOPBACK, port=worker_port, num_threads=threads)
+        config = dataclasses.replace(worker, host=LOOPBACK, port=worker_port)
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
     return reachable(scheduler.host, port), children
 
@@ -91,6 +93,18 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
+
+
+def check_memory(num_workers: int, worker: WorkerConfig) -> None:
+    """Raises PlanError where workers were asked to take more than there is, each of which alone would find room."""
+    from worker_svc.memory import GIB, available_bytes
+
+    each, free = (worker.kv_cache_memory or 0.0) + (worker.swap_space or 0.0), available_bytes() / GIB
+    if num_workers * each > free:
+        raise PlanError(
+            f"{num_workers} workers with {each:.3g} GiB of cache and swap space each are too many: "
+            f"{free:.3g} GiB are free"
+        )
 
 
 def check_port_is_free(host: str, port: int) -> None:

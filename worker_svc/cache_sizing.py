@@ -12,7 +12,7 @@ from worker_svc.errors import StartupError
 from worker_svc.memory import GIB
 
 CPU_CACHE_BYTES = 4 * GIB  # when nothing is asked for: room for others on the machine
-CPU_CACHE_SHARE = 0.4  # of the memory that is free
+CPU_CACHE_SHARE = 0.4  # of the free memory that this worker counts on
 SWAP_BYTES = 4 * GIB  # when nothing is asked for
 SWAP_SHARE = 0.5  # of what cache and steps leave
 
@@ -40,11 +40,14 @@ def size_cache(
 ) -> CacheSizes:
     """`step_bytes` is the most that a step takes besides the cache. Raises StartupError with the numbers.
 
+    Defaults count on `memory_share` of what is free: a neighbour that starts as well has not taken its own part yet.
+    What was asked for only has to fit: a worker that is started again beside one that is full then finds its place.
     Never more blocks than all sequences at their longest need, except on the host where they were asked for.
     """
     free_bytes = available_bytes - step_bytes
+    own_bytes = config.memory_share * available_bytes - step_bytes
     if config.kv_cache_memory is None:
-        cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * free_bytes))
+        cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * own_bytes))
     else:
         cache_bytes = int(config.kv_cache_memory * GIB)
     most_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
@@ -54,7 +57,7 @@ def size_cache(
             f"too little memory for the cache: {_gib(max(cache_bytes, 0))}, a block takes {_gib(block_bytes)}; "
             f"{_gib(available_bytes)} are free, of which a step takes up to {_gib(step_bytes)}"
         )
-    left_bytes = max(free_bytes - num_blocks * block_bytes, 0)
+    left_bytes = max(own_bytes - num_blocks * block_bytes, 0)
     if config.swap_space is None:
         host_bytes = min(SWAP_BYTES, int(SWAP_SHARE * left_bytes), most_blocks * block_bytes)
     else:

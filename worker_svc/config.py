@@ -38,6 +38,9 @@ class WorkerConfig:
         "GiB of host memory for swapped blocks (default: 4, at most half of what cache and steps leave)",
         metavar="GIB",
     )
+    memory_share: float = option(
+        1.0, "share of the free memory that the defaults above count on; `octavo serve` divides it among its workers"
+    )
     max_loras: int = option(0, "adapters in one step, at most")
     max_num_seqs: int = option(256, "sequences that run at once, at most")
     max_num_batched_tokens: int = option(2048, "tokens in one step, at most")
@@ -63,6 +66,8 @@ class WorkerConfig:
             raise ValueError(f"kv_cache_memory is {self.kv_cache_memory} GiB, more than 0 is accepted")
         if self.swap_space is not None and self.swap_space < 0:
             raise ValueError(f"swap_space is {self.swap_space} GiB, at least 0 is accepted")
+        if not 0 < self.memory_share <= 1:
+            raise ValueError(f"memory_share is {self.memory_share}, not within (0, 1]")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}, at least 0 is accepted")
         if self.max_loras:

@@ -36,6 +36,19 @@ def test_the_default_of_the_host_is_no_more_than_all_sequences_need():
     assert sizes(available=21, block_bytes=1 << 10).num_host_blocks == MOST_BLOCKS
 
 
+def test_neighbours_that_start_together_do_not_count_on_the_same_memory():
+    one, two = sizes(available=12), sizes(available=12, memory_share=0.5)
+    assert (one.num_device_blocks, one.num_host_blocks) == (4096, 3584)
+    assert (two.num_device_blocks, two.num_host_blocks) == (2048, 1536)
+    taken = 2 * (two.num_device_blocks + two.num_host_blocks) * BLOCK + 2 * STEP
+    assert taken < 12 * GIB < 2 * (one.num_device_blocks + one.num_host_blocks) * BLOCK + 2 * STEP
+
+
+def test_what_is_asked_for_has_to_fit_and_no_more():
+    """A worker that is started again: its neighbour has filled its half."""
+    assert sizes(available=12, kv_cache_memory=8, memory_share=0.5).num_device_blocks == 8192
+
+
 @pytest.mark.parametrize(("asked", "num_blocks"), [(0, 0), (0.25, 256), (16, 16384)])
 def test_what_is_asked_for_is_what_there_is(asked: float, num_blocks: int):
     assert sizes(available=21, swap_space=asked).num_host_blocks == num_blocks
