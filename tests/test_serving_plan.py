@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.serving_plan import PlanError, ServeConfig, plan
@@ -11,17 +13,18 @@ from worker_svc.config import WorkerConfig
 from worker_svc.memory import GIB
 
 
-def workers_of(num_workers: int, **options: float) -> list[Child]:
+def workers_of(num_workers: int, **options: Any) -> list[Child]:
     _, (_, *workers) = plan(ServeConfig(workers=num_workers), SchedulerConfig(port=0), WorkerConfig(**options))
     assert len(workers) == num_workers
     return workers
 
 
 def value(child: Child, flag: str) -> str:
+    """Of an option that is not at its default."""
     return next(each.split("=", 1)[1] for each in child.command if each.startswith(f"--{flag}="))
 
 
-@pytest.mark.parametrize(("num_workers", "share", "each"), [(1, 1.0, 1.0), (2, 1.0, 0.5), (3, 0.6, 0.2)])
+@pytest.mark.parametrize(("num_workers", "share", "each"), [(1, 0.5, 0.5), (2, 1.0, 0.5), (3, 0.6, 0.2)])
 def test_workers_divide_the_memory_among_them(num_workers, share, each):
     shares = [float(value(worker, "memory-share")) for worker in workers_of(num_workers, memory_share=share)]
     assert shares == pytest.approx([each] * num_workers)
@@ -30,7 +33,5 @@ def test_workers_divide_the_memory_among_them(num_workers, share, each):
 def test_more_memory_than_there_is_for_all_of_them_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr("worker_svc.memory.available_bytes", lambda: 10 * GIB)
     assert len(workers_of(2, kv_cache_memory=4.0, swap_space=1.0)) == 2
-    with pytest.raises(
-        PlanError, match="3 workers with 5 GiB of cache and swap space each do not fit: 10 GiB are free"
-    ):
+    with pytest.raises(PlanError, match=r"3 workers with 5 GiB of cache .* 10 GiB are free"):
         workers_of(3, kv_cache_memory=4.0, swap_space=1.0)

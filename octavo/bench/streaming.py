@@ -1,7 +1,8 @@
 """What reaches clients: N `Generate` streams against a scheduler whose worker computes nothing.
 
 Scheduler and load do not share a core: the load and the worker have the last of those that this process may use, the
-scheduler the first, or with N frontend processes the first N + 1, as far as there are others. Messages are counted as they arrive and read no further than their token ids.
+scheduler the first, or with N frontend processes the first N + 1, as far as there are others. Messages are counted as
+they arrive and read no further than their token ids.
 """
 
 from __future__ import annotations
