@@ -10,28 +10,18 @@ the same address, as after a restart.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
+import itertools
 import threading
-import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import grpc
-
-from octavo.serving_plan import free_port
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
+from tests.chaos.scheduler_process import SchedulerProcess
 from tests.chaos.step_proxy import StepProxy, Watcher
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.chaos.worker_process import WorkerProcess
 
 T = TypeVar("T")
-
-READY_S = 60.0
-SCHEDULER_STOP_S = 15.0
 
 
 class Place:
@@ -82,16 +72,20 @@ class Cluster:
         delay_s: float = 0.0,
     ) -> None:
         self.places: list[Place] = []
-        self.address = f"127.0.0.1:{free_port()}"
-        self.log = logs / "scheduler.log"
+        self.scheduler: SchedulerProcess
         self._folder, self._logs = folder, logs
         self._num_workers, self._num_spares, self._delay_s = num_workers, num_spares, delay_s
         self._worker_options, self._scheduler_options = worker_options, scheduler_options
         self._processes: list[WorkerProcess] = []
         self._spares: list[WorkerProcess] = []
-        self._scheduler: subprocess.Popen[bytes] | None = None
+        self._schedulers: list[SchedulerProcess] = []
+        self._numbers = itertools.count()  # of processes, for their logs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
+
+    @property
+    def address(self) -> str:
+        return self.scheduler.address
 
     # ---- from the test's thread -------------------------------------------------------------------------------------
 
@@ -113,26 +107,25 @@ class Cluster:
 
     def wait_until_whole(self) -> None:
         """Every place is served, and nothing is left of earlier requests."""
-        deadline = time.monotonic() + READY_S
-        with grpc.insecure_channel(self.address) as channel:
-            control = inference_pb2_grpc.ControlStub(channel)
-            while not self._is_whole(control):
-                assert time.monotonic() < deadline, f"the workers did not come back:\n{self.log.read_text()[-4000:]}"
-                time.sleep(0.05)
+        self.scheduler.wait_for_workers(self._num_workers)
 
-    def workers(self) -> list[pb.WorkerState]:
-        with grpc.insecure_channel(self.address) as channel:
-            stub = inference_pb2_grpc.ControlStub(channel)
-            return list(stub.ListWorkers(pb.ListWorkersRequest(), timeout=5.0).workers)
+    def start_scheduler(self, *options: str, places: Sequence[Place] | None = None) -> SchedulerProcess:
+        """Another one; `scheduler` is the cluster's own."""
+        addresses = [place.address for place in (self.places if places is None else places)]
+        process = SchedulerProcess(addresses, options, self._logs / f"scheduler-{next(self._numbers)}.log")
+        self._schedulers.append(process)
+        return process
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Lines of the scheduler's log with that event."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == name]
+    def restart_scheduler(self, *options: str) -> None:
+        """Further options than the cluster's own, which win."""
+        self._schedulers.remove(self.scheduler)
+        self.scheduler.stop()
+        self.scheduler = self.start_scheduler(*self._scheduler_options, *options)
+        self.wait_until_whole()
 
     def start_worker(self, folder: Path | None = None, name: str = "worker") -> WorkerProcess:
         arguments = [f"--model={folder or self._folder}", "--num-threads=1", *self._worker_options]
-        process = WorkerProcess(arguments, self._logs / f"{name}-{len(self._processes)}.log")
+        process = WorkerProcess(arguments, self._logs / f"{name}-{next(self._numbers)}.log")
         self._processes.append(process)
         return process
 
@@ -161,20 +154,12 @@ class Cluster:
             place.network.delay_s = self._delay_s
             self.places.append(place)
             self.run(place.open())
-        flags = [f"--worker={place.address}" for place in self.places]
-        command = [sys.executable, "-m", "octavo", "scheduler", f"--port={self.address.rpartition(':')[2]}", *flags]
-        with self.log.open("wb") as log:
-            self._scheduler = subprocess.Popen([*command, *self._scheduler_options], stderr=log)
+        self.scheduler = self.start_scheduler(*self._scheduler_options)
         self.wait_until_whole()
 
     def _stop(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.terminate()
-            try:
-                self._scheduler.wait(SCHEDULER_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._scheduler.kill()
-                self._scheduler.wait()
+        for scheduler in self._schedulers:
+            scheduler.stop()
         for process in self._processes:
             process.end()
         for place in self.places:
@@ -182,16 +167,6 @@ class Cluster:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def _is_whole(self, control: inference_pb2_grpc.ControlStub) -> bool:
-        try:
-            load = control.GetLoad(pb.GetLoadRequest(), timeout=5.0)
-        except grpc.RpcError:
-            assert self._scheduler is not None and self._scheduler.poll() is None, "the scheduler has ended"
-            return False
-        serving = [worker for worker in load.workers if worker.health == pb.WORKER_HEALTH_SERVING]
-        is_empty = not (load.num_requests_running or load.num_requests_waiting)
-        return len(serving) == self._num_workers and is_empty
 
 
 async def _made_on_loop(process: WorkerProcess) -> Place:

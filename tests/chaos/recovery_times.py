@@ -55,13 +55,3 @@ def summary(recoveries: list[Recovery]) -> list[Row]:
                     }
                 )
     return rows
-
-
-def table(rows: list[Row]) -> list[str]:
-    lines = [f"{'fault':<20} {'moment':<30} {'runs':>5} {'moved':>6} {'p50 s':>7} {'max s':>7}"]
-    for row in rows:
-        lines.append(
-            f"{row['fault']:<20} {row['moment']:<30} {row['runs']:>5} {row['requests_moved']:>6} "
-            f"{row['p50_s']:>7} {row['max_s']:>7}"
-        )
-    return lines

@@ -9,38 +9,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
 
-import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.moments import HALF_HELD_STOP_STRING, MOMENTS, Strike
 from tests.chaos.recovery_times import RECOVERIES, Recovery, wait_s
 from tests.chaos.step_proxy import StepProxy
 from tests.chaos.workload import Received, Work, assert_same, make_work, run_requests
-from tests.tiny_models import make_tiny_llama
 
 NUM_WORKLOADS = 4
 NUM_SEEDS = 20
-WORKER_OPTIONS = (
-    "--max-model-len=320",
-    "--max-num-seqs=16",
-    "--max-num-batched-tokens=64",  # less than a prompt: chunks
-    "--kv-cache-memory=0.0003",  # less than what 16 requests grow to: swaps
-    "--swap-space=0.005",
-)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder, logs = make_tiny_llama(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("logs")
-    options = ("--preemption-mode=swap",)
-    with Cluster(folder, logs, num_spares=1, worker_options=WORKER_OPTIONS, scheduler_options=options) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +88,9 @@ def check(cluster: Cluster, works: dict[int, Work], fault: str, moment: str, see
 
 def assert_nothing_is_left(cluster: Cluster) -> None:
     """No block is in use, and the step loop met nothing that it did not expect."""
-    with grpc.insecure_channel(cluster.address) as channel:
-        blocks = inference_pb2_grpc.ControlStub(channel).GetBlocks(pb.GetBlocksRequest(), timeout=5.0).blocks
-    assert not [block for block in blocks if block.ref_count], "blocks are in use, and nobody is there"
+    assert not cluster.scheduler.blocks_in_use(), "blocks are in use, and nobody is there"
     for broken in ("the step loop failed over a worker", "an event of the step loop failed", "worker client failed"):
-        assert cluster.events(broken) == []
+        assert cluster.scheduler.events(broken) == []
 
 
 @pytest.mark.parametrize(("fault", "moment"), list(zip(FAULTS, MOMENTS, strict=True)))

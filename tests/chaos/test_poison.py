@@ -111,9 +111,7 @@ def hashed_after(prompt: str, count: int = MAX_TOKENS) -> list[int]:
     return history[len(prompt) :]
 
 
-@pytest.mark.parametrize("place", [0, 1, 20])
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("num_workers", "steps_in_flight", "place"), [(1, 2, 0), (1, 1, 1), (2, 2, 1), (2, 2, 20)])
 def test_a_request_that_costs_every_worker_ends_alone(num_workers, steps_in_flight, place):
     poison = Poison(place)
     good = [f"good {number}|" for number in range(NUM_REQUESTS)]
