@@ -156,6 +156,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Ends every stream at once, as a lost process does."""
         self._server.stop(grace=None).wait()
 
+    @property
+    def num_tokens_computed(self) -> int:
+        """Of prompts and of draws, since the stream was opened."""
+        return self._worker.num_tokens_computed if self._worker is not None else 0
+
     def fail_next(self, count: int = 1) -> None:
         """The `count`-th step from now answers FAILED, those after it SKIPPED until the scheduler resumes."""
         self._failures.add(len(self.answered) + count)

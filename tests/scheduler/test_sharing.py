@@ -7,7 +7,7 @@ import pytest
 from scheduler_svc.sequence import SequenceGroup
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
-NUM_REQUESTS, NUM_SHARED, NUM_OWN = 16, 512, 32
+NUM_REQUESTS, NUM_SHARED, NUM_OWN = 64, 512, 32
 
 
 def simulation_of_common_prefixes(*salts: str, enable_prefix_caching: bool = True) -> Simulation:
@@ -16,7 +16,7 @@ def simulation_of_common_prefixes(*salts: str, enable_prefix_caching: bool = Tru
         num_slots=NUM_REQUESTS,
         max_model_len=1024,
         block_size=16,
-        num_blocks=1000,
+        num_blocks=2500,
         max_num_batched_tokens=2048,
         enable_prefix_caching=enable_prefix_caching,
     )
