@@ -1,8 +1,9 @@
 # Two images from one file:
 #     docker build --target scheduler -t octavo-scheduler .      no torch, no CUDA
 #     docker build --target worker    -t octavo-worker .
-# torch comes from wherever pip finds the pinned version; --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name another
-# place (PyTorch's CPU index, a page of wheels).
+# The worker computes on the CPU; --build-arg TORCH_INDEX_URL= takes the package index's own torch, on Linux a CUDA build.
+# --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name other places to find packages in (a page of wheels). They stay
+# readable in the image's history: no credentials in them.
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS base
@@ -32,7 +33,9 @@ ENTRYPOINT ["octavo", "scheduler"]
 FROM base AS worker
 ARG PIP_FIND_LINKS=
 ARG PIP_EXTRA_INDEX_URL=
-RUN pip install --constraint constraints.txt ".[worker]"
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# Beside the other index: of the pinned version pip prefers the one with a local part, 2.13.0+cpu.
+RUN PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" pip install --constraint constraints.txt ".[worker]"
 COPY octavo octavo
 COPY protos protos
 COPY kernels kernels
@@ -42,7 +45,8 @@ RUN pip install --no-deps --force-reinstall . && rm -rf build
 RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo
 USER 10001
-ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache NUMBA_CACHE_DIR=/cache/kernels
+# GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
+ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000
 VOLUME /cache
 EXPOSE 50061
 HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["octavo", "health", "127.0.0.1:50061", "--service", ""]

