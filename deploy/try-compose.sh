@@ -16,7 +16,7 @@ export OCTAVO_NUM_THREADS=${OCTAVO_NUM_THREADS:-1} OCTAVO_KV_CACHE_MEMORY=${OCTA
 export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0 PIP_FIND_LINKS=""
 WHEELS_PORT=50159 # always the same: it is part of what the engine's build cache goes by
 ADDRESS=127.0.0.1:$PORT
-MAX_TOKENS=300
+MAX_TOKENS=200
 PATIENCE_S=120 # for anything that has to happen by itself
 work=$(mktemp -d)
 wheel_server=
@@ -112,7 +112,7 @@ generate() {
   generation=$!
 }
 
-has_begun() { [ "$(grep --count --extended-regexp 'token_?[iI]ds' "$work/$1.json")" -ge 30 ]; }
+has_begun() { [ "$(grep --count --extended-regexp 'token_?[iI]ds' "$work/$1.json")" -ge 20 ]; }
 
 # generate_and_find NAME: as generate, and waits until it is well under way; it is computed at $victim_address.
 generate_and_find() {

@@ -8,6 +8,7 @@ commands that are not run. Each command is a module of `octavo.commands` with `a
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -36,6 +37,8 @@ class CommandError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (None: this process's) and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.getpid() == 1:
+        _hear_sigterm()
     # gRPC's C core logs ordinary events, such as a server that goes away, to the terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if not arguments or arguments[0] not in COMMANDS:
@@ -68,6 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def _hear_sigterm() -> None:
+    """Lets SIGTERM end this process, until a service handles it in its own way.
+
+    It does so by itself, except in the first process of a container: there the kernel drops a signal that has no
+    handler (pid_namespaces(7)), and who stops a container that still loads would have to wait and kill it.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def _without_command(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,8 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from octavo.options import NOT_OPTIONS
+from protos import inference_pb2
+from scheduler_svc.config import SchedulerConfig
+from worker_svc.config import WorkerConfig
+
 ROOT = Path(__file__).parents[1]
 TARGETS = ("scheduler", "worker")
+COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
@@ -33,19 +40,30 @@ def said(stage: str, instruction: str) -> list[str]:
     return [rest for name, rest in stages()[stage] if name == instruction]
 
 
-def compose() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+def declared(stage: str) -> set[str]:
+    """Names of the build arguments that a stage takes."""
+    return {rest.partition("=")[0] for rest in said(stage, "ARG")}
 
 
-def test_compose_file_keeps_to_the_schema_of_the_compose_specification() -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"]
+def compose(file_name: str = "compose.yaml") -> dict[str, Any]:
+    return yaml.safe_load((ROOT / file_name).read_text(encoding="utf-8"))
+
+
+def seconds(duration: str) -> int:
+    (number,) = re.fullmatch(r"(\d+)s", duration).groups()  # type: ignore[union-attr]
+    return int(number)
+
+
+def test_compose_files_keep_to_the_schema_of_the_compose_specification() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE_FILES]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_compose_file_also_suits_docker_compose_1_29() -> None:
-    content = compose()
-    assert set(content) <= {"services", "networks", "volumes"}
+@pytest.mark.parametrize("file_name", COMPOSE_FILES)
+def test_compose_files_also_suit_docker_compose_1_29(file_name: str) -> None:
+    content = compose(file_name)
+    assert {key for key in content if not key.startswith("x-")} <= {"services", "networks", "volumes"}
     for service in content["services"].values():
         assert "gpus" not in service
         assert all(isinstance(port, str) for port in service.get("ports", []))
@@ -53,18 +71,82 @@ def test_compose_file_also_suits_docker_compose_1_29() -> None:
 
 def test_only_the_scheduler_is_published_and_only_on_loopback() -> None:
     content = compose()
-    published = {name: service["ports"] for name, service in content["services"].items() if "ports" in service}
-    assert published == {"scheduler": ["127.0.0.1:50051:50051"]}
-    assert content["services"]["worker"]["networks"] == ["inside"] and content["networks"]["inside"]["internal"] is True
+    services = content["services"]
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert published == {"scheduler": ["127.0.0.1:${PORT:-50051}:50051"]}
+    assert services["worker"]["networks"] == ["inside"] and content["networks"]["inside"]["internal"] is True
+    assert "inside" in services["scheduler"]["networks"] and services["fetch"]["networks"] == ["outside"]
 
 
-def test_compose_builds_targets_that_exist_and_shares_one_volume_of_models() -> None:
+def test_services_may_do_nothing_that_they_need_not() -> None:
+    for name, service in compose()["services"].items():
+        assert service["read_only"] is True and service["tmpfs"] == ["/tmp"], name
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "user", "network_mode", "pid", "ipc", "devices"} & set(service), name
+        assert all(volume.startswith("cache:") for volume in service.get("volumes", [])), name  # nothing of the host
+
+
+def test_compose_builds_targets_that_exist_with_arguments_that_exist() -> None:
+    everywhere = {"BASE_IMAGE", *declared("base"), *declared("")}
     services = compose()["services"]
     assert {service["build"]["target"] for service in services.values()} == set(TARGETS) <= set(stages())
+    for service in services.values():
+        assert set(service["build"]["args"]) <= everywhere | declared(service["build"]["target"])
+    # One tag, so one image, whichever is built last.
+    assert services["fetch"]["image"] == services["worker"]["image"]
+    assert services["fetch"]["build"] == services["worker"]["build"]
+
+
+def test_weights_and_kernels_are_fetched_once_into_one_volume() -> None:
+    services = compose()["services"]
     assert services["fetch"]["volumes"] == services["worker"]["volumes"] == ["cache:/cache"]
-    assert ("ENV", "OCTAVO_CACHE=/cache") in [
-        (name, word) for name, rest in stages()["worker"] for word in rest.split()
-    ]
+    assert {"OCTAVO_CACHE=/cache", "NUMBA_CACHE_DIR=/cache/kernels"} <= set(" ".join(said("worker", "ENV")).split())
+    assert services["worker"]["depends_on"] == {"fetch": {"condition": "service_completed_successfully"}}
+    shell, flag, script, _ = services["fetch"]["entrypoint"]
+    assert (shell, flag) == ("sh", "-c") and "octavo model fetch" in script and "kernels.cpu.warm_up" in script
+    assert services["worker"]["command"] == ["--model", *services["fetch"]["command"]]
+
+
+def test_what_died_comes_back_and_what_is_stopped_has_time_to_finish() -> None:
+    from scheduler_svc.server import GRACE_S
+    from worker_svc.server import DRAIN_LIMIT_S
+
+    services = compose()["services"]
+    for name, own_limit_s in (("scheduler", GRACE_S), ("worker", DRAIN_LIMIT_S)):
+        assert services[name]["restart"] == "unless-stopped"
+        assert services[name]["init"] is True  # as process 1 it would be deaf to SIGTERM until it has a handler
+        assert seconds(services[name]["stop_grace_period"]) >= 2 * own_limit_s
+    assert "restart" not in services["fetch"]
+    assert services["scheduler"]["depends_on"] == ["worker"]  # so that compose stops the scheduler first
+
+
+def test_the_gpu_file_reserves_one_and_builds_both_users_of_the_image_alike() -> None:
+    services = compose("compose.gpu.yaml")["services"]
+    assert set(services) == {"fetch", "worker"}
+    assert services["fetch"]["build"] == services["worker"]["build"]
+    (device,) = services["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize("service", TARGETS)
+def test_variables_that_compose_hands_on_are_options_of_the_command(service: str) -> None:
+    handed_on = set(compose()["services"][service]["environment"]) | {
+        word.partition("=")[0] for word in " ".join(said(service, "ENV")).split() if word.startswith("OCTAVO_")
+    }
+    config = {"scheduler": SchedulerConfig, "worker": WorkerConfig}[service]
+    known = {f"OCTAVO_{field.name.upper()}" for field in dataclasses.fields(config)}
+    assert handed_on <= known | NOT_OPTIONS
+
+
+def test_the_trial_names_files_and_methods_that_exist() -> None:
+    script = (ROOT / "deploy" / "try-compose.sh").read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=10).returncode == 0
+    services = inference_pb2.DESCRIPTOR.services_by_name
+    methods = set(re.findall(r"(?:octavo\.v1\.|call )(\w+)/(\w+)", script))
+    assert len(methods) >= 3
+    for service, method in methods:
+        assert method in services[service].methods_by_name
+    assert all((ROOT / name).exists() for name in re.findall(r"--file (\S+)", script))
 
 
 def test_the_scheduler_image_asks_for_no_device_code() -> None:
@@ -86,8 +168,19 @@ def test_images_run_as_nobody_special_and_take_signals_themselves(target: str) -
 def test_a_build_may_use_another_base_image_and_other_wheels() -> None:
     assert said("", "ARG") == ["BASE_IMAGE=python:3.11-slim"] and said("base", "FROM") == ["${BASE_IMAGE} AS base"]
     for target in TARGETS:  # declared in each: engines without BuildKit do not hand them on
-        assert said(target, "ARG") == ["PIP_FIND_LINKS=", "PIP_EXTRA_INDEX_URL="]
+        assert said(target, "ARG")[:2] == ["PIP_FIND_LINKS=", "PIP_EXTRA_INDEX_URL="]
     assert not (ROOT / "Dockerfile").read_text(encoding="utf-8").startswith("# syntax")
+
+
+def test_the_worker_image_takes_a_cpu_build_of_torch_unless_told_otherwise() -> None:
+    (default,) = (rest for rest in said("worker", "ARG") if rest.startswith("TORCH_INDEX_URL="))
+    (install,) = (rest for rest in said("worker", "RUN") if "constraints.txt" in rest)
+    assert default.endswith("/cpu") and "$TORCH_INDEX_URL" in install
+    args = compose()["services"]["worker"]["build"]["args"]
+    assert args["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL-" + default.partition("=")[2] + "}"  # empty counts as said
+    assert compose("compose.gpu.yaml")["services"]["worker"]["build"]["args"] == {
+        "TORCH_INDEX_URL": "${TORCH_INDEX_URL:-}"
+    }
 
 
 def test_everything_that_is_copied_gets_past_dockerignore() -> None:

@@ -301,3 +301,22 @@ def test_serve_takes_options_that_both_services_have() -> None:
     worker = from_namespace(WorkerConfig, namespace, environ={})
     assert (scheduler.max_model_len, scheduler.max_num_seqs) == ("auto", 7)
     assert (worker.max_model_len, worker.max_num_seqs) == ("auto", 7)
+
+
+def test_the_first_process_of_a_container_ends_on_sigterm_before_it_serves(tmp_path: Path) -> None:
+    """A pipe that nobody fills holds the command where it reads its options; the kernel's part is not tried here."""
+    pipe = tmp_path / "options.yaml"
+    os.mkfifo(pipe)
+    code = f"import os; os.getpid = lambda: 1; from octavo.cli import main; main(['worker', '--config', {str(pipe)!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError:  # nobody reads yet
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM  # -SIGTERM without a handler
+        os.close(writer)
