@@ -19,6 +19,7 @@ ADDRESS=127.0.0.1:$PORT
 MAX_TOKENS=200
 PATIENCE_S=120 # for anything that has to happen by itself
 work=$(mktemp -d)
+declare -A streams # name of an answer: the process that receives it
 wheel_server=
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
@@ -101,25 +102,30 @@ container_at() {
   fail "no container has the address $1"
 }
 
-# generate NAME: streams one answer into $work/NAME.json, in the background; its process is $generation.
+# generate NAME...: streams one answer each into $work/NAME.json, in the background. Salted, so that the workers' caches
+# give no reason to send all of them to one place.
 generate() {
-  local request
-  request=$(jq --null-input --arg id "$1" --argjson max_tokens "$MAX_TOKENS" '{request_id: $id,
-    messages: {messages: [{role: "user", content: "Tell me a long story about a lighthouse."}]},
-    sampling_params: {temperature: 0.8, seed: 11, max_tokens: $max_tokens, ignore_eos: true}}')
-  "$GRPCURL" -plaintext -max-time 300 -d "$request" "$ADDRESS" octavo.v1.Inference/Generate \
-    >"$work/$1.json" 2>"$work/$1.err" &
-  generation=$!
+  local name request
+  for name in "$@"; do
+    request=$(jq --null-input --arg id "$name" --argjson max_tokens "$MAX_TOKENS" '{request_id: $id, cache_salt: $id,
+      messages: {messages: [{role: "user", content: "Tell me a long story about a lighthouse."}]},
+      sampling_params: {temperature: 0.8, seed: 11, max_tokens: $max_tokens, ignore_eos: true}}')
+    "$GRPCURL" -plaintext -max-time 300 -d "$request" "$ADDRESS" octavo.v1.Inference/Generate \
+      >"$work/$name.json" 2>"$work/$name.err" &
+    streams[$name]=$!
+  done
 }
 
 has_begun() { [ "$(grep --count --extended-regexp 'token_?[iI]ds' "$work/$1.json")" -ge 20 ]; }
 
-# generate_and_find NAME: as generate, and waits until it is well under way; it is computed at $victim_address.
+# generate_and_find NAME...: as generate, and waits until all are well under way; the last is computed at $victim_address.
 generate_and_find() {
-  generate "$1"
-  until_true "tokens of $1" has_begun "$1"
-  victim_address=$(address_of "$1")
-  [ -n "$victim_address" ] || fail "$1 is computed nowhere"
+  generate "$@"
+  for name in "$@"; do
+    until_true "tokens of $name" has_begun "$name"
+    victim_address=$(address_of "$name")
+    [ -n "$victim_address" ] || fail "$name is computed nowhere"
+  done
   victim=$(container_at "$victim_address")
 }
 
@@ -127,16 +133,20 @@ tokens_of() { answer "$1" | jq --compact-output --slurp '[.[].outputs[]?.token_i
 
 text_of() { answer "$1" | jq --raw-output --join-output --slurp '.[].outputs[]?.text // empty'; }
 
-# finish NAME MOVES: the stream ends well, having moved at least so often, with the tokens and the text of the first run.
+# finish MOVES NAME...: the streams end well, moved at least so often altogether, with tokens and text of the first run.
 finish() {
-  wait "$generation" || fail "$1: $(cat "$work/$1.err")"
-  local moved
-  moved=$(answer "$1" | jq --slurp '[.[].timings.times_moved? // 0] | max')
-  [ "$(tokens_of "$1" | jq length)" = "$MAX_TOKENS" ] || fail "$1 has $(tokens_of "$1" | jq length) tokens"
-  [ "$moved" -ge "$2" ] || fail "$1 ended before the fault: it was moved $moved times"
-  [ "$(tokens_of "$1")" = "$(tokens_of undisturbed)" ] || fail "$1: other tokens than undisturbed"
-  [ "$(text_of "$1")" = "$(text_of undisturbed)" ] || fail "$1: another text than undisturbed"
-  say "  $1: $MAX_TOKENS tokens, moved $moved times, as undisturbed"
+  local least=$1 moves=0 name moved
+  shift
+  for name in "$@"; do
+    wait "${streams[$name]}" || fail "$name: $(cat "$work/$name.err")"
+    [ "$(tokens_of "$name" | jq length)" = "$MAX_TOKENS" ] || fail "$name has $(tokens_of "$name" | jq length) tokens"
+    [ "$(tokens_of "$name")" = "$(tokens_of undisturbed)" ] || fail "$name: other tokens than undisturbed"
+    [ "$(text_of "$name")" = "$(text_of undisturbed)" ] || fail "$name: another text than undisturbed"
+    moved=$(answer "$name" | jq --slurp '[.[].timings.times_moved? // 0] | max')
+    moves=$((moves + moved))
+    say "  $name: $MAX_TOKENS tokens, moved $moved times, as undisturbed"
+  done
+  [ "$moves" -ge "$least" ] || fail "$*: moved $moves times, not $least: ended before the fault?"
 }
 
 megabytes() { echo "$(($(docker image inspect --format '{{.Size}}' "$1") / 1000000)) MB"; }
@@ -199,15 +209,15 @@ for id in $(containers worker); do [ -z "$(docker port "$id")" ] || fail "a work
 say "all healthy, uid 10001, root file system read-only, no capabilities, no new privileges, only $ADDRESS published"
 
 generate undisturbed
-wait "$generation" || fail "$(cat "$work/undisturbed.err")"
+wait "${streams[undisturbed]}" || fail "$(cat "$work/undisturbed.err")"
 say "undisturbed: $(tokens_of undisturbed | jq length) tokens: $(text_of undisturbed | head -c 60 | tr '\n' ' ')..."
 generate again
-finish again 0
+finish 0 again
 
 generate_and_find killed
 say "killing the process of the worker at $victim_address in the middle"
 docker exec "$victim" sh -c 'kill -KILL $(cat /proc/1/task/1/children)'
-finish killed 1
+finish 1 killed
 until_true "the worker's restart" has_restarted "$victim"
 until_true "three workers after the kill" is_serving_with 3
 say "  the engine has restarted it, the scheduler has found it: three workers serve"
@@ -219,19 +229,21 @@ docker pause "$victim" >/dev/null
 until_true "the loss of the paused worker" is_lost_at "$victim_address"
 say "  the scheduler has noticed; the worker goes on, with an old lease"
 docker unpause "$victim" >/dev/null
-finish paused 1
+finish 1 paused
 until_true "three workers after the pause" is_serving_with 3
 read -r new_instance new_epoch < <(worker_at "$victim_address" | jq --raw-output '"\(.instance_id) \(.epoch)"')
 [ "$new_instance" = "$instance" ] || fail "it is not the process that was paused"
 [ "$new_epoch" -gt "$epoch" ] || fail "the lease after the pause is of epoch $new_epoch, as before"
 say "  it has a new lease, epoch $new_epoch: three workers serve"
 
-generate_and_find scaled
-say "three workers to one in the middle"
+generate_and_find first second third
+[ "$(for name in first second third; do address_of "$name"; done | sort --unique | wc --lines)" = 3 ] \
+  || fail "three answers are not computed by three workers"
+say "three workers to one, with an answer in the middle on each"
 started=$SECONDS
 compose up --detach --no-build --scale worker=1 >/dev/null 2>&1 || fail "compose up --scale worker=1"
 say "  two are gone after $((SECONDS - started)) s"
-finish scaled 0
+finish 2 first second third
 until_true "one serving worker" is_serving_with 1
 
 say "killing the scheduler's process"
@@ -239,7 +251,7 @@ docker exec "$(containers scheduler)" sh -c 'kill -KILL $(cat /proc/1/task/1/chi
 until_true "the scheduler's restart" has_restarted "$(containers scheduler)"
 until_true "one serving worker after the scheduler's restart" is_serving_with 1
 generate restarted
-finish restarted 0
+finish 0 restarted
 
 generate_and_find stopped
 say "stopping everything in the middle of an answer"
@@ -250,8 +262,9 @@ took=$((SECONDS - started))
 for id in $all; do
   [ "$(inspect "$id" '{{.State.ExitCode}}')" = 0 ] || fail "$(inspect "$id" '{{.Name}} ended with {{.State.ExitCode}}')"
 done
-wait "$generation" || true # what a draining scheduler owes its streams is tried elsewhere
-say "  stopped after $took s, exit codes 0"
+wait "${streams[stopped]}" || fail "stopped: $(cat "$work/stopped.err")"
+say "  all stopped after $took s with exit code 0, the answer with $(answer stopped | jq --raw-output --slurp \
+  '"\([.[].outputs[]?.token_ids[]?] | length) tokens and \([.[].outputs[]?.finish_reason // empty] | join(" "))"')"
 compose down --volumes --remove-orphans >/dev/null 2>&1 || fail "compose down"
 for left in "$(docker ps --all --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME")" \
   "$(docker volume ls --quiet --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME")" \

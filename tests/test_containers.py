@@ -108,7 +108,7 @@ def test_weights_and_kernels_are_fetched_once_into_one_volume() -> None:
 
 
 def test_what_died_comes_back_and_what_is_stopped_has_time_to_finish() -> None:
-    from scheduler_svc.server import GRACE_S
+    from scheduler_svc.public_server import GRACE_S
     from worker_svc.server import DRAIN_LIMIT_S
 
     services = compose()["services"]
