@@ -16,8 +16,10 @@ async def test_64_clients_at_once_have_their_common_prompt_computed_once():
     shared = [33 + position * 7 % 90 for position in range(NUM_SHARED)]
     prompts = [shared + [33 + number] * NUM_OWN for number in range(NUM_REQUESTS)]
     params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
-    sizes = {"max_num_seqs": NUM_REQUESTS, "max_model_len": 1024, "max_num_batched_tokens": 2048}
-    with FakeWorker(block_size=16, num_blocks=2500, **sizes) as worker, scheduler(f"--worker={worker.address}") as it:
+    fake = FakeWorker(
+        block_size=16, num_blocks=2500, max_num_seqs=NUM_REQUESTS, max_model_len=1024, max_num_batched_tokens=2048
+    )
+    with fake as worker, scheduler(f"--worker={worker.address}") as it:
         it.wait_until_ready()
         async with AsyncClient(it.address) as client:
             outputs = await asyncio.gather(
