@@ -95,18 +95,47 @@ def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
 
 
 def rms_norm(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
 ) -> None:
-    """out = y / sqrt(mean(y^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+    """out = y / sqrt(mean(y^2) + eps) * (weight + weight_offset) over the last dimension (Zhang and Sennrich 2019,
+    arXiv:1910.07467).
 
-    `y` is `x`, or `x + residual`, which then also replaces `residual`. out, x, residual [T, n]; weight [n].
+    `y` is `x`, or `x + residual`, which then also replaces `residual`. out, x, residual [T, n]; weight [n]. `out` may
+    be `x`. Without an offset the norm is rounded to the type of `out` before it is weighted, with one after: as Llama
+    and Gemma were trained.
     """
     if residual is not None:
         residual += x
         x = residual
     y = x.to(_compute_dtype(x))
     y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps)
-    out.copy_(y.to(out.dtype) * weight)
+    out.copy_(y * (weight.to(y.dtype) + weight_offset) if weight_offset else y.to(out.dtype) * weight)
+
+
+def layer_norm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """out = (y - mean(y)) / sqrt(var(y) + eps) * weight + bias over the last dimension (Ba et al. 2016,
+    arXiv:1607.06450).
+
+    `y` is `x`, or `x + residual`, which then also replaces `residual`. out, x, residual [T, n]; weight, bias [n].
+    """
+    if residual is not None:
+        residual += x
+        x = residual
+    out.copy_(torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps))
 
 
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -115,19 +144,39 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
         x1, x2 = first and second half of a head;  (x1, x2) <- (x1 cos - x2 sin, x2 cos + x1 sin)
 
     query [T, num_heads, head_size]; key [T, num_kv_heads, head_size]; positions i64[T]; cos_sin [max positions,
-    head_size], the cosines of a position's angles and then their sines.
+    rotary_size], the cosines of a position's angles and then their sines. Only the first `rotary_size` elements of a
+    head are turned: it is their halves that are meant.
     """
     cos, sin = (part[:, None, :] for part in cos_sin[positions].chunk(2, dim=-1))
     for x in (query, key):
+        turned = x[..., : cos_sin.shape[1]]
         compute = torch.promote_types(_compute_dtype(x), cos_sin.dtype)
-        x1, x2 = (half.to(compute) for half in x.chunk(2, dim=-1))
-        x.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
+        x1, x2 = (half.to(compute) for half in turned.chunk(2, dim=-1))
+        turned.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
 
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """out = silu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
     out.copy_(gate * torch.sigmoid(gate) * up)
+
+
+def gelu_and_mul(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
+    """out = gelu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
+    gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
+    out.copy_(_gelu(gate, is_approximate) * up)
+
+
+def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
+    """out = x (1 + erf(x / sqrt(2))) / 2 of each element of x [T, n] (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    Approximately: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, what most models were trained with.
+    """
+    out.copy_(_gelu(x.to(_compute_dtype(x)), is_approximate))
+
+
+def _gelu(x: torch.Tensor, is_approximate: bool) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh" if is_approximate else "none")
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:

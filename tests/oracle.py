@@ -20,11 +20,8 @@ class GreedyOracle:
     """`generate` of transformers, one prompt at a time, on a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         self._folder = folder
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._model.eval()
+        self._model = self._load(torch.float32)
         self._double: Any = None
         self.num_near_ties = 0
 
@@ -60,9 +57,13 @@ class GreedyOracle:
 
     def _margin(self, history: Sequence[int], best: int, other: int) -> float:
         if self._double is None:
-            from transformers import AutoModelForCausalLM
-
-            self._double = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float64)
+            self._double = self._load(torch.float64)
         with torch.inference_mode():
             logits = self._double(torch.tensor([list(history)])).logits[0, -1]
         return float(logits.max() - torch.minimum(logits[best], logits[other]))
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        # Experts in plain code: the grouped products that are the default need inner sizes that fit their alignment.
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype, experts_implementation="eager").eval()

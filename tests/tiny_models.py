@@ -1,4 +1,4 @@
-"""Tiny Llama models in Hugging Face folders, made on the spot: real format, uneven sizes, random but varied weights.
+"""Tiny models in Hugging Face folders, made on the spot: real format, uneven sizes, random but varied weights.
 
 Written through `transformers`, which is thereby the oracle for reading them. The tokenizer is that of
 `octavo.bench.byte_tokenizer`.
@@ -36,10 +36,8 @@ def make_tiny_llama(
     **config: Any,
 ) -> Path:
     """Write a model and its tokenizer to `folder` and return it; `config` goes to `LlamaConfig` as it is."""
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    folder = Path(folder)
     model_config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -49,19 +47,27 @@ def make_tiny_llama(
         intermediate_size=intermediate_size,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tie_word_embeddings,
-        bos_token_id=END_OF_TEXT,
-        eos_token_id=IM_END,
-        pad_token_id=END_OF_TEXT,
         **config,
     )
+    return make_tiny_model(folder, model_config, seed)
+
+
+def make_tiny_model(folder: str | Path, config: Any, seed: int = 0) -> Path:
+    """Write a model of any `transformers` configuration and its tokenizer to `folder` and return it."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    folder = Path(folder)
+    config.bos_token_id = config.pad_token_id = END_OF_TEXT
+    config.eos_token_id = IM_END
     generator = torch.Generator().manual_seed(seed)
-    model = LlamaForCausalLM(model_config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.copy_(_varied(name, weight.shape, generator))
     model.generation_config = GenerationConfig(bos_token_id=END_OF_TEXT, eos_token_id=IM_END, pad_token_id=END_OF_TEXT)
     model.save_pretrained(folder)
-    write_byte_tokenizer(folder, vocab_size)
+    write_byte_tokenizer(folder, config.vocab_size)
     return folder
 
 
@@ -70,10 +76,10 @@ def _varied(name: str, shape: Any, generator: Any) -> Any:
     import torch
 
     values = torch.randn(shape, generator=generator)
-    if name.endswith("norm.weight"):
-        return 1 + 0.2 * values
     if name.endswith("bias"):
         return 0.2 * values
-    if "embed_tokens" in name:
+    if len(shape) == 1:  # of a norm
+        return 1 + 0.2 * values
+    if "embed" in name or ".wte." in name or ".wpe." in name:
         return 0.3 * values
     return values * (1.6 / shape[-1] ** 0.5)

@@ -9,8 +9,21 @@ from __future__ import annotations
 from kernels.cpu.activation import silu_and_mul
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.cache import reshape_and_cache
+from kernels.cpu.gelu import gelu, gelu_and_mul
 from kernels.cpu.norm import rms_norm
 from kernels.cpu.rotary import rotary
-from kernels.reference import copy_blocks  # torch's indexing moves whole blocks at the speed of memory already
 
-__all__ = ["copy_blocks", "paged_attention", "reshape_and_cache", "rms_norm", "rotary", "silu_and_mul"]
+# What torch does well already: its indexing moves whole blocks at the speed of memory, its norm takes each row alone.
+from kernels.reference import copy_blocks, layer_norm
+
+__all__ = [
+    "copy_blocks",
+    "gelu",
+    "gelu_and_mul",
+    "layer_norm",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+]

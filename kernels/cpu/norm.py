@@ -1,6 +1,6 @@
 """RMSNorm, with the residual sum in the same pass; see `kernels.reference.rms_norm`.
 
-    out = y / sqrt(mean(y^2) + eps) * weight,  y = x or x + residual
+    out = y / sqrt(mean(y^2) + eps) * weight,  y = x or x + residual;  weight + offset in place of weight
 
 Rows are independent and each is summed by the same code in the same order: a row's result depends on nothing else.
 """
@@ -16,7 +16,13 @@ from kernels.cpu.runtime import num_threads
 
 
 def rms_norm(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
 ) -> None:
     """See `kernels.reference.rms_norm`; all contiguous."""
     _rms_norm(
@@ -28,6 +34,7 @@ def rms_norm(
         x.shape[0],
         x.shape[1],
         np.float32(eps),
+        np.float32(weight_offset),
         num_threads(),
     )
 
@@ -42,7 +49,7 @@ def _sum_of_squares(y):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, parallel=True, cache=True)
 def _rms_norm(  # type: ignore[no-untyped-def]
-    element, out_address, x_address, weight_address, residual_address, count, size, eps, num_threads
+    element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset, num_threads
 ):
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, size)
@@ -63,6 +70,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
                 for i in range(size):
                     y[i] = to_float32(row[i])
             scale = np.float32(1.0) / np.sqrt(_sum_of_squares(y) / np.float32(size) + eps)
-            for i in range(size):
-                normed = to_float32(from_float32(y[i] * scale, target[i]))
-                target[i] = from_float32(normed * to_float32(weight[i]), target[i])
+            if weight_offset != np.float32(0.0):
+                for i in range(size):
+                    target[i] = from_float32(y[i] * scale * (to_float32(weight[i]) + weight_offset), target[i])
+            else:
+                for i in range(size):
+                    normed = to_float32(from_float32(y[i] * scale, target[i]))
+                    target[i] = from_float32(normed * to_float32(weight[i]), target[i])

@@ -1,6 +1,6 @@
 """Rotary position embedding in place; see `kernels.reference.rotary`.
 
-x1, x2 = first and second half of a head;  (x1, x2) <- (x1 cos - x2 sin, x2 cos + x1 sin)
+x1, x2 = first and second half of a head's turned elements;  (x1, x2) <- (x1 cos - x2 sin, x2 cos + x1 sin)
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
         key.shape[1],
         positions.data_ptr(),
         cos_sin.data_ptr(),
-        cos_sin.shape[0],
+        tuple(cos_sin.shape),
         num_threads(),
     )
 
 
 @njit(nogil=True)
 def _rotate(line, num_heads, head_size, angles):  # type: ignore[no-untyped-def]
-    half = head_size // 2
+    half = angles.size // 2
     cos, sin = angles[:half], angles[half:]
     for head in range(num_heads):
         start = head * head_size
-        first, second = line[start : start + half], line[start + half : start + head_size]
+        first, second = line[start : start + half], line[start + half : start + 2 * half]
         for i in range(half):
             x1, x2 = to_float32(first[i]), to_float32(second[i])
             first[i] = from_float32(x1 * cos[i] - x2 * sin[i], first[i])
@@ -53,14 +53,14 @@ def _rotary(  # type: ignore[no-untyped-def]
     num_kv_heads,
     positions_address,
     table_address,
-    table_size,
+    table_shape,
     num_threads,
 ):
     num_tokens, num_heads, head_size = query_shape
     query = lines(query_address, element, num_tokens, query_stride)
     key = lines(key_address, element, num_tokens, key_stride)
     positions = lines(positions_address, INT64, 1, num_tokens)[0]
-    cos_sin = lines(table_address, FLOAT32, table_size, head_size)
+    cos_sin = lines(table_address, FLOAT32, table_shape[0], table_shape[1])
     lanes = min(num_threads, num_tokens)
     for lane in prange(lanes):
         for t in range(lane, num_tokens, lanes):

@@ -34,6 +34,7 @@ def warm_up(dtype: torch.dtype) -> None:
     )
     cpu.rms_norm(torch.empty(2, 4, dtype=dtype), out[0], torch.ones(4, dtype=dtype), eps=1e-5)
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), out[0])
+    cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,51 @@ def test_rms_norm(dtype: torch.dtype, with_residual: bool) -> None:
 
 
 @DTYPES
+def test_rms_norm_with_an_offset_in_place(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 61).to(dtype), torch.randn(61).to(dtype)
+    exact = torch.empty(5, 61, dtype=torch.float64)
+    reference.rms_norm(exact, x.double(), weight.double(), eps=1e-5, weight_offset=1.0)
+    cpu.rms_norm(x, x, weight, eps=1e-5, weight_offset=1.0)
+    torch.testing.assert_close(x.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+def test_layer_norm_takes_each_row_alone(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(9, 61).to(dtype), torch.randn(61).to(dtype), torch.randn(61).to(dtype)
+    out, alone = torch.empty_like(x), torch.empty_like(x)
+    cpu.layer_norm(out, x, weight, bias, eps=1e-5)
+    for row in range(9):
+        cpu.layer_norm(alone[row : row + 1], x[row : row + 1], weight, bias, eps=1e-5)
+    assert torch.equal(out, alone)
+
+
+@DTYPES
+def test_rotary_of_a_part_of_each_head(dtype: torch.dtype) -> None:
+    query, key = torch.randn(5, 3, 10).to(dtype), torch.randn(5, 1, 10).to(dtype)
+    positions, table = torch.tensor([0, 3, 30, 3, 7]), torch.randn(31, 6)
+    exact_query, exact_key, rest = query.double(), key.double(), query[..., 6:].clone()
+    reference.rotary(exact_query, exact_key, positions, table.double())
+    cpu.rotary(query, key, positions, table)
+    for got, exact in ((query, exact_query), (key, exact_key)):
+        torch.testing.assert_close(got.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(query[..., 6:], rest)
+
+
+@DTYPES
+@pytest.mark.parametrize("is_approximate", [False, True])
+def test_gelu_alone_and_as_a_gate(dtype: torch.dtype, is_approximate: bool) -> None:
+    x = torch.cat((torch.tensor([0.0, -1e4, 1e4, -9.0, 9.0, -1e-9]).repeat(5, 1), torch.randn(5, 100)), 1).to(dtype)
+    exact, out = torch.empty(5, 106, dtype=torch.float64), torch.empty(5, 106, dtype=dtype)
+    reference.gelu(exact, x.double(), is_approximate=is_approximate)
+    cpu.gelu(out, x, is_approximate=is_approximate)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    exact, out = torch.empty(5, 53, dtype=torch.float64), torch.empty(5, 53, dtype=dtype)
+    reference.gelu_and_mul(exact, x.double(), is_approximate=is_approximate)
+    cpu.gelu_and_mul(out, x, is_approximate=is_approximate)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
 def test_rotary(dtype: torch.dtype) -> None:
     fused = torch.randn(5, 100).to(dtype)
     query, key = fused[:, :60].unflatten(1, (6, 10)), fused[:, 60:80].unflatten(1, (2, 10))

@@ -63,6 +63,36 @@ def test_rms_norm_is_torchs_and_replaces_the_residual() -> None:
     torch.testing.assert_close(out, functional.rms_norm(x + residual, (7,), weight, 1e-5), **CLOSE)
 
 
+def test_rms_norm_adds_an_offset_to_its_weights() -> None:
+    x, weight = torch.randn(3, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    out = torch.empty_like(x)
+    reference.rms_norm(out, x, weight, eps=1e-5, weight_offset=1.0)
+    torch.testing.assert_close(out, functional.rms_norm(x, (7,), weight + 1, 1e-5), **CLOSE)
+
+
+def test_layer_norm_is_its_formula_and_replaces_the_residual() -> None:
+    x, residual, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 7), (3, 7), (7,), (7,)))
+    out, total = torch.empty_like(x), residual.clone()
+    reference.layer_norm(out, x, weight, bias, eps=1e-5, residual=total)
+    torch.testing.assert_close(total, x + residual, **CLOSE)
+    y = x + residual
+    normed = (y - y.mean(1, keepdim=True)) / (y.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(out, normed * weight + bias, **CLOSE)
+
+
+def test_gelu_is_its_formula() -> None:
+    x = torch.randn(3, 10, dtype=torch.float64)
+    exact = 0.5 * x * (1 + torch.erf(x / 2**0.5))
+    near = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    for is_approximate, expected in ((False, exact), (True, near)):
+        out = torch.empty_like(x)
+        reference.gelu(out, x, is_approximate=is_approximate)
+        torch.testing.assert_close(out, expected, **CLOSE)
+        gated = torch.empty(3, 5, dtype=torch.float64)
+        reference.gelu_and_mul(gated, x, is_approximate=is_approximate)
+        torch.testing.assert_close(gated, expected[:, :5] * x[:, 5:], **CLOSE)
+
+
 def test_rotary_turns_each_pair_as_a_complex_number() -> None:
     head_size, positions = 6, torch.tensor([0, 5, 2])
     angles = torch.rand(9, head_size // 2, dtype=torch.float64)

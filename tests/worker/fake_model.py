@@ -11,7 +11,7 @@ import torch
 from protos import inference_pb2, worker_pb2
 from worker_svc.attention import AttentionMetadata
 from worker_svc.models import ModelConfig
-from worker_svc.models.config import RopeScaling
+from worker_svc.models.style import DecoderStyle
 
 VOCAB_SIZE = 31
 
@@ -70,13 +70,10 @@ def fake_config(max_model_len: int = 64) -> ModelConfig:
         num_heads=1,
         num_kv_heads=1,
         head_size=4,
+        max_positions=max_model_len,
         max_model_len=max_model_len,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=RopeScaling(),
         tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
+        style=DecoderStyle(),
         dtype=torch.float32,
         eos_token_ids=(2,),
         model_name="fake",

@@ -7,7 +7,8 @@ import torch
 
 from kernels import reference
 from worker_svc.cache_engine import CacheEngine
-from worker_svc.models.config import ModelConfig, RopeScaling
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.style import DecoderStyle
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -18,13 +19,10 @@ CONFIG = ModelConfig(
     num_heads=3,
     num_kv_heads=1,
     head_size=10,
+    max_positions=64,
     max_model_len=64,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=RopeScaling(),
     tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
+    style=DecoderStyle(),
     dtype=torch.float32,
     eos_token_ids=(2,),
     model_name="tiny",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_svc.models.config import ModelConfig, ModelError, RopeScaling
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.rope import Rope
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,8 +36,9 @@ def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any
 def test_defaults_of_absent_keys(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(write(tmp_path))
     assert (config.num_kv_heads, config.head_size, config.max_model_len) == (4, 12, 512)
-    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (10000.0, RopeScaling(), 1e-6)
-    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
+    style = config.style
+    assert (style.ropes, style.norm_eps, style.activation) == ((Rope(12, 10000.0),), 1e-6, "silu")
+    assert not (config.tie_word_embeddings or style.qkv_bias or style.attention_out_bias or style.mlp_bias)
     assert (config.dtype, config.eos_token_ids, config.model_name) == (torch.float32, (), tmp_path.name)
 
 
@@ -49,14 +51,53 @@ def test_defaults_of_absent_keys(tmp_path: Path) -> None:
 )
 def test_rope_is_read_as_new_and_as_old_files_write_it(tmp_path: Path, written: dict[str, Any]) -> None:
     config = ModelConfig.from_folder(write(tmp_path, **written))
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
+    assert config.style.ropes == (Rope(12, 5e5, "llama3", 8.0, 128, 1.0, 4.0),)
 
 
 @pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2}])
 def test_linear_rope(tmp_path: Path, scaling: dict[str, Any]) -> None:
     config = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaling))
-    assert config.rope_scaling == RopeScaling("linear", 2.0)
+    assert config.style.ropes == (Rope(12, 10000.0, "linear", 2.0),)
+
+
+def test_gemma3_has_two_ropes_written_new_or_old(tmp_path: Path) -> None:
+    gemma3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "head_dim": 8}
+    old = write(tmp_path, **gemma3, rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    ropes = (Rope(8, 5e5, "linear", 8.0), Rope(8, 1e4))
+    style = ModelConfig.from_folder(old).style
+    assert (style.ropes, style.rope_of_layer, style.windows) == (ropes, (1,) * 5 + (0,), (4096,) * 5 + (0,))
+    parameters = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert ModelConfig.from_folder(write(tmp_path, **gemma3, rope_parameters=parameters)).style == style
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}, ()),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, (0, 4096)),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 7}, (7, 0)),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            (0, 4096),
+        ),
+    ],
+)
+def test_windows_by_layer(tmp_path: Path, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert ModelConfig.from_folder(write(tmp_path, num_key_value_heads=2, **changes)).style.windows == windows
+
+
+def test_null_is_not_absent(tmp_path: Path) -> None:
+    folder = write(tmp_path, architectures=["Gemma2ForCausalLM"])
+    assert ModelConfig.from_folder(folder).style.logit_soft_cap == 30.0
+    raw = BASE | {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": None, "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    style = ModelConfig.from_folder(folder).style
+    assert (style.logit_soft_cap, style.attention_soft_cap, style.windows) == (0.0, 50.0, (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -108,16 +149,26 @@ def test_the_hash_follows_config_and_weight_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; known: LlamaForCausalLM"),
+        ({"architectures": ["BertModel"]}, "architecture BertModel; known: LlamaForCausalLM, Mistral"),
         ({"architectures": None}, "architecture not given"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
         ({"num_key_value_heads": 3}, "4 heads do not divide by 3 key/value heads"),
-        ({"head_dim": 7}, "head size 7 is odd"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn' is not supported"),
+        ({"head_dim": 7}, "7 of a head's 7 elements are turned; rotary embedding needs pairs"),
+        ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported; known: silu"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope type 'spiral' is not supported; known: default"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "low_freq_factor must be a number, not None"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}},
+            "short_factor has 1 numbers, 6 are needed",
+        ),
+        ({"rope_scaling": 3}, "rope_scaling must be an object, not 3"),
+        ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before False is not"),
+        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 50, "n_head": 3}, "50 does not divide by 3 heads"),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "a type for each of 2 layers"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["x"] * 2}, "'x' is not"),
         ({"eos_token_id": "two"}, "eos_token_id must be a token id"),
     ],
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
+
+from worker_svc.models.weights import Weights
 
 
 class Linear:
@@ -39,3 +43,38 @@ def _can_pack(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def take_linear(
+    weights: Weights,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    in_features: int,
+    *,
+    is_biased: bool = False,
+    is_transposed: bool = False,
+    num_turns: int = 1,
+) -> Linear:
+    """One product whose outputs are parts of these sizes: the checkpoint has each under its name, or all under one.
+
+    `is_transposed`: stored [in, out]. `num_turns`: stored as so many equal shares of the first part, the second, ...,
+    and again, as one head's query, key and value may lie before the next one's.
+    """
+    whole = [sum(sizes)] if len(names) == 1 else sizes
+
+    def in_order(x: torch.Tensor) -> torch.Tensor:
+        if num_turns == 1:
+            return x
+        turns = x.unflatten(0, (num_turns, -1)).split([size // num_turns for size in sizes], dim=1)
+        return torch.cat([part.flatten(0, 1) for part in turns])
+
+    def weight(name: str, size: int) -> torch.Tensor:
+        if is_transposed:
+            return in_order(weights.take(f"{name}.weight", in_features, size).t())
+        return in_order(weights.take(f"{name}.weight", size, in_features))
+
+    parts = [weight(name, size) for name, size in zip(names, whole, strict=True)]
+    biases = [
+        in_order(weights.take(f"{name}.bias", size)) for name, size in zip(names, whole, strict=True) if is_biased
+    ]
+    return Linear(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)

@@ -10,12 +10,10 @@ import torch
 from worker_svc.attention import AttentionMetadata
 from worker_svc.memory import GIB, available_bytes
 from worker_svc.models.config import ModelConfig, ModelError
-from worker_svc.models.llama import LlamaModel
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.weights import DummyWeights, SafetensorsWeights, Weights
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")  # auto is safetensors
-
-_MODELS = {"LlamaForCausalLM": LlamaModel}
 
 
 class Model(Protocol):
@@ -67,7 +65,7 @@ def load_model(
         weights = SafetensorsWeights(Path(folder), config.dtype, device)
     try:
         with torch.inference_mode():
-            model = _MODELS[config.architecture](config, weights, device)
+            model = Decoder(config, weights, device)
     except torch.OutOfMemoryError:
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()

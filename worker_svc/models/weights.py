@@ -13,11 +13,14 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker_svc.models.config import ModelError
+from worker_svc.models.errors import ModelError
 
 
 class Weights(Protocol):
     """Tensors by name, each to be taken once."""
+
+    def has(self, name: str) -> bool:
+        """Whether this tensor can be taken."""
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor, in the model's dtype and on its device; raises `ModelError` if missing or of another shape."""
@@ -44,6 +47,9 @@ class SafetensorsWeights:
                 if name in self._files:
                     raise ModelError(f"{folder}: tensor {name} is in more than one file")
                 self._files[name] = file
+
+    def has(self, name: str) -> bool:
+        return name in self._files
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if name not in self._files:
@@ -88,6 +94,9 @@ class DummyWeights:
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator().manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return True
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if name.endswith("norm.weight"):

@@ -1,0 +1,42 @@
+"""Greedy tokens of every family over a served worker, prompts in chunks beside decodes: those of transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from tests.oracle import GreedyOracle
+from tests.worker.families import VOCAB_SIZE, make_family
+
+SERVED = [
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "opt",
+    "bloom",
+]  # Llama is what all other tests serve
+MAX_TOKENS = 20
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / "model")
+    oracle, numbers = GreedyOracle(folder), random.Random(7)
+    prompts = [numbers.choices(range(VOCAB_SIZE), k=length) for length in (1, 5, 40, 90, 150)]
+    with LLM(model=str(folder), max_num_batched_tokens=32, max_num_seqs=8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = oracle.generate(prompt, MAX_TOKENS)
+        oracle.check(prompt, expected, list(output.outputs[0].token_ids), f"{name}, prompt of {len(prompt)} tokens")
+    print(f"{name}: {oracle.num_near_ties} of {len(prompts)} outputs left the oracle at a near-tie")

@@ -1,0 +1,107 @@
+"""Every family against transformers in float32, whole, in pieces and in company; see `families` for the models."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
+from tests.worker.model_cases import Stepper
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.loader import Model, load_model
+
+LENGTHS = [1, 7, 83, 150]
+
+
+def tokens(length: int) -> list[int]:
+    return random.Random(length).choices(range(VOCAB_SIZE), k=length)
+
+
+def load(folder: Path, dtype: str = "float32", max_model_len: int | None = None) -> Model:
+    return load_model(folder, ModelConfig.from_folder(folder, dtype, max_model_len), "cpu")
+
+
+def expected_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """f32[length, vocab] for each sequence, by transformers, each alone and without a cache."""
+    from transformers import AutoModelForCausalLM
+
+    # Plain code for experts: the grouped products that are the default need inner sizes that fit their alignment.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    with torch.inference_mode():
+        return [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(name: str, tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / "model")
+    model, sequences = load(folder), [tokens(length) for length in LENGTHS]
+    together = Stepper(model, sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})
+    for i, expected in enumerate(expected_logits(folder, sequences)):
+        torch.testing.assert_close(together[i], expected, rtol=1e-4, atol=1e-4)
+
+    # From here on the model is held to itself, bit for bit: chunks and single tokens, alone and beside others.
+    pieces, done = Stepper(model, sequences), [0] * len(sequences)
+    numbers = random.Random(3)
+    while unfinished := [i for i, length in enumerate(LENGTHS) if done[i] < length]:
+        chosen = numbers.sample(unfinished, numbers.randint(1, len(unfinished)))
+        step = {i: (done[i], min(LENGTHS[i], done[i] + numbers.choice([1, 1, 1, 3, 40]))) for i in chosen}
+        for i, logits in pieces.step(step).items():
+            assert torch.equal(logits, together[i][slice(*step[i])]), (i, step[i])
+            done[i] = step[i][1]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "bloom", "mixtral"])
+def test_bfloat16_is_near_float32(name: str, tmp_path: Path) -> None:
+    folder, sequence = make_family(name, tmp_path / "model"), tokens(30)
+    full, half = (Stepper(load(folder, dtype), [sequence]).step({0: (0, 30)})[0] for dtype in ("float32", "bfloat16"))
+    assert (full - half).abs().mean() < 0.1 * full.std()
+
+
+def test_longrope_serves_the_length_of_training_unless_asked_for_more(tmp_path: Path) -> None:
+    """Beyond it all sequences take the long factors, as those of transformers do that are as long."""
+    folder, sequence = make_family("phi3", tmp_path / "model"), tokens(250)
+    model = load(folder)
+    assert model.config.max_model_len == 192
+    expected = expected_logits(folder, [sequence, sequence[:192]])
+    for limit, length, logits in ((256, 250, expected[0]), (192, 192, expected[1])):
+        got = Stepper(load(folder, max_model_len=limit), [sequence]).step({0: (0, length)})[0]
+        torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelError, match="max_model_len 257 is not within 1 and 256"):
+        load(folder, max_model_len=257)
+
+
+def test_yarn_may_be_asked_for_the_length_that_it_stretches_to(tmp_path: Path) -> None:
+    folder = make_family("llama-yarn", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    assert load(folder).config.max_model_len == 64
+    sequence = tokens(200)
+    got = Stepper(load(folder, max_model_len=256), [sequence]).step({0: (0, 200)})[0]
+    torch.testing.assert_close(got, expected_logits(folder, [sequence])[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt"])
+def test_files_without_the_name_of_the_base_are_read(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_family(name, tmp_path / "model")
+    expected = Stepper(load(folder), [tokens(7)]).step({0: (0, 7)})[0]
+    prefix = "model." if name == "opt" else "transformer."
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key.removeprefix(prefix): value for key, value in tensors.items()}, folder / "model.safetensors")
+    assert torch.equal(Stepper(load(folder), [tokens(7)]).step({0: (0, 7)})[0], expected)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "bloom", "opt", "qwen3-moe-mixed"])
+def test_weights_bytes_counts_what_is_held(name: str, tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / "model")
+    model = load(folder)
+    on_disk = (folder / "model.safetensors").stat().st_size
+    head_again = VOCAB_SIZE * 60 * 4 if model.config.tie_word_embeddings else 0
+    tables = sum(rope.size * 256 * 4 for rope in model.config.style.ropes)
+    assert model.weights_bytes == pytest.approx(on_disk + head_again + tables, abs=16384)  # the file has a header
+    assert model.config.weights_bytes == pytest.approx(model.weights_bytes, rel=0.25)

@@ -1,0 +1,111 @@
+"""A decoder of any family in `families.py`; what sets them apart is said by `DecoderStyle`.
+
+Rows of a step belong to any number of sequences, in any mix of prefill, chunk and decode: only attention and the cache
+tell them apart, by `AttentionMetadata`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.select import kernels_for
+from worker_svc.attention import AttentionMetadata
+from worker_svc.models.alibi import alibi_slopes
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+from worker_svc.models.linear import Linear
+from worker_svc.models.norm import take_norm
+from worker_svc.models.rope import rotary_table
+from worker_svc.models.weights import Weights
+
+
+class Decoder:
+    """The whole model; see `worker_svc.models.loader.Model` for its contract."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
+        self.config, self.device = config, device
+        style, names, hidden = config.style, config.style.names, config.hidden_size
+        kernels = kernels_for(device)
+        # Older files lack the first base: the one under which the embedding is found is that of all.
+        base = next((base for base in names.bases if weights.has(f"{base}{names.embedding}.weight")), names.bases[0])
+        self._embedding = weights.take(f"{base}{names.embedding}.weight", config.vocab_size, hidden)
+        self._positions = None
+        if style.positions == "learned":
+            num_rows = config.style.learned_offset + config.max_positions
+            self._positions = weights.take(f"{base}{names.positions}.weight", num_rows, hidden)
+        self._embedding_norm = None
+        if names.embedding_norm:
+            self._embedding_norm = take_norm(config, weights, base + names.embedding_norm, hidden, kernels)
+        slopes = alibi_slopes(config.num_heads, device) if style.positions == "alibi" else None
+        self._rotary_tables = [rotary_table(rope, config.max_model_len, device) for rope in style.ropes]
+        self._layers = []
+        for i in range(config.num_layers):
+            rope = style.rope_of_layer[i] if style.rope_of_layer else 0
+            cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
+            prefix = base + names.layer.format(i)
+            self._layers.append(DecoderLayer(config, weights, prefix, i, cos_sin, slopes, kernels))
+        self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)
+        if config.tie_word_embeddings:
+            weights.ignore(f"{names.head}.weight")
+            head = self._embedding
+        else:
+            head = weights.take(f"{names.head}.weight", config.vocab_size, hidden)
+        self._head = Linear(head)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes that the weights occupy; a tied embedding counts twice where the head is a packed copy of it."""
+        tensors = [self._embedding, *self._rotary_tables, *([] if self._positions is None else [self._positions])]
+        norms = [self._norm, *([self._embedding_norm] if self._embedding_norm else [])]
+        return (
+            sum(tensor.nbytes for tensor in tensors)
+            + sum(norm.weight_bytes for norm in norms)
+            + self._head.weight_bytes
+            + sum(layer.weights_bytes for layer in self._layers)
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        attention: AttentionMetadata,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        num_tokens = token_ids.shape[0]
+        if num_tokens == 1:  # a product of one row may round differently from the same row among others: see Linear
+            token_ids, positions = token_ids.repeat(2), positions.repeat(2)
+        residual = self._embed(token_ids, positions)
+        attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
+        step = StepTensors(num_tokens, positions, attention, residual, torch.empty_like(residual), attended)
+        update = torch.zeros_like(residual)
+        for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
+            update = layer(update, key_cache, value_cache, step)
+        return self._logits(residual, update, logits_rows)
+
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden], the first residual."""
+        style = self.config.style
+        embedded = functional.embedding(token_ids, self._embedding)
+        if style.embedding_scale != 1.0:  # rounded to the model's type first, as it was in training
+            embedded *= torch.tensor(style.embedding_scale, dtype=embedded.dtype)
+        if self._positions is not None:
+            embedded += functional.embedding(positions + style.learned_offset, self._positions)
+        if self._embedding_norm:
+            self._embedding_norm(embedded, embedded)
+        return embedded
+
+    def _logits(self, residual: torch.Tensor, update: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """f32[R, vocab_size] of the named rows; only those are normed and multiplied by the head."""
+        num_rows = rows.shape[0]
+        if num_rows == 1:
+            rows = rows.repeat(2)
+        hidden = residual[rows]
+        self._norm(hidden, update[rows], residual=residual[rows])
+        logits = self._head(hidden)[:num_rows].float()
+        if cap := self.config.style.logit_soft_cap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits

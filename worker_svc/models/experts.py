@@ -1,0 +1,39 @@
+"""A mixture of experts in place of an MLP (Shazeer et al. 2017, arXiv:1701.06538).
+
+out = sum over the chosen e of  weight[e] * expert_e(x),  weights from softmax(router x), the largest `num_chosen`
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker_svc.models.linear import Linear
+from worker_svc.models.mlp import Mlp
+from worker_svc.models.style import ExpertStyle
+
+
+class Experts:
+    """Calls map x [T, hidden], T at least 2, to [T, hidden]; every expert computes its rows in one product."""
+
+    def __init__(self, router: Linear, experts: list[Mlp], style: ExpertStyle) -> None:
+        self._router, self._experts, self._style = router, experts, style
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._router.weight_bytes + sum(expert.weight_bytes for expert in self._experts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self._router(x).float().softmax(-1).topk(self._style.num_chosen, dim=-1)  # [T, num_chosen]
+        if self._style.is_normalized:
+            shares /= shares.sum(-1, keepdim=True)
+        shares = shares.to(x.dtype)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():  # in order, so that a row's sum does not depend on others
+            rows, places = torch.where(chosen == expert)
+            out[rows] += _in_company(self._experts[expert], x[rows]) * shares[rows, places, None]
+        return out
+
+
+def _in_company(expert: Mlp, x: torch.Tensor) -> torch.Tensor:
+    """One row is computed as two: see `Linear`."""
+    return expert(x) if x.shape[0] > 1 else expert(x.repeat(2, 1))[:1]

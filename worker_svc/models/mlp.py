@@ -1,0 +1,54 @@
+"""What follows attention in a layer: an MLP.
+
+mlp(x) = W_out act(W_in x),  or gated (Shazeer 2020, arXiv:2002.05202)  W_out (act(W_gate x) * W_up x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from worker_svc.models.errors import ModelError
+from worker_svc.models.linear import Linear
+from worker_svc.models.style import DecoderStyle
+
+
+class Mlp:
+    """Calls map x [T, hidden] to [T, hidden]."""
+
+    def __init__(self, inner: Linear, outer: Linear, style: DecoderStyle, kernels: ModuleType) -> None:
+        """`inner` gives [T, n], or, gated, [T, 2 n]: gate, then up; `outer` takes [T, n]."""
+        self._inner, self._outer = inner, outer
+        self._activate = _activation(style, kernels)
+        self._is_gated = style.is_gated
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._inner.weight_bytes + self._outer.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self._inner(x)
+        activated = inner.new_empty(inner.shape[0], inner.shape[1] // 2) if self._is_gated else inner
+        self._activate(activated, inner)
+        return self._outer(activated)
+
+
+def _activation(style: DecoderStyle, kernels: ModuleType) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """(out, x) of the style's kind; without a gate `out` may be `x`. Raises ModelError for a kind without a kernel."""
+
+    def relu(out: torch.Tensor, x: torch.Tensor) -> None:
+        torch.clamp_min(x, 0.0, out=out)
+
+    def gelu(out: torch.Tensor, x: torch.Tensor) -> None:
+        kernel = kernels.gelu_and_mul if style.is_gated else kernels.gelu
+        kernel(out, x, is_approximate=style.activation == "gelu_tanh")
+
+    if style.activation in ("gelu", "gelu_tanh"):
+        return gelu
+    if style.activation == "silu" and style.is_gated:
+        return kernels.silu_and_mul
+    if style.activation == "relu" and not style.is_gated:
+        return relu
+    raise ModelError(f"activation {style.activation} is not supported {'with' if style.is_gated else 'without'} a gate")

@@ -1,0 +1,51 @@
+"""Norms: a weight and the kernel that applies it. Calls write to `out`, after adding `x` to `residual` where given."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Protocol
+
+import torch
+
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.weights import Weights
+
+
+class Norm(Protocol):
+    """See `kernels.reference.rms_norm` for what a call does with `residual`; out, x, residual [T, n]."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None: ...
+
+
+class RmsNorm:
+    """See `kernels.reference.rms_norm`."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, weight_offset: float, kernels: ModuleType) -> None:
+        self._weight, self._eps, self._weight_offset = weight, eps, weight_offset
+        self._kernel = kernels.rms_norm
+        self.weight_bytes = weight.nbytes
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        self._kernel(out, x, self._weight, eps=self._eps, residual=residual, weight_offset=self._weight_offset)
+
+
+class LayerNorm:
+    """See `kernels.reference.layer_norm`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernels: ModuleType) -> None:
+        self._weight, self._bias, self._eps, self._kernel = weight, bias, eps, kernels.layer_norm
+        self.weight_bytes = weight.nbytes + bias.nbytes
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        self._kernel(out, x, self._weight, self._bias, eps=self._eps, residual=residual)
+
+
+def take_norm(config: ModelConfig, weights: Weights, name: str, size: int, kernels: ModuleType) -> Norm:
+    """The norm over `size` elements whose weights the checkpoint has under `name`."""
+    style, weight = config.style, weights.take(f"{name}.weight", size)
+    if style.norm == "layer":
+        return LayerNorm(weight, weights.take(f"{name}.bias", size), style.norm_eps, kernels)
+    return RmsNorm(weight, style.norm_eps, style.norm_weight_offset, kernels)

@@ -1,0 +1,53 @@
+"""What sets one decoder apart from another of the same sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from worker_svc.models.names import LLAMA, Names
+from worker_svc.models.rope import Rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStyle:
+    """A mixture of experts in place of the MLP (Shazeer et al. 2017, arXiv:1701.06538)."""
+
+    num_experts: int
+    num_chosen: int  # of them by each token
+    intermediate_size: int
+    is_normalized: bool  # whether the weights of the chosen ones sum to 1
+    is_sparse: tuple[bool, ...]  # per layer; the others have an MLP
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderStyle:
+    """The defaults are Llama's. A tuple by layer is empty where all layers are alike."""
+
+    names: Names = LLAMA
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_weight_offset: float = 0.0  # added to the weights of norms
+    has_head_norms: bool = False  # whether each head's query and key are normed before they are turned
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    is_gated: bool = True  # whether the MLP multiplies an activated half with the other
+    experts: ExpertStyle | None = None
+    positions: Literal["rotary", "learned", "alibi"] = "rotary"
+    learned_offset: int = 0  # row of the first position in a table of learned ones
+    ropes: tuple[Rope, ...] = ()
+    rope_of_layer: tuple[int, ...] = ()  # by layer, which of `ropes`
+    windows: tuple[int, ...] = ()  # by layer, the last tokens that attention sees; 0: all
+    attention_scale: float | None = None  # None: 1 / sqrt(head size)
+    is_scaled_by_layer: bool = False  # whether layer i divides its scale by i + 1
+    attention_soft_cap: float = 0.0  # 0: none
+    logit_soft_cap: float = 0.0
+    embedding_scale: float = 1.0
+
+    def window(self, layer: int) -> int:
+        """Tokens that this layer sees at most; 0: all."""
+        return self.windows[layer] if self.windows else 0
