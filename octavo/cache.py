@@ -28,17 +28,15 @@ def models_dir(download_dir: str | Path | None = None) -> Path:
 
 
 def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = None) -> Path:
-    """The folder of a model.
+    """The folder of a model, or its GGUF file.
 
-    A path to a folder is taken as it is. A name is looked up in `download_dir` (where given), then in the cache.
-    Raises `ModelNotFound`.
+    A path to a folder or to a GGUF file is taken as it is. A name is looked up in `download_dir` (where given), then in
+    the cache. Raises `ModelNotFound`.
     """
     folder = Path(name_or_dir).expanduser()
     name = str(name_or_dir)
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
-    if folder.suffix == ".gguf" and folder.is_file():
-        raise ModelNotFound(f"{name} is a GGUF file: convert it once with `octavo model fetch {name}`")
     # What looks like a path was meant as one; looking a path up as a name would only give a puzzling message.
     if folder.is_absolute() or name.startswith(("./", "../", "~")):
         raise ModelNotFound(f"there is no model folder {folder}")

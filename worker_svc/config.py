@@ -21,9 +21,13 @@ class WorkerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50061, "port to listen on; 0 takes a free one")
     log_level: str = option("info", "least important log lines to show", choices=LEVELS)
-    model: str = option("smollm2-135m-instruct", "model folder, or a name that `octavo model list` shows")
+    model: str = option("smollm2-135m-instruct", "model folder, GGUF file, or a name that `octavo model list` shows")
     download_dir: str = option("", "folder of models to look a name up in before the cache", metavar="DIR")
-    load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "dummy"))
+    load_format: str = option(
+        "auto",
+        "where weights come from; bin: pickled files, of which tensors alone are read; dummy: random ones",
+        choices=("auto", "safetensors", "gguf", "bin", "dummy"),
+    )
     seed: int = option(0, "of the random weights that --load-format dummy makes")
     dtype: str = option("auto", "of weights and cache; auto takes the checkpoint's own", metavar="DTYPE")
     device: str = option("cpu", "where the model runs", metavar="DEVICE")

@@ -23,9 +23,11 @@ from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
+from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
 from worker_svc.models import ModelConfig, ModelError
+from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.tokenizer_files import TokenizerFiles
 from worker_svc.worker import Worker, is_out_of_memory
@@ -99,12 +101,14 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    folder = resolve_model(config.model, config.download_dir or None)
-    asked = config.max_model_len
-    model_config = ModelConfig.from_folder(folder, config.dtype, asked if isinstance(asked, int) else None)
-    model = load_model(folder, model_config, config.device, config.load_format, seed=config.seed)
-    runner = ModelRunner(model, model_config, config.block_size, config.device)
-    return runner, TokenizerFiles.from_folder(folder)
+    asked, started_s = config.max_model_len, time.monotonic()
+    with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:
+        model_config = ModelConfig.from_folder(folder, config.dtype, asked if isinstance(asked, int) else None)
+        model = load_model(folder, model_config, config.device, config.load_format, seed=config.seed)
+        files = TokenizerFiles.from_folder(folder)
+    seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
+    log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
+    return ModelRunner(model, model_config, config.block_size, config.device), files
 
 
 async def _serve(

@@ -1,6 +1,6 @@
-"""Converts a GGUF file of the Llama architecture into a Hugging Face folder: config, safetensors, tokenizer, template.
+"""Reads a GGUF file of the Llama architecture as a Hugging Face folder: config, weights, tokenizer, template.
 
-Weights are dequantised exactly as the `gguf` package does and stored as float32. llama.cpp stores the rows of the
+Weights are dequantised exactly as the `gguf` package does, to float32. llama.cpp stores the rows of the
 query and key projections interleaved for its own rotary layout; that is undone here, so that the folder is what
 `transformers` and Octavo's worker expect. Whatever a file holds beyond a plain Llama (experts, biases, scaled rotary
 frequencies) is refused by name: a model that loads and answers nonsense is worse than an error.
@@ -43,6 +43,14 @@ _LAYER_NAMES = {
 
 def write_model_folder(gguf_path: Path, folder: Path) -> None:
     """Convert `gguf_path` into the existing empty `folder`. Raises `GGUFError`."""
+    write_safetensors(folder / "model.safetensors", write_description(gguf_path, folder))
+
+
+def write_description(gguf_path: Path, folder: Path) -> Iterator[PendingTensor]:
+    """Write all but the weights into the existing empty `folder`; the weights, by the names of Hugging Face.
+
+    Raises `GGUFError`, for weights when they are iterated.
+    """
     reader, metadata = _read(gguf_path)
     config = _config(metadata, {tensor.name: tensor for tensor in reader.tensors})
     tokenizer = tokenizer_files(metadata, config["max_position_embeddings"])
@@ -50,7 +58,13 @@ def write_model_folder(gguf_path: Path, folder: Path) -> None:
     _write_json(folder / "generation_config.json", _generation_config(config))
     for name, text in tokenizer.items():
         (folder / name).write_text(text, encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", _weights(reader, config))
+    return _weights(reader, config)
+
+
+def read_tensors(gguf_path: Path) -> Iterator[PendingTensor]:
+    """The weights, by the names of Hugging Face. Raises `GGUFError`."""
+    reader, metadata = _read(gguf_path)
+    yield from _weights(reader, _config(metadata, {tensor.name: tensor for tensor in reader.tensors}))
 
 
 def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:

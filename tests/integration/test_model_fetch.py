@@ -205,6 +205,42 @@ def test_a_converted_folder_is_the_model_it_was_made_from(
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
 
 
+def test_a_worker_loads_the_file_itself(tmp_path: Path, llama: Any, byte_tokenizer: Tokenizer) -> None:
+    """As the converted folder: the same logits, tokenizer files and name; nothing is left on disk."""
+    import torch
+
+    from tests.worker.model_cases import Stepper
+    from worker_svc.models import ModelConfig, ModelError
+    from worker_svc.models.gguf_folder import model_folder
+    from worker_svc.models.loader import load_model
+    from worker_svc.tokenizer_files import TokenizerFiles
+
+    path = write_gguf(tmp_path / "Tiny.F32.gguf", gguf_tensors(llama), byte_tokenizer)
+    sequence = list(range(1, 90))
+
+    def loaded(path: Path) -> tuple[torch.Tensor, TokenizerFiles, ModelConfig]:
+        with model_folder(path) as folder:
+            config = ModelConfig.from_folder(folder)
+            model = load_model(folder, config, "cpu")
+            files = TokenizerFiles.from_folder(folder)
+        assert folder == path or not folder.exists()
+        return Stepper(model, [sequence]).step({0: (0, len(sequence))})[0], files, config
+
+    direct, converted = loaded(path), loaded(convert(path, report=quiet))
+    assert torch.equal(direct[0], converted[0])
+    assert direct[1].sha256 == converted[1].sha256
+    assert direct[2].model_name == converted[2].model_name == "tiny.f32"
+    torch.testing.assert_close(direct[0], llama(torch.tensor([sequence])).logits[0].detach(), rtol=1e-4, atol=1e-4)
+
+    changed = gguf_tensors(llama) | {"output_norm.weight": np.ones(7, np.float32)}
+    write_gguf(path, changed, byte_tokenizer)
+    with pytest.raises(ModelError, match=r"Tiny\.F32\.gguf: tensor 'output_norm.weight' has shape \(7,\)"):
+        loaded(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ModelError, match=r"Tiny\.F32\.gguf: this is not a readable GGUF file"):
+        loaded(path)
+
+
 def test_quantised_weights_are_expanded_as_the_gguf_package_does(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     from safetensors.numpy import load_file
 
@@ -473,8 +509,9 @@ def test_names_and_folders_resolve(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="there is no model folder /nowhere/at/all"):
         resolve_model("/nowhere/at/all")
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(ModelNotFound, match=r"convert it once with `octavo model fetch .*x\.gguf`"):
-        resolve_model(tmp_path / "x.gguf")
+    assert resolve_model(tmp_path / "x.gguf") == tmp_path / "x.gguf"
+    with pytest.raises(ModelNotFound, match=r"no model folder .*y\.gguf"):
+        resolve_model(tmp_path / "y.gguf")
     here = tmp_path / "elsewhere" / "mine"
     here.mkdir(parents=True)
     (here / "config.json").write_text("{}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.loader import Model, load_model
 
 TOKENS = [1, 500, 20, 1030, 7]
@@ -37,9 +40,9 @@ def logits(model: Model) -> torch.Tensor:
     return Stepper(model, [TOKENS]).step({0: (0, len(TOKENS))})[0]
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder: Path, load_format: str = "auto") -> str:
     with pytest.raises(ModelError) as raised:
-        load(folder)
+        load(folder, load_format)
     message = str(raised.value)
     assert "\n" not in message
     return message
@@ -125,6 +128,98 @@ def test_a_missing_shard_and_a_broken_index_are_named(folder: Path) -> None:
     assert "has no readable weight_map" in refusal(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_tensor_is_named(folder: Path, dtype: torch.dtype) -> None:
+    rewrite(folder, {"model.norm.weight": torch.ones(60).to(dtype)})
+    name = str(dtype).removeprefix("torch.")
+    assert f"tensor model.norm.weight is {name}; quantised checkpoints are not supported" in refusal(folder)
+
+
+def test_a_quantisation_method_is_named(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assert "weights quantised by 'gptq' are not supported" in refusal(folder)
+
+
+def test_the_checkpoint_of_another_model_names_the_first_tensor_that_differs(folder: Path, tmp_path: Path) -> None:
+    other = make_tiny_llama(tmp_path / "other", hidden_size=48)
+    shutil.copy(other / "model.safetensors", folder)
+    assert "tensor model.embed_tokens.weight is [1031, 48], config.json says [1031, 60]" in refusal(folder)
+
+
+def pickled(folder: Path, num_files: int = 1, legacy: bool = False) -> Path:
+    """The same weights as `.bin`, in place of the safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if num_files == 1:
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+        return folder / "pytorch_model.bin"
+    weight_map: dict[str, str] = {}
+    for number in range(num_files):
+        part = dict(sorted(tensors.items())[number::num_files])
+        path = folder / f"pytorch_model-{number}.bin"
+        torch.save(part, path)
+        weight_map |= dict.fromkeys(part, path.name)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize(("num_files", "legacy"), [(1, False), (1, True), (3, False)])
+def test_pickles_are_the_same_model_and_read_only_when_asked_for(
+    original: Path, folder: Path, num_files: int, legacy: bool
+) -> None:
+    pickled(folder, num_files, legacy)
+    assert "weights as pickles alone: --load-format bin reads them" in refusal(folder)
+    assert torch.equal(logits(load(folder, "bin")), logits(load(original)))
+
+
+class Payload:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._path), "w")
+
+
+def test_a_pickle_that_carries_code_runs_none_of_it(folder: Path, tmp_path: Path) -> None:
+    path = pickled(folder)
+    torch.save({"model.norm.weight": Payload(tmp_path / "ran")}, path)
+    assert f"cannot read {path}: it is damaged, or holds more than tensors" in refusal(folder, "bin")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("length", [0, 7, 5000])
+def test_a_truncated_pickle_is_named(folder: Path, length: int) -> None:
+    path = pickled(folder)
+    path.write_bytes(path.read_bytes()[:length])
+    assert f"cannot read {path}" in refusal(folder, "bin")
+
+
+def test_a_pickle_of_something_else_is_named(folder: Path) -> None:
+    path = pickled(folder)
+    torch.save([torch.ones(1)], path)
+    assert f"{path} holds a list, not tensors by name" in refusal(folder, "bin")
+    torch.save({"model.norm.weight": 3}, path)
+    assert "model.norm.weight is a int, not a tensor" in refusal(folder, "bin")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_a_bar_and_a_file_nothing() -> None:
+    for stream in (Terminal(), io.StringIO()):
+        progress = LoadProgress("tiny", 3 << 30, stream)
+        progress.add(3 << 29)
+        progress.finish()
+        written = stream.getvalue()
+        assert written == "" or "loading tiny [###############...............]  50% of 3.00 GiB" in written
+        assert bool(written) == stream.isatty()
+
+
 def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_svc.models.loader.available_bytes", lambda: 500_000)
     assert "too little memory for tiny: its weights take 0.000" in refusal(folder)
@@ -136,5 +231,5 @@ def test_the_estimate_of_memory_is_near_what_is_held(folder: Path) -> None:
 
 
 def test_an_unknown_load_format(folder: Path) -> None:
-    with pytest.raises(ModelError, match="load format 'pickle' is not one of auto, safetensors, dummy"):
+    with pytest.raises(ModelError, match="load format 'pickle' is not one of auto, safetensors, gguf, bin, dummy"):
         load(folder, "pickle")

@@ -20,6 +20,9 @@ __all__ = ["DTYPES", "ModelConfig", "ModelError"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
+_HASHED_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -68,6 +71,9 @@ class ModelConfig:
             raise ModelError(f"model folder {folder} does not exist")
         raw = RawConfig.read(folder / "config.json")
         generation = RawConfig.read(folder / "generation_config.json", required=False)
+        if quantization := raw.part("quantization_config"):
+            method = quantization.get("quant_method", "quantization_config")
+            raise raw.error(f"weights quantised by {method!r} are not supported")
         architecture = _architecture(raw)
         sizes, style = FAMILIES[architecture](raw)
         return cls(
@@ -130,11 +136,15 @@ def _eos_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:
 
 
 def _model_hash(folder: Path) -> str:
-    """sha256 over config.json and each weight file's name, size and header (names, shapes and offsets of tensors)."""
+    """sha256 over config.json and each weight file's name, size and beginning.
+
+    Of safetensors that is the header (names, shapes and offsets of tensors), of others the first 16 MiB.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    for path in sorted(path for suffix in _WEIGHT_SUFFIXES for path in folder.glob(f"*{suffix}")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header_bytes, path.stat().st_size)))
+            num_bytes = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else _HASHED_BYTES
+            digest.update(file.read(min(num_bytes, size)))
     return digest.hexdigest()

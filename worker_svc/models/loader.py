@@ -9,11 +9,11 @@ import torch
 
 from worker_svc.attention import AttentionMetadata
 from worker_svc.memory import GIB, available_bytes
+from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.weights import DummyWeights, SafetensorsWeights, Weights
-
-LOAD_FORMATS = ("auto", "safetensors", "dummy")  # auto is safetensors
+from worker_svc.models.load_progress import LoadProgress
+from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 
 class Model(Protocol):
@@ -62,7 +62,7 @@ def load_model(
     if load_format == "dummy":
         weights = DummyWeights(config.dtype, device, seed)
     else:
-        weights = SafetensorsWeights(Path(folder), config.dtype, device)
+        weights = _checkpoint(Path(folder), config, device, load_format)
     try:
         with torch.inference_mode():
             model = Decoder(config, weights, device)
@@ -70,3 +70,11 @@ def load_model(
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
     return model
+
+
+def _checkpoint(folder: Path, config: ModelConfig, device: torch.device, load_format: str) -> CheckpointWeights:
+    if load_format == "auto":
+        load_format = detect_format(folder)
+    paths = checkpoint_paths(folder, load_format)
+    progress = LoadProgress(config.model_name, sum(path.stat().st_size for path in paths))
+    return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress)

@@ -1,0 +1,124 @@
+"""The files of a checkpoint, opened: every tensor by the name that the model knows it by, read when it is asked for.
+
+safetensors and pickled files are memory-mapped; a GGUF file is too, and its tensors are expanded to float32. All raise
+`ModelError` with one line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker_svc.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from octavo.models.safetensors_stream import PendingTensor
+
+Tensors = dict[str, Callable[[], torch.Tensor]]
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "bin", "dummy")
+
+
+def detect_format(folder: Path) -> str:
+    """What `auto` means for a folder: safetensors, or gguf where there is such a file alone.
+
+    Never bin: a pickle may carry code, and though none of it is run, it is not read unless asked for.
+    """
+    if any(folder.glob("model*.safetensors*")):
+        return "safetensors"
+    if any(folder.glob("*.gguf")):
+        return "gguf"
+    if any(folder.glob("pytorch_model*.bin*")):
+        raise ModelError(
+            f"{folder} has its weights as pickles alone: --load-format bin reads them, and runs nothing that they carry"
+        )
+    return "safetensors"
+
+
+def checkpoint_paths(folder: Path, load_format: str) -> list[Path]:
+    """The files that hold the weights, from the index where there are shards."""
+    if load_format == "gguf":
+        paths = sorted(folder.glob("*.gguf"))
+        if len(paths) != 1:
+            raise ModelError(f"{folder} holds {len(paths)} GGUF files, not one")
+        return paths
+    single = folder / ("model.safetensors" if load_format == "safetensors" else "pytorch_model.bin")
+    index = single.with_name(f"{single.name}.index.json")
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}")
+    paths = [folder / name for name in sorted(set(_weight_map(index).values()))]
+    for path in paths:
+        if not path.exists():
+            raise ModelError(f"{index} names {path.name}, which does not exist")
+    return paths
+
+
+def open_checkpoint(paths: list[Path], load_format: str) -> Tensors:
+    """Every tensor of these files."""
+    read = {"safetensors": _safetensors, "bin": _pickled, "gguf": _gguf}[load_format]
+    tensors: Tensors = {}
+    for path in paths:
+        for name, load in read(path):
+            if name in tensors:
+                raise ModelError(f"{path.parent}: tensor {name} is in more than one file")
+            tensors[name] = load
+    return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"{index} has no readable weight_map") from None
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping and cannot be iterated
+        yield name, partial(file.get_tensor, name)
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    try:
+        # Files of before torch 1.6 are no archives and cannot be mapped.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError:
+        raise ModelError(f"cannot read {path}: it is damaged, or holds more than tensors") from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read {path}: {' '.join(str(error).split())[:200] or 'it is damaged'}") from None
+    if not isinstance(state, dict):
+        raise ModelError(f"{path} holds a {type(state).__name__}, not tensors by name")
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
+        yield name, tensor.detach  # a view, as plain as any other tensor
+
+
+def _gguf(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    from octavo.models.errors import GGUFError
+    from octavo.models.gguf_convert import read_tensors
+
+    try:
+        pending = list(read_tensors(path))
+    except GGUFError as error:
+        raise ModelError(f"{path}: {error}") from None
+    for tensor in pending:
+        yield tensor.name, partial(_expanded, tensor)
+
+
+def _expanded(tensor: PendingTensor) -> torch.Tensor:
+    values = tensor.load()
+    return torch.from_numpy(values if values.flags.writeable else values.copy())  # plain float32 lies in the file's map
