@@ -57,7 +57,8 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     scheduler = dataclasses.replace(
         scheduler, port=port, worker=tuple(f"{LOOPBACK}:{worker_port}" for worker_port in ports)
     )
-    children = [_child("scheduler", "scheduler", scheduler, environment_without_options(), essential=True)]
+    drained = _child("scheduler", "scheduler", scheduler, environment_without_options(), essential=True)
+    children = [dataclasses.replace(drained, drain_s=scheduler.drain_timeout)]
     for index, worker_port in enumerate(ports):
         name = "worker" if serve.workers == 1 else f"worker {index}"
         config = dataclasses.replace(worker, host=LOOPBACK, port=worker_port)

@@ -22,10 +22,7 @@ from octavo.end_with_parent import ends_with_parent
 log = structlog.get_logger()
 
 INTERRUPTED = 130
-_GRACE_S = {
-    True: 2.5,
-    False: 1.0,
-}  # essential children (they have requests to finish), then the rest; below 5 s together
+_GRACE_S = {True: 2.5, False: 1.0}  # essential children, then the rest; below 5 s together
 _MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
 _GOOD_LIFE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
@@ -33,12 +30,16 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 
 @dataclass(frozen=True)
 class Child:
-    """What to start. An `essential` child's end is the end of all; any other is started again."""
+    """What to start. An `essential` child's end is the end of all; any other is started again.
+
+    `drain_s`: how long it may take to end after SIGTERM, beyond what any child gets; SIGINT is to end it at once.
+    """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     essential: bool
+    drain_s: float = 0.0
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Supervisor:
         finally:
             self._stopping = True
             readiness.cancel()
-            await self._stop_all()
+            await self._stop_all(is_urgent=self._exit_code.done() and self._exit_code.result() == INTERRUPTED)
             for task in keepers:
                 task.cancel()
             await asyncio.gather(*keepers, readiness, return_exceptions=True)
@@ -132,14 +133,15 @@ class Supervisor:
         if all(other.given_up for other in self._lives if not other.child.essential):
             self._end_with(1)
 
-    async def _stop_all(self) -> None:
-        """SIGTERM to the essential children, then to the rest, each with its grace; SIGKILL to what is left."""
+    async def _stop_all(self, is_urgent: bool) -> None:
+        """The essential children, then the rest, each with its grace; SIGKILL to what is left."""
         for essential in (True, False):
             group = [life for life in self._lives if life.child.essential is essential and _is_alive(life)]
             for life in group:
-                _send(life, signal.SIGTERM)
+                _send(life, signal.SIGINT if is_urgent else signal.SIGTERM)
+            drain_s = 0.0 if is_urgent else max((life.child.drain_s for life in group), default=0.0)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S[essential]):
+                async with asyncio.timeout(_GRACE_S[essential] + drain_s):
                     for life in group:
                         await life.ended.wait()
             for life in group:

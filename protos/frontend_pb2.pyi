@@ -41,16 +41,18 @@ class FrontendMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[FrontendEvent, _Mapping]]] = ...) -> None: ...
 
 class FrontendEvent(_message.Message):
-    __slots__ = ("listening", "group", "sequence_end", "closed")
+    __slots__ = ("listening", "group", "sequence_end", "closed", "refused")
     LISTENING_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_END_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     listening: Listening
     group: PreparedGroup
     sequence_end: SequenceEnd
     closed: GroupClosed
-    def __init__(self, listening: _Optional[_Union[Listening, _Mapping]] = ..., group: _Optional[_Union[PreparedGroup, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., closed: _Optional[_Union[GroupClosed, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    def __init__(self, listening: _Optional[_Union[Listening, _Mapping]] = ..., group: _Optional[_Union[PreparedGroup, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., closed: _Optional[_Union[GroupClosed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Listening(_message.Message):
     __slots__ = ("pid",)
@@ -139,14 +141,16 @@ class CoreEvent(_message.Message):
     def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ...) -> None: ...
 
 class CoreState(_message.Message):
-    __slots__ = ("model", "is_ready", "is_draining")
+    __slots__ = ("model", "is_ready", "is_draining", "is_broken_off")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_BROKEN_OFF_FIELD_NUMBER: _ClassVar[int]
     model: ModelDescription
     is_ready: bool
     is_draining: bool
-    def __init__(self, model: _Optional[_Union[ModelDescription, _Mapping]] = ..., is_ready: bool = ..., is_draining: bool = ...) -> None: ...
+    is_broken_off: bool
+    def __init__(self, model: _Optional[_Union[ModelDescription, _Mapping]] = ..., is_ready: bool = ..., is_draining: bool = ..., is_broken_off: bool = ...) -> None: ...
 
 class ModelDescription(_message.Message):
     __slots__ = ("name", "model_hash", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_cached_tokens", "block_size", "max_logprobs", "eos_token_ids", "tokenizer_sha256", "tokenizer_folder")

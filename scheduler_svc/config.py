@@ -59,6 +59,14 @@ class SchedulerConfig:
     stream_interval_ms: float = option(
         0.0, "time between two messages of a stream while others stream, too; the tokens between are one message"
     )
+    drain_timeout: float = option(
+        20.0, "seconds that requests get to finish after SIGTERM or Control.Drain; then their clients resume elsewhere"
+    )
+    metrics_port: int | None = option(
+        None,
+        "port for Prometheus, 0 takes a free one; the default is 9464, or none where that is taken",
+        metavar="PORT",
+    )
     disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
 
     def __post_init__(self) -> None:
@@ -83,6 +91,8 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        if self.drain_timeout < 0:
+            raise ValueError(f"drain_timeout is {self.drain_timeout}, at least 0 is accepted")
         if self.stream_interval_ms < 0:
             raise ValueError(f"stream_interval_ms is {self.stream_interval_ms}, at least 0 is accepted")
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 import grpc
 
@@ -18,6 +18,7 @@ from scheduler_svc.errors import UnknownName
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.serving import Serving
 from scheduler_svc.status import refusals
+from scheduler_svc.step_watch import watch_steps
 from scheduler_svc.worker_client import WorkerClient
 from scheduler_svc.worker_handle import WorkerHandle
 
@@ -33,11 +34,15 @@ PHASES = {
 
 
 class ControlService(inference_pb2_grpc.ControlServicer):
-    """Reads a `Serving`. Everything is read on the step loop's thread, between steps, so that it is consistent."""
+    """Reads a `Serving`. Everything is read on the step loop's thread, between steps, so that it is consistent.
 
-    def __init__(self, serving: Serving, config: SchedulerConfig) -> None:
+    `drain`: begins to end the server.
+    """
+
+    def __init__(self, serving: Serving, config: SchedulerConfig, drain: Callable[[], None]) -> None:
         self._serving = serving
         self._config = config
+        self._drain = drain
         self._started_ns = time.monotonic_ns()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
@@ -79,8 +84,11 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
         return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
 
-    async def WatchSteps(self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext) -> None:
-        await _not_implemented(context, "WatchSteps")
+    async def WatchSteps(
+        self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepSummary]:
+        async for summary in watch_steps(self._serving.engine, request.worker):
+            yield summary
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
@@ -89,7 +97,13 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
-        return await _not_implemented(context, "Drain")
+        if request.worker:
+            async with refusals(context):
+                return pb.DrainResponse(
+                    num_requests_left=await asyncio.to_thread(self._serving.pool.drain, request.worker)
+                )
+        self._drain()
+        return pb.DrainResponse(num_requests_left=len(self._serving.engine.live.all()))
 
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
@@ -169,11 +183,6 @@ class ControlService(inference_pb2_grpc.ControlServicer):
             tenant=group.tenant,
             priority=group.priority,
         )
-
-
-async def _not_implemented(context: grpc.aio.ServicerContext, name: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not implemented by this server")
-    raise AssertionError("aborted calls do not come here")
 
 
 def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState:

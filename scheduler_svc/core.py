@@ -7,6 +7,7 @@ from typing import Protocol
 
 from protos import inference_pb2 as pb
 from scheduler_svc.engine import Engine
+from scheduler_svc.errors import RequestRefused
 from scheduler_svc.sequence import SequenceGroup
 
 
@@ -15,6 +16,9 @@ class Core(Protocol):
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
         """Raises QueueFull where `submit` would, `num_preparing` others having come before: nothing is prepared yet."""
+
+    def refused(self, refusal: RequestRefused) -> None:
+        """Takes note of a request that was refused before it was submitted."""
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         """Queues a group, `replaces`: in place of a live one of its tenant and id. Raises RequestRefused."""
@@ -40,6 +44,9 @@ class EngineCore:
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
         self._engine.live.check_room(request.tenant, request.request_id, num_preparing)
+
+    def refused(self, refusal: RequestRefused) -> None:
+        self._engine.metrics.rejected(refusal)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         if replaces:

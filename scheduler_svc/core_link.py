@@ -16,6 +16,7 @@ from scheduler_svc.frontend_messages import (
     decode_beams,
     decode_refusal,
     decode_tokens,
+    encode_refusal,
 )
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.model_description import decode_model
@@ -80,6 +81,9 @@ class CoreLink:
             response: frontend_pb2.CheckRoomResponse = await self._stub.CheckRoom(asked)
             if response.HasField("refused"):
                 raise decode_refusal(response.refused)
+
+    def refused(self, refusal: RequestRefused) -> None:
+        self._outbox.put(frontend_pb2.FrontendEvent(refused=encode_refusal(0, refusal)))
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         if self._is_closed:

@@ -23,20 +23,23 @@ from protos import worker_pb2
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.dispatcher import Dispatcher
-from scheduler_svc.errors import NotReady, RequestRefused
+from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
 from scheduler_svc.live_requests import LiveRequests
+from scheduler_svc.metrics import Metrics
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.step_encoder import decode, encode
 from scheduler_svc.step_plan import NewTokens
+from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.waiting_queue import WaitingQueue
-from scheduler_svc.worker_handle import StepInFlight, WorkerHandle, WorkerLink
+from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
 
 log = structlog.get_logger()
 
 CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an idle worker's state
+StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
 
 
@@ -71,6 +74,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, sink: OutputSink) -> None:
         self.settings = settings
         self.sink = sink
+        self.metrics = Metrics(counts_prefixes=settings.enable_prefix_caching)
         self.workers: list[WorkerHandle] = []
         served = ServedTokens(settings.tenant_weights)
         self._scheduler_settings = SchedulerSettings(
@@ -85,6 +89,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._has_stopped = False
+        self._step_observers: list[StepObserver] = []
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
         self.adapters = Adapters(self._inbox.put)
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
@@ -108,9 +113,11 @@ class Engine:
         self.adapters.use(group)
         try:
             self.live.add(group)
-        except RequestRefused:
+        except RequestRefused as refusal:
             self._inbox.put(partial(self.adapters.release, group))
+            self.metrics.rejected(refusal)
             raise
+        self.metrics.admitted(group)
         self._inbox.put(partial(self._on_submitted, group))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
@@ -136,6 +143,18 @@ class Engine:
         future: Future[Any] = Future()
         self._inbox.put(partial(_fulfil, future, function))
         return future
+
+    def observe_steps(self, observer: StepObserver) -> Callable[[], None]:
+        """Has every answered step shown to `observer`, on the step loop's thread; returns what ends that."""
+        self._step_observers.append(observer)
+        return partial(self._step_observers.remove, observer)
+
+    def drain_worker(self, address: str) -> int:
+        """Gives a worker no more steps, and gives it back once it has answered those it has. Its requests move.
+
+        Returns how many they are. Raises UnknownName.
+        """
+        return self.call(lambda: self._drain(address)).result()
 
     def flush_prefix_cache(self, address: str = "") -> int:
         """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks. How many could be found."""
@@ -206,6 +225,8 @@ class Engine:
         for worker in list(self.workers):
             with self._fencing(worker):
                 self._fill(worker)
+            if worker.is_leaving and not worker.in_flight:
+                self._on_lost(worker.link, "it is drained")
 
     @contextmanager
     def _fencing(self, worker: WorkerHandle) -> Iterator[None]:
@@ -218,7 +239,7 @@ class Engine:
 
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
-        statistics, scheduler = worker.statistics, worker.scheduler
+        scheduler = worker.scheduler
         while worker.can_take_step(self.settings.steps_in_flight) and (
             scheduler.groups.has_work or len(self._waiting) or scheduler.tells_releases
         ):
@@ -238,12 +259,10 @@ class Engine:
             data = worker_pb2.StepRequest(epoch=worker.epoch, step=step).SerializeToString()
             worker.failed_step = None
             sent_ns = time.monotonic_ns()
-            worker.sent(step.step_id, outputs.rows, sent_ns)
+            sent = worker.sent(step.step_id, outputs, sent_ns)
             worker.link.send(data)
-            statistics.schedule_ns += scheduled_ns - started_ns
-            statistics.encode_ns += sent_ns - scheduled_ns
-            statistics.bytes_sent += len(data)
-            statistics.num_preempted += outputs.num_preempted
+            sent.schedule_ns, sent.encode_ns = scheduled_ns - started_ns, sent_ns - scheduled_ns
+            sent.num_bytes = len(data)
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
         for group in worker.scheduler.outgrown:
@@ -276,9 +295,7 @@ class Engine:
                 return
             kind = response.WhichOneof("kind")
             if kind == "result":
-                worker.statistics.bytes_received += len(data)
-                worker.statistics.decode_ns += time.monotonic_ns() - received_ns
-                self._on_result(worker, response.result, received_ns)
+                self._on_result(worker, response.result, received_ns, len(data))
             elif kind == "notice":
                 self._on_notice(worker, response.notice)
 
@@ -293,7 +310,7 @@ class Engine:
         elif kind == "budget":
             worker.scheduler.max_num_batched_tokens = notice.budget.max_num_batched_tokens
 
-    def _on_result(self, worker: WorkerHandle, result: worker_pb2.StepResult, received_ns: int) -> None:
+    def _on_result(self, worker: WorkerHandle, result: worker_pb2.StepResult, received_ns: int, num_bytes: int) -> None:
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
             self._on_lost(worker.link, f"answered step {result.step_id}, which was not next")
             return
@@ -302,22 +319,33 @@ class Engine:
             self._on_failed_step(worker, sent, result)
             self.adapters.step_answered(worker, is_rolled_back=True)
             return
-        started_ns = time.monotonic_ns()
         answer = decode(result.outputs, sent.rows.num_answers)
         decoded_ns = time.monotonic_ns()
-        worker.statistics.decode_ns += decoded_ns - started_ns
+        self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
         if len(tokens.sequences):
             self.sink.put_tokens(tokens, result.outputs)
         for group, hypotheses in tokens.beams:
-            self._forget(group)
+            self.metrics.begun(group, decoded_ns)
+            self._forget(group, hypotheses[0].finish_reason)
             self.sink.put_beams(group, hypotheses)
         for group, message in tokens.errors:
             self._end(group, FinishReason.ERROR, message)
         for entry in tokens.finish_reasons.nonzero()[0]:
-            self._forget(tokens.sequences[entry].group)
+            self._forget(tokens.sequences[entry].group, FinishReason(tokens.finish_reasons[entry]))
         self.adapters.step_answered(worker, is_rolled_back=False)
-        self._count(worker, sent, result, received_ns, time.monotonic_ns() - decoded_ns)
+        answered = AnsweredStep.of(
+            sent,
+            result.timings,
+            num_bytes=num_bytes,
+            received_ns=received_ns,
+            decode_ns=decoded_ns - received_ns,
+            process_ns=time.monotonic_ns() - decoded_ns,
+        )
+        worker.statistics.add(answered)
+        self.metrics.answered(answered)
+        for observer in list(self._step_observers):
+            observer(worker, answered)
 
     def _on_failed_step(self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult) -> None:
         """Rolls the step back. Once every step in flight is: starts over, each group of the failed step by itself."""
@@ -336,24 +364,11 @@ class Engine:
         if worker.failed_step and not worker.in_flight:
             worker.scheduler.resume(worker.failed_step.rows)
 
-    def _count(
-        self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult, received_ns: int, process_ns: int
-    ) -> None:
-        statistics, timings = worker.statistics, result.timings
-        statistics.num_steps += 1
-        statistics.num_rows += len(sent.rows)
-        statistics.num_tokens += int(sent.rows.query_lens.sum())
-        statistics.num_drawn += len(sent.rows.sample_slots)
-        statistics.process_ns += process_ns
-        statistics.wire_ns += max(0, received_ns - sent.sent_ns - timings.total_ns)
-        for phase in statistics.worker_ns:
-            statistics.worker_ns[phase] += getattr(timings, f"{phase}_ns")
-
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _on_submitted(self, group: SequenceGroup) -> None:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
-            self.live.free(group)
+            self._forget(group, FinishReason.STOP)
         else:
             self._waiting.push(group)
             self._end_if_nobody_can(group)
@@ -377,6 +392,7 @@ class Engine:
         if worker is None:
             return
         self.workers.remove(worker)
+        self.metrics.num_worker_losses += not worker.is_draining
         self._last_lost_ns = None if self.workers else time.monotonic_ns()
         self.adapters.worker_left(worker)
         link.close()
@@ -405,7 +421,7 @@ class Engine:
     def _on_finished_above(self, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.FINISHED:
             self._release(sequence.group, only=sequence)
-            self._forget(sequence.group)
+            self._forget(sequence.group, FinishReason.STOP)
 
     def _release(self, group: SequenceGroup, only: Sequence | None = None) -> None:
         holder = next((worker.scheduler for worker in self.workers if worker.scheduler.holds(group)), None)
@@ -417,13 +433,26 @@ class Engine:
             self._waiting.remove(group)
 
     def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        self._forget(group)
+        self._forget(group, reason)
         self.sink.put_end(group, reason, message)
 
-    def _forget(self, group: SequenceGroup) -> None:
+    def _forget(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """A sequence of the group has ended; when it was the last, so has the request."""
         if group.is_finished:
             self.live.free(group)
             self.adapters.release(group)
+            self.metrics.ended(group, reason, time.monotonic_ns())
+
+    def _drain(self, address: str) -> int:
+        worker = next((worker for worker in self.workers if worker.link.address == address), None)
+        if worker is None:
+            known = ", ".join(worker.link.address for worker in self.workers) or "none"
+            raise UnknownName(f"no worker {address!r}; there are: {known}")
+        worker.is_draining = worker.is_leaving = True
+        self.adapters.worker_left(worker)
+        log.info("worker is drained", worker=address, requests=worker.num_running)
+        scheduler = worker.scheduler
+        return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
 
     def _flush(self, address: str) -> int:
         workers = [worker for worker in self.workers if address in ("", worker.link.address)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -27,14 +28,21 @@ class Front(Protocol):
     def outputs(self) -> Outputs:
         """Takes what the step loop hands out."""
 
-    async def open(self, serving: Serving) -> int:
-        """Lets clients in, and returns the port. Raises BindError."""
+    async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
+        """Lets clients in, and returns the port; `drain` is for a client who may end the server. Raises BindError."""
 
     async def show(self, is_ready: bool, model: ServedModel | None) -> None:
         """Tells whether requests can be served, and by which model; called when either changes."""
 
     async def drain(self) -> None:
         """No new requests, and not ready, from now on and for good."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer; of interest while it drains."""
+
+    def break_off(self) -> None:
+        """Sends everyone who still waits to another scheduler."""
 
     async def close(self) -> None:
         """Lets what is written be read, and ends."""
@@ -50,9 +58,9 @@ class InProcessFront:
         self._server: grpc.aio.Server
         self._health: Health
 
-    async def open(self, serving: Serving) -> int:
+    async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         self._inference = InferenceService(serving.frontend, EngineCore(serving.engine), self._mailboxes)
-        control = ControlService(serving, self._config)
+        control = ControlService(serving, self._config, drain)
         add_control = partial(inference_pb2_grpc.add_ControlServicer_to_server, control)
         self._server, self._health = public_server(self._config, self._inference, add_control)
         port = bind(self._server, self._config.host, self._config.port)
@@ -65,6 +73,13 @@ class InProcessFront:
     async def drain(self) -> None:
         self._inference.is_draining = True
         await self._health.set_ready(False)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._inference.is_idle
+
+    def break_off(self) -> None:
+        self._inference.break_off()
 
     async def close(self) -> None:
         await self._health.shut_down()

@@ -19,6 +19,7 @@ from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.core import EngineCore
 from scheduler_svc.errors import RequestRefused
 from scheduler_svc.frontend_messages import (
+    decode_refusal,
     encode_beams,
     encode_counters,
     encode_end,
@@ -107,6 +108,10 @@ class FrontendLink:
             self._finish_sequence(event.sequence_end)
         elif kind == "closed":
             self._abandon(event.closed.number)
+        elif kind == "refused":
+            refusal = decode_refusal(event.refused)
+            assert isinstance(refusal, RequestRefused)
+            self._core.refused(refusal)
         elif kind == "listening":
             log.info("frontend is listening", pid=event.listening.pid)
 

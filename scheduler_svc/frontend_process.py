@@ -71,6 +71,8 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
 
         async def on_state(state: frontend_pb2.CoreState) -> None:
             inference.is_draining = state.is_draining
+            if state.is_broken_off:
+                inference.break_off()
             await health.set_ready(state.is_ready and not state.is_draining)
 
         bind(server, config.host, config.port)

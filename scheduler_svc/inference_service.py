@@ -36,6 +36,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._core = core
         self._mailboxes = mailboxes
         self._num_preparing = 0
+        self._calls: set[asyncio.Task[None]] = set()
+        self._is_broken_off = False
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -46,30 +48,51 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 group = await self._prepare(request, arrival_ns)
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
+                call = asyncio.current_task()
+                assert call is not None
+                self._calls.add(call)
                 try:
                     await self._core.submit(group, replaces=request.attempt > 0 or bool(request.resume))
                     await _write_all(stream, box, context)
                 except RequestRefused:
                     raise  # it was never taken
                 except BaseException:
-                    log.info("client is gone")
                     self._core.abandon(group)
+                    if self._is_broken_off:
+                        raise NotReady("this server is shutting down; another goes on with resume") from None
+                    log.info("client is gone")
                     raise
                 else:
                     self._core.forget(group)
                 finally:
+                    self._calls.discard(call)
                     self._mailboxes.close(stream)
 
     async def _prepare(self, request: pb.GenerateRequest, arrival_ns: int) -> SequenceGroup:
         """Refuses what cannot be taken anyway before any work is put into it."""
-        if self.is_draining:
-            raise NotReady("this server is draining")
-        await self._core.check_room(request, self._num_preparing)
+        num_preparing = self._num_preparing
         self._num_preparing += 1
         try:
+            if self.is_draining:
+                raise NotReady("this server is draining")
+            await self._core.check_room(request, num_preparing)
             return await self._in_thread(self._frontend.prepare, request, arrival_ns)
+        except RequestRefused as refusal:
+            self._core.refused(refusal)
+            raise
         finally:
             self._num_preparing -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits for an answer."""
+        return not self._calls and not self._num_preparing
+
+    def break_off(self) -> None:
+        """Ends every stream with UNAVAILABLE, so that clients take what they have to another scheduler."""
+        self._is_broken_off = True
+        for call in self._calls:
+            call.cancel()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         async with refusals(context):

@@ -46,13 +46,14 @@ class Preemption:
                 return max(settled, key=groups.policy.key)
         return max(half_computed or groups.running, key=groups.policy.key)
 
-    def preempt(self, group: SequenceGroup) -> None:
-        """Takes a running group's slots and blocks."""
+    def preempt(self, group: SequenceGroup) -> bool:
+        """Takes a running group's slots and blocks; whether it was swapped out, and need not be computed again."""
+        group.num_preemptions += 1
         if self._should_swap(group):
             self._groups.swap_out_group(group)
-        else:
-            self._groups.recompute_later(group)
-        group.num_preemptions += 1
+            return True
+        self._groups.recompute_later(group)
+        return False
 
     def _should_swap(self, group: SequenceGroup) -> bool:
         """Out of host blocks means computing again, and so does a beam whose answer is yet to come and forks it."""

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -20,6 +21,7 @@ from scheduler_svc.control_service import ControlService
 from scheduler_svc.core_service import CoreService
 from scheduler_svc.frontend_links import FrontendLinks
 from scheduler_svc.frontend_processes import FrontendProcesses
+from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.model_description import encode_model
 from scheduler_svc.public_server import GRACE_S
 from scheduler_svc.request_guard import RequestGuard
@@ -40,15 +42,17 @@ class ProcessFront:
         self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(),))
         self._reserved: socket.socket  # keeps the port while no frontend listens
         self._folder: Path
+        self._live: LiveRequests
         self._processes: FrontendProcesses
 
-    async def open(self, serving: Serving) -> int:
+    async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         config = self._config
+        self._live = serving.engine.live
         self._reserved, port = reserve_port(config.host, config.port)
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         address = f"unix:{self._folder}/core"
         frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, self._links), self._server)
-        inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config), self._server)
+        inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config, drain), self._server)
         self._server.add_insecure_port(address)
         await self._server.start()
         options = to_arguments(dataclasses.replace(config, port=port))
@@ -68,6 +72,14 @@ class ProcessFront:
 
     async def drain(self) -> None:
         self._state.is_draining = True
+        self._links.set_state(self._state)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live.all()  # what has ended here has been handed to its frontend, and has its grace there
+
+    def break_off(self) -> None:
+        self._state.is_broken_off = not self.is_idle
         self._links.set_state(self._state)
 
     async def close(self) -> None:

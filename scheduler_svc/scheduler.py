@@ -418,11 +418,11 @@ class Scheduler:
             overruled = [other for other in self.running if self.settings.policy.overrules(group, other)]
             if not overruled:
                 return
-            self._preemption.preempt(max(overruled, key=self.settings.policy.key))
+            plan.num_swapped_out += self._preemption.preempt(max(overruled, key=self.settings.policy.key))
             plan.num_overruled += 1
 
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
-        self._preemption.preempt(group)
+        plan.num_swapped_out += self._preemption.preempt(group)
         plan.num_preempted += 1
         if group in self.suspects:
             self.suspects.remove(group)
@@ -452,6 +452,7 @@ class Scheduler:
             appended_blocks=appended_blocks,
             replaced=plan.replaced,
             num_preempted=plan.num_preempted + plan.num_overruled,
+            num_swapped_out_groups=plan.num_swapped_out,
         )
         groups.was_told(forks)
         return outputs

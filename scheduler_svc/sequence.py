@@ -44,8 +44,8 @@ class Sequence:
     """One line of tokens of a group.
 
     `index` is fixed for life and part of every draw. `num_pending_tokens` counts draws of steps in flight that will
-    still arrive after the slot was given up; the sequence does not get a slot before they have. `host_table` and
-    `num_swapped_tokens` say what of it lies in host blocks.
+    still arrive after the slot was given up; the sequence does not get a slot before they have. `last_token_ns` is the
+    column's value from one slot to the next. `host_table` and `num_swapped_tokens` say what of it lies in host blocks.
     """
 
     __slots__ = (
@@ -56,6 +56,7 @@ class Sequence:
         "host_table",
         "index",
         "last_generation",
+        "last_token_ns",
         "num_pending_tokens",
         "num_swapped_tokens",
         "slot",
@@ -69,6 +70,7 @@ class Sequence:
         self.slot = -1
         self.last_generation = -1  # of the slot's tenancy that this sequence gave up last
         self.num_pending_tokens = 0
+        self.last_token_ns = 0
         self.host_table = NO_BLOCKS
         self.num_swapped_tokens = 0
         self.block_hashes: list[bytes] = []  # chained, of its first full blocks, as far as somebody asked
@@ -114,6 +116,7 @@ class Sequence:
             max_num_tokens=group.max_num_tokens,
             eos_token_id=group.eos_token_id,
             has_stop_token_ids=bool(group.stop_token_ids),
+            last_token_ns=self.last_token_ns,
         )
         self._columns = columns
         self.status = SequenceStatus.RUNNING
@@ -138,6 +141,7 @@ class Sequence:
         self._own_token_ids = self.token_ids.copy()
         self.num_pending_tokens = 0 if status is SequenceStatus.FINISHED else int(columns.num_placeholders[slot])
         self.last_generation = int(columns.generation[slot])
+        self.last_token_ns = int(columns.last_token_ns[slot])
         if status is SequenceStatus.SWAPPED:
             self.num_swapped_tokens = int(columns.num_computed_tokens[slot])
         columns.release_slot(slot)
@@ -211,6 +215,7 @@ class SequenceGroup:
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
         self.first_scheduled_ns: int | None = None
+        self.first_token_ns: int | None = None
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was scheduled first
         self.num_passed_over = 0  # times that a later group was taken from the queue before this one
         self.num_preemptions = 0

@@ -38,6 +38,7 @@ class SequenceColumns:
         eos_token_id: ends the sequence when drawn; -1 for none.
         has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
         tenant: a number for the group's tenant.
+        last_token_ns: when its last token arrived; 0 before the first.
         owner: the Sequence in the slot, or None.
     """
 
@@ -61,6 +62,7 @@ class SequenceColumns:
         self.eos_token_id: Ints = np.full(max_num_seqs, -1, np.int64)
         self.has_stop_token_ids: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.tenant: Ints = np.zeros(max_num_seqs, np.int64)
+        self.last_token_ns: Ints = np.zeros(max_num_seqs, np.int64)
         self.occupied: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.owner: npt.NDArray[np.object_] = np.full(max_num_seqs, None, object)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -77,6 +79,7 @@ class SequenceColumns:
         max_num_tokens: int,
         eos_token_id: int | None,
         has_stop_token_ids: bool,
+        last_token_ns: int = 0,
     ) -> int:
         """Seats a sequence, none of whose tokens is computed yet; the caller asked `num_free_slots` before."""
         slot = self._free_slots.pop()
@@ -90,6 +93,7 @@ class SequenceColumns:
         self.generation[slot] += 1
         self.eos_token_id[slot] = -1 if eos_token_id is None else eos_token_id
         self.has_stop_token_ids[slot] = has_stop_token_ids
+        self.last_token_ns[slot] = last_token_ns
         self.occupied[slot] = True
         self.owner[slot] = owner
         return slot
@@ -109,6 +113,7 @@ class SequenceColumns:
             self.has_stop_token_ids,
             self.is_held,
             self.tenant,
+            self.last_token_ns,
         ):
             column[slot] = column[parent]
         self.num_blocks[slot] = self.num_published[slot] = 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import sys
+import time
 
 import structlog
 
@@ -13,12 +12,15 @@ from octavo import log as logging
 from octavo.rpc import BindError
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.front import Front, InProcessFront
+from scheduler_svc.metrics_exporter import MetricsServer
 from scheduler_svc.process_front import ProcessFront
 from scheduler_svc.serving import Serving
 from scheduler_svc.statistics import log_statistics
+from scheduler_svc.stopping import Stopping
 
 log = structlog.get_logger()
 
+METRICS_PORT = 9464
 READINESS_INTERVAL_S = 0.05
 SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a busy one waits this long, not 5 ms
 
@@ -42,20 +44,27 @@ async def serve(config: SchedulerConfig) -> None:
     """Runs the service in the current event loop until it is told to stop."""
     front: Front = ProcessFront(config) if config.frontends > 1 else InProcessFront(config)
     serving = Serving(config, front.outputs)
-    port = await front.open(serving)
+    stopping = Stopping()
+    port = await front.open(serving, stopping.drain)
+    metrics = _serve_metrics(serving, config)
     serving.start()
+    stopping.listen()
     log.info("scheduler is listening", host=config.host, port=port, workers=list(config.worker))
     watches = [asyncio.create_task(_follow_readiness(serving, front))]
     if not config.disable_log_stats:
         watches.append(asyncio.create_task(log_statistics(serving.engine)))
     try:
-        await _told_to_stop()
+        await stopping.told()
+        log.info("scheduler is draining", requests=len(serving.engine.live.all()))
+        await front.drain()
+        await _drained(front, stopping, config.drain_timeout)
     finally:
         log.info("scheduler is stopping")
         for watch in watches:
             watch.cancel()
-        await front.drain()
-        await asyncio.to_thread(serving.stop)
+        front.break_off()
+        ending = [serving.stop] if metrics is None else [serving.stop, metrics.stop]
+        await asyncio.gather(*map(asyncio.to_thread, ending))
         await front.close()
 
 
@@ -70,10 +79,22 @@ async def _follow_readiness(serving: Serving, front: Front) -> None:
         await asyncio.sleep(READINESS_INTERVAL_S)
 
 
-async def _told_to_stop() -> None:
-    told = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):  # where the platform has no signal handlers on loops
-            loop.add_signal_handler(number, told.set)
-    await told.wait()
+async def _drained(front: Front, stopping: Stopping, seconds: float) -> None:
+    """Returns when nobody waits for an answer any more, and after `seconds` anyway."""
+    deadline_s = time.monotonic() + seconds
+    while not (front.is_idle or stopping.is_urgent) and time.monotonic() < deadline_s:
+        await stopping.wait_no_longer(READINESS_INTERVAL_S)
+
+
+def _serve_metrics(serving: Serving, config: SchedulerConfig) -> MetricsServer | None:
+    """Raises BindError for a port that was asked for and cannot be had."""
+    port = METRICS_PORT if config.metrics_port is None else config.metrics_port
+    try:
+        server = MetricsServer(serving.engine, config.host, port)
+    except OSError as error:
+        if config.metrics_port is not None:
+            raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None
+        log.warning("metrics are not served; --metrics-port names another port", port=port, why=error.strerror)
+        return None
+    log.info("metrics are served", port=server.port)
+    return server

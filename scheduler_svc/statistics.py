@@ -8,6 +8,7 @@ import time
 import structlog
 
 from scheduler_svc.engine import Engine
+from scheduler_svc.load import Load
 
 log = structlog.get_logger()
 
@@ -16,25 +17,23 @@ INTERVAL_S = 5.0
 
 async def log_statistics(engine: Engine) -> None:
     """Logs one line an interval in which anything ran or waits, until cancelled."""
-    last_tokens, last_drawn, last_ns = 0, 0, time.monotonic_ns()
+    metrics = engine.metrics
+    last_prefilled, last_generated, last_ns = 0, 0, time.monotonic_ns()
     while True:
         await asyncio.sleep(INTERVAL_S)
-        workers, now_ns = list(engine.workers), time.monotonic_ns()
-        tokens = sum(worker.statistics.num_tokens for worker in workers)
-        drawn = sum(worker.statistics.num_drawn for worker in workers)
-        running = sum(worker.num_running for worker in workers)
-        if tokens != last_tokens or running or engine.live.num_waiting:
+        prefilled, generated = metrics.num_prefill_tokens, metrics.num_generation_tokens
+        load, now_ns = Load.of(engine), time.monotonic_ns()
+        if prefilled != last_prefilled or generated != last_generated or load.num_running or load.num_pending:
             seconds = (now_ns - last_ns) / 1e9
-            blocks = sum(worker.sizes.num_device_blocks for worker in workers)
-            free = sum(worker.scheduler.blocks.num_free_blocks for worker in workers)
             log.info(
                 "throughput",
-                computed_tokens_per_s=round(max(0, tokens - last_tokens) / seconds, 1),
-                generated_tokens_per_s=round(max(0, drawn - last_drawn) / seconds, 1),
-                running=running,
-                preempted=sum(len(worker.scheduler.preempted) for worker in workers),
-                waiting=engine.live.num_waiting,
-                workers=len(workers),
-                cache_usage_percent=round(100 * (blocks - free) / blocks, 1) if blocks else 0.0,
+                prompt_tokens_per_s=round((prefilled - last_prefilled) / seconds, 1),
+                generation_tokens_per_s=round((generated - last_generated) / seconds, 1),
+                running=load.num_running,
+                swapped=load.num_swapped,
+                pending=load.num_pending,
+                gpu_cache_usage_percent=round(100 * load.device_usage, 1),
+                cpu_cache_usage_percent=round(100 * load.host_usage, 1),
+                workers=load.num_workers,
             )
-        last_tokens, last_drawn, last_ns = tokens, drawn, now_ns
+        last_prefilled, last_generated, last_ns = prefilled, generated, now_ns

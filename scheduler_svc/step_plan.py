@@ -88,6 +88,7 @@ class SchedulerOutputs:
     appended_blocks: BlockIds
     replaced: list[Sequence]
     num_preempted: int
+    num_swapped_out_groups: int  # of those
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class StepPlan:
     introduced_tokens: int = 0
     num_preempted: int = 0  # for want of blocks
     num_overruled: int = 0  # preempted for a more urgent group
+    num_swapped_out: int = 0  # of all preempted
 
     def introduce(self, introduction: Introduction) -> None:
         self.introductions.append(introduction)

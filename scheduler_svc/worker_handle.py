@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from protos import worker_pb2
@@ -13,7 +13,8 @@ from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.preemption import Costs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence_columns import SequenceColumns
-from scheduler_svc.step_plan import ScheduledRows
+from scheduler_svc.step_plan import SchedulerOutputs
+from scheduler_svc.step_statistics import StepInFlight, StepStatistics
 
 SILENCE_LIMIT_NS = 2_000_000_000  # heartbeats come every 0.5 s
 STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compilation, a busy neighbour
@@ -35,36 +36,6 @@ class WorkerLink(Protocol):
         """Loads or unloads an adapter. `done` gets what went wrong, "" for nothing, on any thread."""
 
     def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    step_id: int
-    rows: ScheduledRows
-    sent_ns: int
-    deadline_ns: int
-
-
-@dataclass(slots=True)
-class StepStatistics:
-    """Sums over the answered steps of one worker, for figures and log lines; `worker_ns` by phase as it answered."""
-
-    num_steps: int = 0
-    num_rows: int = 0
-    num_tokens: int = 0  # computed
-    num_drawn: int = 0  # sampled, those nobody wanted any more included
-    num_preempted: int = 0
-    num_failed: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    schedule_ns: int = 0
-    encode_ns: int = 0
-    decode_ns: int = 0
-    process_ns: int = 0
-    wire_ns: int = 0  # from sending to the answer, less the worker's own total
-    worker_ns: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("queue", "cache_ops", "prepare", "forward", "sample", "total"), 0)
-    )
 
 
 class WorkerHandle:
@@ -93,7 +64,8 @@ class WorkerHandle:
         self.adapters: dict[str, int] = {}  # that it has loaded under this lease, with their generations
         self.in_flight: deque[StepInFlight] = deque()
         self.statistics = StepStatistics()
-        self.is_draining = False
+        self.is_draining = False  # it says that it ends, or has been told to
+        self.is_leaving = False  # given back as soon as it has answered
         self.failed_step: StepInFlight | None = None
         self.checked_ns = 0  # when the integrity of its state was looked at last
         self.last_step_id = 0  # ids rise by one, and answers come in order
@@ -138,11 +110,14 @@ class WorkerHandle:
         self.last_step_id += 1
         return self.last_step_id
 
-    def sent(self, step_id: int, rows: ScheduledRows, now_ns: int) -> None:
-        tokens_ns = int(rows.query_lens.sum()) / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9
+    def sent(self, step_id: int, outputs: SchedulerOutputs, now_ns: int) -> StepInFlight:
+        tokens_ns = int(outputs.rows.query_lens.sum()) / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9
         previous_ns = self.in_flight[-1].deadline_ns if self.in_flight else now_ns
         deadline_ns = previous_ns + STEP_BASE_NS + int(STEP_SLOWNESS * tokens_ns)
-        self.in_flight.append(StepInFlight(step_id, rows, now_ns, deadline_ns))
+        step = StepInFlight(step_id, outputs.rows, now_ns, deadline_ns)
+        step.take(outputs)
+        self.in_flight.append(step)
+        return step
 
     def problem(self, now_ns: int) -> str | None:
         """Why this worker must be given up now, if it must."""

@@ -53,6 +53,7 @@ class WorkerPool:
         self._bounds = bounds or worker_pb2.InitializeRequest()
         self._tokenizer_folder = tokenizer_folder
         self._served_model_name = served_model_name
+        self._drained: set[str] = set()  # instances that were given back for good
         self._accepting = threading.Lock()  # the first worker decides on the model, and two may be first
         self._closed = threading.Event()
 
@@ -61,6 +62,16 @@ class WorkerPool:
             self._add(address)
         if self._names:
             threading.Thread(target=self._follow_names, name="worker-names", daemon=True).start()
+
+    def drain(self, address: str) -> int:
+        """Gives a worker back once it has answered what it has; a new instance at the address may join again.
+
+        Returns how many requests have to move. Raises UnknownName.
+        """
+        instances = {worker.link.address: worker.info.instance_id for worker in list(self.engine.workers)}
+        num_requests = self.engine.drain_worker(address)
+        self._drained.add(instances[address])
+        return num_requests
 
     def close(self) -> None:
         self._closed.set()
@@ -85,6 +96,8 @@ class WorkerPool:
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, files: dict[str, bytes]
     ) -> None:
         """Raises WorkerRefused for a worker that does not fit the pool."""
+        if info.instance_id in self._drained:
+            raise WorkerRefused("it was drained; started again it may join")
         with self._accepting:
             if len(self.engine.workers) >= self._max_workers:
                 raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")

@@ -21,7 +21,11 @@ from octavo.supervisor import Child, Supervisor
 
 ROOT = Path(__file__).parents[1]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-STUBBORN = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN); time.sleep(600)",
+]
 
 
 def child(name: str, command: list[str], essential: bool = False) -> Child:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import grpc
 
 from octavo.serving_plan import free_port
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
 from tests.grpcurl import Answer, grpcurl
 
 # An import of any of these raises ImportError, as it does where they are not installed.
@@ -59,3 +61,18 @@ def scheduler(*flags: str) -> Iterator[Service]:
     finally:
         process.terminate()
         process.wait(timeout=10)
+
+
+@asynccontextmanager
+async def stub_of(service: Service) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def read_last(call: grpc.aio.UnaryStreamCall) -> pb.GenerateResponse:
+    """The last message of a stream of which some have been read."""
+    last = None
+    while (message := await call.read()) is not grpc.aio.EOF:
+        last = message
+    assert last is not None
+    return last

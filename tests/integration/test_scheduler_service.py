@@ -8,8 +8,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from urllib.parse import quote
 
 import grpc
@@ -20,7 +19,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker, spell
 from tests.grpcurl import grpcurl
-from tests.integration.scheduler_process import WITHOUT_TORCH, Service, scheduler
+from tests.integration.scheduler_process import WITHOUT_TORCH, Service, read_last, scheduler, stub_of
 
 GENERATE = "octavo.v1.Inference/Generate"
 
@@ -34,21 +33,6 @@ def service(request) -> Iterator[Service]:
         with scheduler(f"--worker={worker.address}", request.param) as it:
             it.wait_until_ready()
             yield it
-
-
-@asynccontextmanager
-async def stub_of(service: Service) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
-
-
-async def read_last(call: grpc.aio.UnaryStreamCall) -> pb.GenerateResponse:
-    """The last message of a stream of which some have been read."""
-    last = None
-    while (message := await call.read()) is not grpc.aio.EOF:
-        last = message
-    assert last is not None
-    return last
 
 
 async def test_reflection_lists_the_services_and_describes_generate(service):
@@ -198,13 +182,6 @@ async def test_a_request_that_is_sent_again_goes_on_where_its_client_stopped(ser
     assert [token_id for output in rest for token_id in output.get("token_ids", ())] == token_ids[3:]
     assert "".join(output.get("text", "") for output in rest) == "".join(output.get("text", "") for output in whole)[2:]
     assert answer.messages[-1]["usage"]["completion_tokens"] == len(token_ids)
-
-
-async def test_parts_that_come_later_answer_unimplemented(service):
-    for method in ("Drain", "WatchSteps"):
-        answer = await service.call(f"octavo.v1.Control/{method}", {})
-        assert answer.code == 64 + UNIMPLEMENTED
-        assert f"{method} is not implemented by this server" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -416,16 +393,3 @@ async def test_without_a_worker_it_is_alive_but_not_ready(frontends):
         assert ready.messages == [{"status": "NOT_SERVING"}]
         refused = await it.call(GENERATE, {"prompt": "x"})
         assert refused.code == 64 + 14 and "no worker has joined" in refused.stderr
-
-
-@pytest.mark.parametrize("frontends", FRONTENDS)
-async def test_sigterm_ends_running_streams_and_the_process(frontends):
-    with FakeWorker(SLOW, delay_s=0.02) as worker, scheduler(f"--worker={worker.address}", frontends) as it:
-        it.wait_until_ready()
-        async with stub_of(it) as stub:
-            call = stub.Generate(pb.GenerateRequest(prompt="say|"))
-            await call.read(), await call.read()
-            it.process.terminate()
-            last = await read_last(call)
-            assert last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
-        assert await asyncio.to_thread(it.process.wait, 5) == 0

@@ -1,0 +1,35 @@
+"""Counts of values in fixed buckets: a value costs a search among a few bounds, a column of them one of numpy's."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Histogram:
+    """How many values fell up to each bound, and their sum. One thread writes; others may read at any time.
+
+    Attributes:
+        bounds: the upper ends of the buckets, ascending; one more bucket takes what is above the last.
+        counts: [bounds + 1], values in each bucket alone.
+        total: the sum of all values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts: npt.NDArray[np.int64] = np.zeros(len(self.bounds) + 1, np.int64)
+        self.total = 0.0
+        self._edges = np.array(self.bounds)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """`values`: [any number]."""
+        buckets = np.searchsorted(self._edges, values)
+        self.counts += np.bincount(buckets, minlength=len(self.counts))
+        self.total += float(values.sum())

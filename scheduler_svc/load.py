@@ -1,0 +1,44 @@
+"""How busy a scheduler is at this moment: read by its log line, its metrics and `Control.GetLoad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler_svc.block_allocator import BlockAllocator
+from scheduler_svc.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests by state, and the share of cache blocks in use, from 0 to 1.
+
+    Attributes:
+        num_pending: requests that have no slot and no host blocks: they wait, or are to be computed again.
+    """
+
+    num_running: int
+    num_swapped: int
+    num_pending: int
+    num_workers: int
+    device_usage: float
+    host_usage: float
+
+    @classmethod
+    def of(cls, engine: Engine) -> Load:
+        """From any thread; states that change meanwhile may be counted twice or not at all."""
+        schedulers = [worker.scheduler for worker in list(engine.workers)]
+        return cls(
+            num_running=sum(len(scheduler.running) for scheduler in schedulers),
+            num_swapped=sum(len(scheduler.swapped) for scheduler in schedulers),
+            num_pending=engine.live.num_waiting + sum(len(scheduler.preempted) for scheduler in schedulers),
+            num_workers=len(schedulers),
+            device_usage=_usage(scheduler.blocks.allocator for scheduler in schedulers),
+            host_usage=_usage(scheduler.blocks.host_allocator for scheduler in schedulers),
+        )
+
+
+def _usage(pools: Iterable[BlockAllocator]) -> float:
+    counts = [(pool.num_blocks, pool.num_free) for pool in pools]
+    num_blocks = sum(num_blocks for num_blocks, _ in counts)
+    return 1.0 - sum(num_free for _, num_free in counts) / num_blocks if num_blocks else 0.0

@@ -1,0 +1,46 @@
+"""When and how a scheduler has been told to stop: by a signal, or by `Control.Drain`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+
+
+class Stopping:
+    """SIGTERM and `drain` let requests finish; SIGINT, or SIGTERM once more, does not wait for them."""
+
+    def __init__(self) -> None:
+        self._told = asyncio.Event()
+        self._now = asyncio.Event()
+
+    def listen(self) -> None:
+        """Takes the signals of this process from now on."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(NotImplementedError):  # where the platform has no signal handlers on loops
+            loop.add_signal_handler(signal.SIGINT, self.stop)
+            loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+
+    def drain(self) -> None:
+        self._told.set()
+
+    def stop(self) -> None:
+        self._told.set()
+        self._now.set()
+
+    async def told(self) -> None:
+        await self._told.wait()
+
+    async def wait_no_longer(self, seconds: float) -> None:
+        """Returns after so many seconds, or as soon as nothing is to be waited for any more."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._now.wait(), seconds)
+
+    @property
+    def is_urgent(self) -> bool:
+        return self._now.is_set()
+
+    def _on_sigterm(self) -> None:
+        if self._told.is_set():
+            self._now.set()
+        self._told.set()

@@ -1,0 +1,181 @@
+"""What is counted, against what happened, and the names and numbers that Prometheus reads."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos import inference_pb2 as pb
+from scheduler_svc.engine import Engine
+from scheduler_svc.errors import QueueFull
+from scheduler_svc.histogram import Histogram
+from scheduler_svc.metrics_exporter import EngineCollector
+from scheduler_svc.sequence import FinishReason
+from tests.scheduler.hand_turned_loop import Loop
+
+NAMES = {  # as dashboards know them; counters carry `_total` in the text
+    "octavo:num_requests_running",
+    "octavo:num_requests_waiting",
+    "octavo:num_requests_swapped",
+    "octavo:kv_cache_usage_perc",
+    "octavo:cpu_cache_usage_perc",
+    "octavo:num_preemptions",
+    "octavo:prefix_cache_queries",
+    "octavo:prefix_cache_hits",
+    "octavo:prompt_tokens",
+    "octavo:generation_tokens",
+    "octavo:request_success",
+    "octavo:admission_rejections",
+    "octavo:worker_losses",
+    "octavo:requests_resumed",
+    "octavo:time_to_first_token_seconds",
+    "octavo:inter_token_latency_seconds",
+    "octavo:e2e_request_latency_seconds",
+    "octavo:request_queue_time_seconds",
+    "octavo:request_prompt_tokens",
+    "octavo:request_generation_tokens",
+    "octavo:iteration_tokens_total",
+    "octavo:step_phase_seconds",
+}
+
+
+def read(engine: Engine) -> dict[str, float]:
+    """Every sample by name and label values, as a Prometheus server parses them."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+    samples: dict[str, float] = {}
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert {family.name for family in families} == NAMES
+    for family in families:
+        for sample in family.samples:
+            samples[" ".join([sample.name, *(sample.labels[label] for label in sorted(sample.labels))])] = sample.value
+    return samples
+
+
+@given(st.lists(st.floats(0, 20), min_size=1, max_size=50))
+def test_a_histogram_counts_as_that_of_numpy(values: list[float]) -> None:
+    bounds = [0.5, 1.0, 5.0]
+    one_by_one, at_once = Histogram(bounds), Histogram(bounds)
+    for value in values:
+        one_by_one.observe(value)
+    at_once.observe_all(np.array(values))
+    edges = [-np.inf, *bounds, np.inf]  # numpy's buckets are open above; what is on a bound belongs below it here
+    counts, _ = np.histogram(-np.array(values), -np.array(edges[::-1]))
+    assert one_by_one.counts.tolist() == at_once.counts.tolist() == counts[::-1].tolist()
+    assert one_by_one.total == pytest.approx(sum(values)) and at_once.total == pytest.approx(sum(values))
+
+
+def test_requests_from_admission_to_their_ends() -> None:
+    loop = Loop(max_waiting_requests=3)
+    loop.submit("one", "two", "three")
+    with pytest.raises(QueueFull):
+        loop.submit("four")
+    loop.turn()
+    assert read(loop.engine)["octavo:num_requests_waiting"] == 3
+    link = loop.join(max_num_seqs=2)
+    loop.turn()
+    samples = read(loop.engine)
+    assert (samples["octavo:num_requests_running"], samples["octavo:num_requests_waiting"]) == (2, 1)
+    assert samples["octavo:kv_cache_usage_perc"] == pytest.approx(2 / 32)
+    loop.run_to_end(link)
+    samples = read(loop.engine)
+    assert samples["octavo:admission_rejections_total queue_full"] == 1
+    assert samples["octavo:request_success_total length"] == 3
+    assert samples["octavo:prompt_tokens_total"] == samples["octavo:prefix_cache_queries_total"] == 9
+    assert samples["octavo:generation_tokens_total"] == 27
+    assert samples["octavo:time_to_first_token_seconds_count"] == 3
+    assert samples["octavo:inter_token_latency_seconds_count"] == 3 * 8
+    assert samples["octavo:request_generation_tokens_sum"] == 27
+    assert samples["octavo:request_generation_tokens_bucket 5"] == 0
+    assert samples["octavo:request_generation_tokens_bucket 10"] == 3
+    assert samples["octavo:iteration_tokens_total_sum"] == 3 * 3 + 3 * 8
+    assert samples["octavo:step_phase_seconds_count schedule"] == samples["octavo:iteration_tokens_total_count"]
+    phases = {"schedule", "encode", "wire", "queue", "cache_ops", "prepare", "forward", "sample", "decode", "process"}
+    assert {name.split()[1] for name in samples if "step_phase_seconds_count" in name} == phases
+    assert samples["octavo:num_requests_running"] == samples["octavo:kv_cache_usage_perc"] == 0
+
+
+def test_times_between_tokens_are_those_between_answers_preempted_or_not() -> None:
+    loop = Loop()
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    started = time.monotonic()
+    loop.answer(link)
+    loop.turn()
+    before = loop.engine.metrics.inter_token_latency_s.total
+    (worker,) = loop.engine.workers
+    (group,) = worker.scheduler.running
+    while worker.in_flight:
+        loop.answer(link)
+        loop.engine.take_events()
+    worker.scheduler._preempt(group, _plan())
+    loop.run_to_end(link)
+    elapsed = time.monotonic() - started
+    histogram = loop.engine.metrics.inter_token_latency_s
+    assert histogram.counts.sum() == 8, "the one across the preemption as well"
+    assert before <= histogram.total <= elapsed
+
+
+def _plan() -> Any:
+    from scheduler_svc.step_plan import SchedulingBudget, StepPlan
+
+    return StepPlan(SchedulingBudget(0, 0))
+
+
+def test_aborts_errors_and_losses() -> None:
+    loop = Loop(max_worker_losses=1)
+    link = loop.join()
+    loop.submit("lost", "aborted")
+    loop.turn()
+    loop.engine.abort("aborted")
+    loop.turn()
+    loop.engine.worker_lost(link, "gone")
+    loop.turn()
+    samples = read(loop.engine)
+    assert samples["octavo:request_success_total abort"] == 1
+    assert samples["octavo:request_success_total error"] == 1
+    assert samples["octavo:worker_losses_total"] == 1
+    assert samples["octavo:e2e_request_latency_seconds_count"] == 2
+
+
+def test_preemptions_by_mode() -> None:
+    from scheduler_svc.step_statistics import AnsweredStep
+
+    loop = Loop()
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    (worker,) = loop.engine.workers
+    step = worker.in_flight[0]
+    step.num_preempted, step.num_swapped_out_groups = 5, 2
+    seen: list[AnsweredStep] = []
+    stop = loop.engine.observe_steps(lambda _, answered: seen.append(answered))
+    loop.answer(link)
+    loop.turn()
+    stop()
+    loop.run_to_end(link)
+    assert [answered.step for answered in seen] == [step]
+    samples = read(loop.engine)
+    assert samples["octavo:num_preemptions_total swap"] == 2
+    assert samples["octavo:num_preemptions_total recompute"] == 3
+
+
+def test_resumed_requests_are_counted() -> None:
+    loop = Loop()
+    group = loop.group("again", resumed_token_ids=[[5, 6]])
+    group.sampling_params.CopyFrom(pb.SamplingParams(seed=1))
+    loop.engine.submit(group)
+    loop.submit("new")
+    loop.run_to_end(loop.join())
+    samples = read(loop.engine)
+    assert samples["octavo:requests_resumed_total"] == 1
+    assert samples["octavo:generation_tokens_total"] == 7 + 9
+    assert loop.engine.metrics.num_finished[FinishReason.LENGTH] == 2
