@@ -107,9 +107,8 @@ class OutputProcessor:
 
     def _work(self, work: Callable[[], list[RequestStream]] | None) -> None:
         try:
-            if work is not None:
-                messages = [(stream, stream.next_message()) for stream in work()]
-                if delivery := [(stream, message) for stream, message in messages if message is not None]:
-                    self._deliver(delivery)
+            streams = work() if work is not None else []
+            if delivery := [(stream, message) for stream in streams for message in iter(stream.next_message, None)]:
+                self._deliver(delivery)
         except Exception:
             log.exception("the output thread failed")

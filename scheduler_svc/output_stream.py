@@ -130,16 +130,18 @@ class OutputStream:
         self._detokenizer = self._matched_stop = None
         self._token_ids, self._logprobs, self._texts = [], [], []
 
-    def write(self, delta: pb.OutputDelta) -> None:
-        """Puts everything that is new into `delta`, except its index."""
-        delta.text = self._new_text()
-        delta.token_ids.extend(self._token_ids)
-        self._token_ids = []
+    def write(self, delta: pb.OutputDelta, max_tokens: int) -> int:
+        """Puts what is new into `delta`, except its index; the end with the last tokens. How many tokens it took."""
+        token_ids, self._token_ids = self._token_ids[:max_tokens], self._token_ids[max_tokens:]
+        is_end = bool(self.finish_reason) and not self._token_ids
+        delta.text = self._text_of(token_ids, is_end)
+        delta.token_ids.extend(token_ids)
         if self._logprobs:
-            delta.logprobs.extend(self._logprobs)
-            self._logprobs = []
-        if self.finish_reason:
+            delta.logprobs.extend(self._logprobs[:max_tokens])
+            self._logprobs = self._logprobs[max_tokens:]
+        if is_end:
             self._write_end(delta)
+        return len(token_ids)
 
     def _look_for_stop(self, token_id: int, reason: int) -> None:
         assert self._detokenizer is not None  # who wants no text has no stop strings
@@ -148,15 +150,17 @@ class OutputStream:
         if shown.matched_stop is not None:
             self._matched_stop, self.finish_reason = shown.matched_stop, FinishReason.STOP
 
-    def _new_text(self) -> str:
+    def _text_of(self, token_ids: list[int], is_end: bool) -> str:
+        """Of the tokens that are written next; `is_end`: with them the output has ended."""
         if self._has_stop_strings:
-            text, self._texts = "".join(self._texts), []
+            count = len(self._texts) if is_end else len(token_ids)  # at the end comes what was held back
+            text, self._texts = "".join(self._texts[:count]), self._texts[count:]
             return text
         if self._detokenizer is None:
             return ""
-        ended_by_stop_token = self.finish_reason is FinishReason.STOP
-        text = self._detokenizer.update(self._token_ids, ended_by_stop_token).text
-        return text + self._detokenizer.finish().text if self.finish_reason else text
+        ended_by_stop_token = is_end and self.finish_reason is FinishReason.STOP
+        text = self._detokenizer.update(token_ids, ended_by_stop_token).text
+        return text + self._detokenizer.finish().text if is_end else text
 
     def _write_end(self, delta: pb.OutputDelta) -> None:
         self._has_written_end = True

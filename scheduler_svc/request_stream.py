@@ -7,6 +7,7 @@ the group's own counters, and nothing of sockets.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
@@ -23,6 +24,8 @@ from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, Sequen
 from scheduler_svc.tokenizer import Tokenizer
 
 log = structlog.get_logger()
+
+MAX_ENTRIES_A_MESSAGE = 16_384  # tokens and alternatives: some 300 kB, where plain clients take 4 MiB
 
 
 class RequestStream:
@@ -60,6 +63,8 @@ class RequestStream:
         self._finish_sequence = finish_sequence
         self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
         self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
+        num_entries = 1 + (params.logprobs if params.logprobs >= 0 else tokenizer.vocab_size)
+        self._max_tokens_a_message = max(1, MAX_ENTRIES_A_MESSAGE // num_entries) if streams else sys.maxsize
         self.reads_logprobs = params.HasField("logprobs") or self._is_ranked
         num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
         self._outputs = [OutputStream(params, tokenizer) for _ in range(num_outputs)]
@@ -140,17 +145,21 @@ class RequestStream:
             self.is_finished = self.is_ready = True
 
     def next_message(self) -> pb.GenerateResponse | None:
-        """Everything that is new, as one message; None when nothing is, or after the last one."""
+        """What is new, as one message, up to a size that any client takes; None when nothing is, or after the last one.
+
+        Without streaming there is one message, however large.
+        """
         if not self.is_ready:
             return None
-        self.is_ready = False
         response = pb.GenerateResponse()
-        for index, output in enumerate(self._chosen()):
-            if output.has_news:
+        room, chosen = self._max_tokens_a_message, self._chosen()
+        for index, output in enumerate(chosen):
+            if output.has_news and room > 0:
                 delta = response.outputs.add()
-                self._write(output, delta)
+                room -= self._write(output, delta, room)
                 delta.index = index
-        if self.is_finished:
+        self.is_ready = room <= 0 and any(output.has_news for output in chosen)
+        if self.is_finished and not self.is_ready:
             if not self.streams:
                 response.MergeFrom(self._head)
             self._add_summary(response)
@@ -161,9 +170,9 @@ class RequestStream:
         self.is_finished = not self._num_unfinished
         self.is_ready = self.is_finished or not self._is_gathered
 
-    def _write(self, output: OutputStream, delta: pb.OutputDelta) -> None:
+    def _write(self, output: OutputStream, delta: pb.OutputDelta, max_tokens: int) -> int:
         try:
-            output.write(delta)
+            return output.write(delta, max_tokens)
         except Exception:
             log.exception("output failed", request_id=self.group.request_id)
             if not output.finish_reason:
@@ -171,7 +180,7 @@ class RequestStream:
                 self._finish_sequence(self.group.sequences[self._outputs.index(output)])
             output.fail()
             delta.Clear()
-            output.write(delta)
+            return output.write(delta, max_tokens)
 
     def _chosen(self) -> list[OutputStream]:
         """The outputs that the client gets, in its order."""

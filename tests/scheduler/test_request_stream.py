@@ -10,6 +10,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
+from scheduler_svc import request_stream
 from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.request_stream import RequestStream
@@ -73,12 +74,15 @@ class Reader:
                 self.read()
 
     def read(self) -> None:
+        self.read_one()
+        assert self.stream.next_message() is None, "nothing is new"
+
+    def read_one(self) -> None:
         if (response := self.stream.next_message()) is not None:
             assert self.last is None, "a message after the last"
             self.messages.append(response)
             if response.HasField("usage"):
                 self.last = response
-        assert self.stream.next_message() is None, "nothing is new"
 
     @property
     def deltas(self) -> list[pb.OutputDelta]:
@@ -175,6 +179,31 @@ def test_a_failure_ends_the_output_without_a_look_at_its_text(tokenizer):
     reader.read()
     assert (reader.text, reader.reason, reader.told) == ("one ", FinishReason.ERROR, [reader.sequence])
     assert reader.deltas[-1].error.code == "INTERNAL"
+
+
+@pytest.mark.parametrize("stop", [[], ["\N{REPLACEMENT CHARACTER}x"]], ids=["plain", "held back for a stop string"])
+def test_a_reader_far_behind_finds_messages_that_are_no_larger_than_clients_take(tokenizer, monkeypatch, stop):
+    monkeypatch.setattr(request_stream, "MAX_ENTRIES_A_MESSAGE", 12)
+    tokens = "naïve 漢字 👍🏽 fin".encode()[:-1] + b"\xe6"
+    prompt, behind = (
+        Reader(tokenizer, is_behind=is_behind, num_outputs=2, n=2, logprobs=2, stop=stop) for is_behind in (False, True)
+    )
+    for reader in (prompt, behind):
+        for index in (0, 1):
+            reader.take(list(tokens), LENGTH, logprob=-0.5, index=index)
+    while behind.stream.is_ready:
+        behind.read_one()
+    for message in behind.messages:
+        assert 0 < sum(len(delta.token_ids) for delta in message.outputs) <= 4, "a token has two alternatives"
+        assert all(len(delta.token_ids) == len(delta.logprobs) for delta in message.outputs)
+    assert len(behind.messages) == 2 * len(tokens) // 4
+    for index in (0, 1):
+        theirs, ours = ([delta for delta in reader.deltas if delta.index == index] for reader in (prompt, behind))
+        assert "".join(delta.text for delta in ours) == "".join(delta.text for delta in theirs)
+        assert [token_id for delta in ours for token_id in delta.token_ids] == list(tokens)
+        assert [delta.finish_reason for delta in ours if delta.finish_reason] == [pb.FINISH_REASON_LENGTH]
+        assert ours[-1].finish_reason
+    assert behind.last is behind.messages[-1]
 
 
 def test_a_reader_that_is_behind_finds_one_message_with_the_same_text(tokenizer):
