@@ -37,8 +37,9 @@ class Answers:
             self._take_candidates(rows, answer, is_answered, len(slots), tokens.beams)
         for row, message in answer.errors.items():
             group = rows.sequences[row].group
-            if not group.is_finished:
-                self._withdraw_and_end(group)
+            is_new = not group.is_finished
+            self._withdraw_and_end(rows.sequences[row])
+            if is_new:
                 tokens.errors.append((group, message))
         return tokens
 
@@ -61,6 +62,7 @@ class Answers:
                 if sequence.num_pending_tokens and sequence.last_generation == generations[entry]:
                     sequence.append(token_id)
                     sequence.num_pending_tokens -= 1
+                    self._charge(sequence.group.tenant, 1)
                     reasons[entry] = _finish_reason(sequence, token_id)
                     is_wanted[entry] = True
         for entry in np.flatnonzero(reasons):
@@ -81,7 +83,7 @@ class Answers:
         if self._served is not None:
             counts = np.bincount(columns.tenant[slots])
             for tenant in np.flatnonzero(counts).tolist():
-                self._served.charge(self._groups.tenants[tenant], int(counts[tenant]))
+                self._charge(self._groups.tenants[tenant], int(counts[tenant]))
         reasons = np.zeros(len(slots), np.uint8)
         reasons[lengths >= columns.max_num_tokens[slots]] = FinishReason.LENGTH
         stops = token_ids == columns.eos_token_id[slots]
@@ -90,13 +92,20 @@ class Answers:
         reasons[stops] = FinishReason.STOP
         return reasons
 
-    def _withdraw_and_end(self, group: SequenceGroup) -> None:
-        """Nobody may find what a row that failed has computed, nor what the others of its group built upon it."""
-        blocks = self._groups.blocks
+    def _charge(self, tenant: str, num_tokens: int) -> None:
+        if self._served is not None:
+            self._served.charge(tenant, num_tokens)
+
+    def _withdraw_and_end(self, failed: Sequence) -> None:
+        """Nobody may find what a row that failed has computed, nor what the others of its group built upon it.
+
+        Also where the sequence has ended, or given its blocks up, since the row was sent.
+        """
+        blocks, group = self._groups.blocks, failed.group
         held = blocks.blocks_held(group).tolist()
         for sequence in group.unfinished():
             self._groups.finish(sequence)
-        blocks.withdraw(held)
+        blocks.withdraw([*held, *blocks.find_all(failed)])
         self.forget(group)
 
     # ---- beams ------------------------------------------------------------------------------------------------------
@@ -158,8 +167,7 @@ class Answers:
         group.sequences = beams
         for beam, (_, token_id) in zip(beams, continuations, strict=True):
             beam.append(token_id)
-        if self._served is not None:
-            self._served.charge(group.tenant, len(beams))
+        self._charge(group.tenant, len(beams))
         if group in self._groups.running:
             self._groups.ready_beams.add(group)
 

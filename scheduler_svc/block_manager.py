@@ -180,6 +180,11 @@ class BlockSpaceManager:
             return np.zeros(0, np.int32)
         return np.array(self.cache.find(sequence.hashes(most, self.block_size)), np.int32)
 
+    def find_all(self, sequence: Sequence) -> list[int]:
+        """All cached blocks of a sequence's tokens, also those behind one that is not cached any more."""
+        hashes = sequence.hashes(sequence.num_tokens // self.block_size, self.block_size)
+        return [block for digest in hashes for block in self.cache.find([digest])]
+
     def begin(self, sequence: Sequence) -> int:
         """Gives a slot without blocks the longest cached prefix of its tokens; how many tokens that is."""
         columns, slot = self.columns, sequence.slot

@@ -95,6 +95,30 @@ def test_what_a_failed_row_has_computed_is_not_found():
     simulation.check_nothing_left()
 
 
+@pytest.mark.parametrize("meanwhile", ["abort", "preempt"])
+def test_what_a_failed_row_has_computed_is_not_found_though_its_blocks_were_given_up(meanwhile):
+    """The blocks were published when they were freed, before it was known that the row had failed."""
+    is_bad = True
+    simulation = Simulation(num_blocks=40, row_error=lambda _: "not finite" if is_bad else None)
+    bad = simulation.add([1] * 13, 5)
+    simulation.send()
+    if meanwhile == "abort":
+        simulation.abort(bad)
+    else:
+        simulation.scheduler._preemption.preempt(bad)
+    assert num_found(simulation, [1] * 14) == 3
+    is_bad = False
+    simulation.answer()
+    assert bad.is_finished and num_found(simulation, [1] * 14) == 0
+    assert simulation.errors == ({} if meanwhile == "abort" else {bad: "not finite"}), (
+        "what has ended does not end twice"
+    )
+    good = simulation.add([1] * 13, 5, eos_token_id=None)
+    simulation.run_to_end()
+    assert good.num_cached_tokens == 0 and good not in simulation.errors
+    simulation.check_nothing_left()
+
+
 @pytest.mark.parametrize(("num_prompt_tokens", "num_copies"), [(5, 2), (8, 0)])
 def test_several_outputs_compute_the_prompt_once_and_copy_only_a_partial_block(num_prompt_tokens, num_copies):
     simulation = Simulation()
