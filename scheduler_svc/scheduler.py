@@ -19,6 +19,7 @@ from scheduler_svc.answers import Answers
 from scheduler_svc.block_manager import AllocStatus, BlockSpaceManager
 from scheduler_svc.policy import POLICIES, Policy
 from scheduler_svc.preemption import Costs, Preemption
+from scheduler_svc.prompt_delay import PromptDelay
 from scheduler_svc.recovery import Recovery
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, SequenceColumns
@@ -58,8 +59,7 @@ class SchedulerSettings:
     Attributes:
         policy: order of groups; the last in it is preempted first.
         enable_chunked_prefill: False computes whole prompts, in steps of their own, before decodes.
-        delay_factor: without chunked prefill: prompts wait until the earliest has waited so many times as long as the
-            last step of prompts took, so that the queue fills.
+        delay_factor: without chunked prefill, see `PromptDelay`.
         preemption_mode, costs: see `Preemption`.
         served: charged with what tenants are served, where the policy counts tokens.
     """
@@ -105,8 +105,7 @@ class Scheduler:
         self._preemption = Preemption(self.groups, self.settings.preemption_mode, self.settings.costs)
         self._answers = Answers(self.groups, self.settings.served if self.settings.policy.counts_tokens else None)
         self._recovery = Recovery(self.groups)
-        self._prompts_started_ns = 0  # of the last step without chunked prefill that computed prompts
-        self._prompts_took_ns = 0
+        self._delay = PromptDelay(self.settings.delay_factor)
 
     @property
     def running(self) -> set[SequenceGroup]:
@@ -154,15 +153,18 @@ class Scheduler:
                 alone = self.on_trial
         if not self.settings.enable_chunked_prefill and alone is None and self._may_start_prompts(waiting, now_ns):
             self._admit(plan, waiting, now_ns)
-            self._prompts_started_ns = now_ns if plan.chunks else 0
-        if not plan.chunks:
+        is_of_prompts = bool(plan.chunks)
+        if not is_of_prompts:
             self._add_decodes(plan, alone)
             self._add_chunks(plan, alone)
             # What was taken from one group is not given to another at once, unless nobody is left to have it.
             may_admit = alone is None and not (plan.num_preempted and self.running)
             if may_admit and (self.settings.enable_chunked_prefill or self.swapped or not self.running):
                 self._admit(plan, waiting, now_ns)
-        return self._seal(plan)
+        outputs = self._seal(plan)
+        if is_of_prompts and outputs is not None:
+            self._delay.sent(outputs.rows, now_ns)
+        return outputs
 
     def _alone(self) -> AbstractSet[SequenceGroup] | None:
         """Who has this step to itself: a group of a failed step, or those on trial; None: nobody."""
@@ -175,15 +177,13 @@ class Scheduler:
     def _may_start_prompts(self, waiting: Source, now_ns: int) -> bool:
         """Without chunked prefill: whether a step of prompts comes now, before decodes go on."""
         groups = self.groups
+        self._delay.look(now_ns)
         if groups.prefilling or groups.swapped:
             return False  # decodes have to make room, or a prompt that no step can hold is being computed in parts
-        if self._prompts_started_ns:
-            self._prompts_took_ns = now_ns - self._prompts_started_ns
-            self._prompts_started_ns = 0
         earliest_ns = waiting.earliest_arrival_ns()
         if not groups.running or groups.preempted or earliest_ns is None:
             return True
-        return now_ns - earliest_ns > self.settings.delay_factor * self._prompts_took_ns
+        return self._delay.is_over(earliest_ns, now_ns)
 
     # ---- decodes ----------------------------------------------------------------------------------------------------
 
@@ -515,6 +515,7 @@ class Scheduler:
         Raises ValueError, with nothing changed, for an answer that does not fit the rows.
         """
         tokens = self._answers.process(rows, answer)
+        self._delay.ended(rows)
         if self.suspects and (self.suspects[0].is_finished or self.suspects[0] in _groups_of(rows)):
             self.suspects.popleft()
         return tokens
@@ -525,8 +526,8 @@ class Scheduler:
         group = sequence.group
         if group.is_finished:
             self._answers.forget(group)
-            if group in self.suspects:
-                self.suspects.remove(group)
+        if group in self.suspects and group not in self.running:
+            self.suspects.remove(group)
 
     def abort(self, group: SequenceGroup) -> None:
         for sequence in group.unfinished():
@@ -537,6 +538,7 @@ class Scheduler:
     def roll_back(self, rows: ScheduledRows) -> None:
         """Takes back the rows of a step that failed or was skipped; their tokens will not come."""
         self._recovery.roll_back(rows)
+        self._delay.ended(rows)
 
     def resume(self, failed_rows: ScheduledRows) -> None:
         """Starts over after every step in flight was rolled back; the groups of the failed step become suspects."""

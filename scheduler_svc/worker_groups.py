@@ -166,6 +166,8 @@ class WorkerGroups:
         sequence.drop_pending()
         if group.is_finished:
             self._leave(group)
+        elif group in self.running and not self._num_seated(group):
+            self.recompute_later(group)  # it ended before the prompt was computed that the others are forked from
 
     def give_up_slot(self, sequence: Sequence, status: SequenceStatus, publishes: bool = True) -> None:
         if publishes:

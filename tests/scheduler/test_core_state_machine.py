@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,8 +24,13 @@ from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 SHARED = [(7 * position) % VOCAB_SIZE for position in range(20)]  # what prompts begin with
 
 some = st.integers(0, 50)  # chooses a group by its remainder
+seldom = st.integers(0, 9).map(lambda number: number == 9)
 failures = st.sampled_from(["before", "after"])
 kinds = st.sampled_from([{}, {}, {"n": 2}, {"n": 3}, {"beam_width": 2}, {"beam_width": 3}])
+
+
+def row_error(history: npt.NDArray[np.int32]) -> str | None:
+    return "not finite" if int(history.sum()) % 23 == 0 else None
 
 
 class CoreStateMachine(RuleBasedStateMachine):
@@ -40,6 +47,7 @@ class CoreStateMachine(RuleBasedStateMachine):
         preemption_mode=st.sampled_from(["auto", "swap", "recompute"]),
         enable_prefix_caching=st.booleans(),
         enable_chunked_prefill=st.booleans(),
+        row_error=st.sampled_from([None, None, None, row_error]),
     )
     def begin(self, **options: Any) -> None:
         self.simulation = Simulation(**options)
@@ -110,7 +118,8 @@ class CoreStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.can_preempt())
     @rule(number=some)
     def preempt_as_the_scheduler_would(self, number: int) -> None:
-        self.preempt(chosen(self.simulation.scheduler.running, number))
+        self.simulation.scheduler._preemption.preempt(chosen(self.simulation.scheduler.running, number))
+        self.simulation.send()
 
     @precondition(lambda self: self.can_preempt())
     @rule(number=some)
@@ -118,10 +127,13 @@ class CoreStateMachine(RuleBasedStateMachine):
         group = chosen(self.simulation.scheduler.running, number)
         self.simulation.scheduler.groups.recompute_later(group)
         group.num_preemptions += 1
+        self.simulation.send()
 
-    @rule()
-    def lose_worker(self) -> None:
-        self.simulation.lose_worker()
+    @rule(happens=seldom)
+    def lose_worker(self, happens: bool) -> None:
+        """Seldom, or no worker would ever get far."""
+        if happens:
+            self.simulation.lose_worker()
 
     @rule()
     def flush_the_cache(self) -> None:
@@ -149,12 +161,10 @@ class CoreStateMachine(RuleBasedStateMachine):
         return [g for g in self.unfinished() if self.simulation.scheduler.holds(g) and not g.uses_beam_search]
 
     def can_preempt(self) -> bool:
-        """A suspect is preempted only by the step that makes it one no longer."""
-        scheduler = self.simulation.scheduler
-        return bool(scheduler.running) and not scheduler.suspects
-
-    def preempt(self, group: SequenceGroup) -> None:
-        self.simulation.scheduler._preemption.preempt(group)
+        """Groups are preempted while a step is made; a suspect only by the one that makes it a suspect no longer."""
+        simulation, scheduler = self.simulation, self.simulation.scheduler
+        makes_steps = simulation.failed is None and len(simulation.in_flight) < simulation.depth
+        return makes_steps and bool(scheduler.running) and not scheduler.suspects
 
 
 def chosen(groups: Any, number: int) -> SequenceGroup:

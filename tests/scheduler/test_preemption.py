@@ -106,6 +106,24 @@ def test_prompts_wait_by_the_delay_factor():
     assert sends_a_prompt_at(1301)
 
 
+def test_a_step_of_prompts_lasts_until_its_answer_also_where_another_one_is_sent_meanwhile():
+    simulation = Simulation(enable_chunked_prefill=False, delay_factor=2.0, depth=2)
+    simulation.now_ns = 1000
+    simulation.add([1] * 5, 20, eos_token_id=None)
+    simulation.send()
+    simulation.now_ns = 1001
+    simulation.send()
+    simulation.now_ns = 1100
+    simulation.answer()
+    simulation.send()  # notices that it took 100 ns
+    late = simulation.add([2] * 5, 5)
+    for now_ns, comes in ((1300, False), (1301, True)):
+        simulation.now_ns = now_ns
+        simulation.answer()
+        simulation.send()
+        assert (late in simulation.scheduler.running) is comes
+
+
 def test_decodes_go_on_beside_a_long_prompt():
     simulation = Simulation(num_blocks=64, max_num_batched_tokens=16, depth=1)
     for number in range(3):

@@ -260,6 +260,40 @@ def test_a_suspect_that_is_preempted_is_no_suspect_any_more():
     simulation.check_nothing_left()
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_sequence_that_is_ended_before_its_prompt_is_computed_leaves_the_others_theirs(which):
+    """The first one's row was to compute the prompt for all of them."""
+    simulation = Simulation(max_num_batched_tokens=4)
+    group = simulation.add([1] * 10, 5, eos_token_id=None, n=3)
+    simulation.send(fails="before")
+    simulation.answer()
+    simulation.send()
+    assert list(simulation.scheduler.suspects) == [group]
+    simulation.scheduler.finish(group.sequences[which])
+    simulation.check()
+    simulation.run_to_end()
+    simulation.check_outputs(besides=[group])
+    assert [len(simulation.outputs[group].get(index, ())) for index in range(3)] == [
+        0 if index == which else 5 for index in range(3)
+    ]
+    simulation.check_nothing_left()
+
+
+def test_outputs_that_are_resumed_do_not_decode_beside_the_prompt_of_their_siblings():
+    """Whoever has no row in a step may be preempted for another group's chunk, and that is asked of whole groups."""
+    simulation = Simulation(max_num_batched_tokens=4, depth=1, num_blocks=40, enable_prefix_caching=False)
+    prompt = [5] * 9
+    halves = [expected_tokens(prompt, index, 12, eos=None)[9:] for index in range(2)]
+    group = simulation.add(prompt, 12, eos_token_id=None, n=2, resumed=halves)
+    while len(simulation.outputs[group][1]) == 3:
+        simulation.send()
+        rows = simulation.sent[-1][0].rows
+        assert not rows.num_decode_rows, "one of them goes on, and the other is half computed"
+        simulation.answer()
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
 def test_a_stop_token_id_ends_a_sequence():
     tokens = expected_tokens([5, 6], 0, 12, eos=None)
     assert tokens[9] not in tokens[:9]
