@@ -54,7 +54,7 @@ class WorkerView:
         self._waiting = waiting
         self._worker = worker
         self._others = others
-        self._rivals: list[tuple[Taker, int]] | None = None  # those with room now, and their outstanding tokens
+        self._known_rivals: list[tuple[Taker, int]] | None = None
         self._is_shown = False
         self._shown: SequenceGroup | None = None
         self._passed: list[SequenceGroup] = []  # that stand before it
@@ -87,7 +87,8 @@ class WorkerView:
         gate = self._worker.adapter_gate
         gate.open(_adapters_in_use(self._worker), self._worker.adapters)
         if scheduler.groups.num_free_slots < 1:  # to be preempted for, if anything
-            return head if scheduler.can_ever_run(head) and gate.admits(head.adapter) else None
+            may_join = scheduler.can_ever_run(head) and gate.admits(head.adapter)
+            return head if may_join and not any(_could_take(other, head) for other, _ in self._rivals()) else None
         best: SequenceGroup | None = None
         best_cached, passed = -1, list[SequenceGroup]()
         for group in self._waiting.candidates(LOOK_AHEAD):
@@ -105,24 +106,24 @@ class WorkerView:
 
     def _is_best_here(self, group: SequenceGroup, num_cached: int) -> bool:
         """Whether no other worker that could take the group now has more of it cached, or less to do."""
-        if not self._others:
+        rivals = self._rivals()
+        if not rivals:
             return True
-        if self._rivals is None:
-            self._rivals = [
+        mine = (-num_cached, self._worker.scheduler.num_outstanding_tokens)
+        return not any(
+            (-_num_cached(other, group), num_outstanding) < mine and _could_take(other, group)
+            for other, num_outstanding in rivals
+        )
+
+    def _rivals(self) -> list[tuple[Taker, int]]:
+        """The workers with a place for a new group, and their outstanding tokens."""
+        if self._known_rivals is None:
+            self._known_rivals = [
                 (other, other.scheduler.num_outstanding_tokens)
                 for other in self._others
                 if other.takes_new_groups and other.scheduler.groups.num_free_slots > 0
             ]
-        if not self._rivals:
-            return True
-        mine = (-num_cached, self._worker.scheduler.num_outstanding_tokens)
-        return not any(
-            (-_num_cached(other, group), num_outstanding) < mine
-            and other.scheduler.can_ever_run(group)
-            and _has_room_for_adapter(other, group.adapter)
-            and other.scheduler.can_admit(group) is AllocStatus.OK
-            for other, num_outstanding in self._rivals
-        )
+        return self._known_rivals
 
 
 def _adapters_in_use(worker: Taker) -> set[str]:
@@ -131,6 +132,16 @@ def _adapters_in_use(worker: Taker) -> set[str]:
         return set()
     scheduler = worker.scheduler
     return {group.adapter for group in (*scheduler.running, *scheduler.swapped, *scheduler.preempted)} - {""}
+
+
+def _could_take(worker: Taker, group: SequenceGroup) -> bool:
+    """Whether the worker has room for a group at this moment."""
+    scheduler = worker.scheduler
+    return (
+        scheduler.can_ever_run(group)
+        and _has_room_for_adapter(worker, group.adapter)
+        and scheduler.can_admit(group) is AllocStatus.OK
+    )
 
 
 def _has_room_for_adapter(worker: Taker, adapter: str) -> bool:

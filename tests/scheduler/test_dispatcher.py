@@ -189,6 +189,20 @@ def test_an_urgent_group_whose_adapter_a_full_worker_lacks_displaces_nobody():
     pool.run_to_end()
 
 
+def test_an_urgent_group_displaces_nobody_while_another_worker_has_room():
+    pool = Pool({"num_slots": 1}, {"num_slots": 1}, policy="priority")
+    ordinary = pool.add([1, 2, 3], priority=5)
+    pool.turn(0)
+    urgent = pool.add([4, 5, 6], priority=1)
+    pool.turn(0)
+    pool.turn(1)
+    assert (pool.where(ordinary), pool.where(urgent)) == (0, 1) and not ordinary.num_preemptions
+    more_urgent = pool.add([7, 8, 9], priority=0)
+    pool.turn(0)
+    assert pool.where(more_urgent) == 0 and ordinary.num_preemptions == 1, "and then there is none"
+    pool.run_to_end()
+
+
 def test_a_worker_without_room_for_an_adapter_is_no_better_place_for_its_groups():
     """Whatever it has cached: its groups of other adapters may run for long."""
     pool = Pool(*[{"adapters": ("a", "b"), "max_loras": 1}] * 2)
