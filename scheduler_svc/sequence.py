@@ -277,6 +277,13 @@ class SequenceGroup:
         return sum(sequence.num_pending_tokens for sequence in self.sequences)
 
     @property
+    def num_tokens_to_compute(self) -> int:
+        """Of a group without a slot, when nothing of it is cached. A prompt that it begins with as one counts once."""
+        if self.begins_as_one:
+            return self.num_prompt_tokens
+        return sum(sequence.num_tokens for sequence in self.unfinished())
+
+    @property
     def begins_as_one(self) -> bool:
         """Whether its sequences have nothing but the prompt, which is then computed once and forked."""
         sequences = self.unfinished()

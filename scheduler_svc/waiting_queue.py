@@ -85,7 +85,7 @@ class WaitingQueue:
         entry, arrival = (self.policy.key(group), group), ((group.arrival_ns, group.order), group)
         tenant = self.policy.lane(group)
         lane = None if tenant is None else self._open_lane(tenant)
-        num_tokens = sum(sequence.num_tokens for sequence in group.sequences)
+        num_tokens = group.num_tokens_to_compute
         self._members[group] = _Member(lane, entry, arrival, num_tokens)
         self.num_tokens += num_tokens
         self._arrivals.add(arrival)

@@ -15,6 +15,7 @@ from scheduler_svc.preemption import Costs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
+from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.step_encoder import decode, encode
 from scheduler_svc.step_plan import NewTokens, ScheduledRows, SchedulerOutputs
 from scheduler_svc.waiting_queue import WaitingQueue
@@ -46,6 +47,7 @@ class Simulation:
         delay_factor: float = 0.0,
         preemption_mode: str = "auto",
         costs: Costs = MEASURED,
+        served: ServedTokens | None = None,
         row_error: RowErrorOf | None = None,
     ) -> None:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
@@ -57,10 +59,11 @@ class Simulation:
             delay_factor=delay_factor,
             preemption_mode=preemption_mode,
             costs=costs,
+            served=served,
         )
         self.enable_prefix_caching = enable_prefix_caching
         self.row_error = row_error
-        self.waiting = WaitingQueue(POLICIES[policy])
+        self.waiting = WaitingQueue(POLICIES[policy], served)
         self.groups: list[SequenceGroup] = []
         self.outputs: dict[SequenceGroup, dict[int, list[int]]] = {}  # tokens that came, by index
         self.hypotheses: dict[SequenceGroup, list[BeamHypothesis]] = {}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.served_tokens import MIN_REMEMBERED, ServedTokens
+from tests.scheduler.simulation import Simulation
 from tests.scheduler.virtual_time import Arrival, Machine, Playback, jain_index, play
 
 NEVER = float("inf")
@@ -195,3 +196,31 @@ def test_tenants_that_stand_where_a_newcomer_starts_are_forgotten():
         served.charge(f"tenant {number}", 1)
     assert len(served) <= 2 * MIN_REMEMBERED
     assert served.level("ahead") == 10**9 and served.level("tenant 0") == 20 * MIN_REMEMBERED - 1
+
+
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_tenants_are_charged_for_what_they_get_and_for_nothing_twice(preemption_mode):
+    """A prompt once, and each token that was drawn, also where it came for a group that had been preempted."""
+    served = ServedTokens()
+    simulation = Simulation(
+        num_slots=8,
+        num_blocks=18,
+        num_host_blocks=40,
+        policy="fair",
+        preemption_mode=preemption_mode,
+        enable_prefix_caching=False,
+        served=served,
+    )
+    for number in range(6):
+        simulation.add([number] * 9, 20 + number, eos_token_id=None, tenant="ab"[number % 2])
+    simulation.add([6] * 9, 14, eos_token_id=None, n=2, tenant="a")
+    simulation.add([7] * 9, 14, eos_token_id=None, beam_width=2, tenant="b")
+    came_late = 0
+    while not all(group.is_finished for group in simulation.groups):
+        while len(simulation.in_flight) < simulation.depth and simulation.send():
+            pass
+        came_late += sum(group.num_pending_tokens for group in simulation.groups)
+        simulation.answer()
+    assert simulation.num_preempted and came_late, "nobody was preempted with a draw in flight: this shows nothing"
+    assert served.level("a") == 3 * 9 + (20 + 22 + 24) + 9 + 2 * 14
+    assert served.level("b") == 3 * 9 + (21 + 23 + 25) + 9 + 2 * (14 - 1), "beams of the last step are not ranked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2
 from scheduler_svc.policy import POLICIES
-from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.waiting_queue import WaitingQueue
 
@@ -67,6 +68,19 @@ def test_tokens_and_members_are_counted_whatever_leaves():
     assert queue.remove(groups[2]) and queue.remove(groups[3])
     assert (len(queue), queue.num_tokens) == (0, 0) and queue.peek() is None
     assert queue.candidates(3) == [] and queue.earliest_arrival_ns() is None
+
+
+def test_a_prompt_of_several_outputs_counts_once_and_what_they_have_of_their_own_for_each():
+    def several(**resumed: Any) -> SequenceGroup:
+        return SequenceGroup("request", [1] * 10, PARAMS, max_num_tokens=20, arrival_ns=0, num_outputs=3, **resumed)
+
+    queue = WaitingQueue(POLICIES["fcfs"])
+    queue.push(several())
+    assert queue.num_tokens == 10
+    ended = several(resumed_token_ids=[[1], [2, 3], [4, 5, 6]])
+    ended.sequences[0].status = SequenceStatus.FINISHED
+    queue.push(ended)
+    assert queue.num_tokens == 10 + 12 + 13
 
 
 def test_the_earliest_arrival_is_of_what_waits_not_of_what_is_next():
