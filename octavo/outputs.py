@@ -38,7 +38,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: Sequence[int] = ()
-    cumulative_logprob: float | None = None  # when logprobs were asked for
+    cumulative_logprob: float | None = None  # when logprobs were asked for, of the best of several, and of beams
     logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -185,8 +185,8 @@ def _check(rows: ScheduledRows, answer: Answer) -> np.ndarray:
         )
     if not fits or answer.num_tokens.sum() != len(answer.token_ids) or max(answer.errors, default=-1) >= len(rows):
         raise ValueError(f"an answer of {len(answer.token_ids)} tokens does not fit {len(rows)} rows")
-    if rows.num_beam_rows and len(answer.logprobs) != len(answer.token_ids):
-        raise ValueError("candidates without their logprobs")
+    if (rows.num_beam_rows or rows.wants_logprobs) and len(answer.logprobs) != len(answer.token_ids):
+        raise ValueError(f"{len(answer.token_ids)} tokens with {len(answer.logprobs)} logprobs")
     return is_answered
 
 

@@ -102,14 +102,19 @@ class BlockAllocator:
         self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
         self._num_blank += len(blocks)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is blank once, idle once, or referenced."""
-        times_free = np.bincount(self._blank[: self._num_blank], minlength=self.num_blocks)
-        times_free[list(self._idle)] += 1
-        assert not len(times_free) or times_free.max() <= 1, "a block is twice in the free lists"
-        assert bool(((times_free == 1) == (self.ref_counts == 0)).all()), "a block is lost, or free and referenced"
+    def check_integrity(self, part: slice = slice(None)) -> None:
+        """Raises AssertionError unless every block is blank once, idle once, or referenced.
+
+        What takes long for each block, its place in dictionaries, is looked at for that part of all blocks.
+        """
+        times_blank = np.bincount(self._blank[: self._num_blank], minlength=self.num_blocks)
+        assert not len(times_blank) or times_blank.max() <= 1, "a block is twice among the blank ones"
+        is_idle = (self.ref_counts == 0) & (times_blank == 0)
+        assert not self.ref_counts[times_blank > 0].any(), "a block is blank and referenced"
+        assert int(is_idle.sum()) == len(self._idle), "a block is lost, or idle and referenced"
+        first = part.indices(self.num_blocks)[0]
+        assert all(block in self._idle for block in (first + np.flatnonzero(is_idle[part])).tolist()), "a block is lost"
         if self.cache is not None:
-            self.cache.check_integrity()
-            blank = self._blank[: self._num_blank]
-            assert not self.cache.is_cached[blank].any(), "a blank block can be found"
-            assert self.cache.is_cached[list(self._idle)].all(), "an idle block cannot be found"
+            self.cache.check_integrity(part)
+            assert not self.cache.is_cached[times_blank > 0].any(), "a blank block can be found"
+            assert self.cache.is_cached[is_idle].all(), "an idle block cannot be found"

@@ -295,9 +295,12 @@ class BlockSpaceManager:
         sequence.host_table = sequence.host_table[:0]
         sequence.num_swapped_tokens = 0
 
-    def check_integrity(self, groups: set[SequenceGroup]) -> None:
-        """Raises AssertionError unless reference counts are exactly what the tables of `groups` hold."""
-        self.allocator.check_integrity()
+    def check_integrity(self, groups: set[SequenceGroup], part: slice = slice(None)) -> None:
+        """Raises AssertionError unless reference counts are exactly what the tables of `groups` hold.
+
+        `part`: see `BlockAllocator.check_integrity`.
+        """
+        self.allocator.check_integrity(part)
         self.host_allocator.check_integrity()
         held = np.zeros(self.allocator.num_blocks, np.int32)
         for slot in np.flatnonzero(self.columns.occupied):

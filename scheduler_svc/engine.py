@@ -475,7 +475,7 @@ class Engine:
             elif worker.is_idle and now_ns - worker.checked_ns > CHECK_INTERVAL_NS:
                 worker.checked_ns = now_ns
                 with self._fencing(worker):
-                    worker.scheduler.check_integrity()
+                    worker.check_integrity()
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
 

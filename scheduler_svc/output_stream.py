@@ -39,6 +39,7 @@ class OutputStream:
         self._score: float | None = None
         self._has_written_end = False
         self._is_resumed = False
+        self._knows_logprobs = params.HasField("logprobs")
         self._has_stop_strings = bool(params.stop)
         self._detokenizer: Detokenizer | None = None
         if not params.HasField("detokenize") or params.detokenize:
@@ -90,12 +91,14 @@ class OutputStream:
 
     def take_logprobs(self, columns: LogprobColumns, entry: int) -> None:
         """Those of the token that is taken next."""
+        self._knows_logprobs = True
         self.cumulative_logprob += columns.logprob(entry)
         if self._num_top_logprobs is not None:
             self._logprobs.append(columns.at(entry, self._num_top_logprobs, self._tokenizer.token_text))
 
     def take_beam(self, beam: BeamHypothesis) -> None:
         """All of an output at once. A stop string cuts it; its score stays that of the whole hypothesis."""
+        self._knows_logprobs = True
         tokens = zip(beam.token_ids, beam.logprobs, beam.ranks, strict=True)
         for position, (token_id, logprob, rank) in enumerate(tokens, start=1):
             self.cumulative_logprob += logprob
@@ -171,7 +174,7 @@ class OutputStream:
             delta.matched_stop.token_id = self._matched_stop
         if self._error is not None:
             delta.error.CopyFrom(self._error)
-        if self._num_top_logprobs is not None and not self._is_resumed:  # those of resumed tokens are not known here
+        if self._knows_logprobs and not self._is_resumed:  # those of resumed tokens are not known here
             delta.cumulative_logprob = self.cumulative_logprob
         if self._score is not None:
             delta.score = self._score

@@ -63,6 +63,8 @@ POLICIES: dict[str, Policy] = {
     # Lower numbers first, and they take the place of higher ones that run. Starves higher numbers for as long as lower
     # ones keep coming: that is what it is for.
     "priority": Policy(key=_by_priority, lane=_one_lane, overrules=_is_more_urgent),
-    # The tenant that was served the fewest tokens for its weight first; within a tenant first come, first served.
+    # The tenant that was served the fewest tokens for its weight first; within a tenant first come, first served. Says
+    # who begins and takes nothing away: a flood keeps the slots that it has until those requests end, and then gets its
+    # share of them. To preempt for fairness' sake would compute twice, at the cost of both tenants.
     "fair": Policy(key=_by_order, lane=_lane_of_tenant, overrules=_never, counts_tokens=True),
 }

@@ -36,4 +36,4 @@ class PromptDelay:
 
     def is_over(self, earliest_ns: int, now_ns: int) -> bool:
         """Whether a prompt that arrived at `earliest_ns` has waited long enough."""
-        return now_ns - earliest_ns > self._factor * self._took_ns
+        return now_ns - earliest_ns >= self._factor * self._took_ns

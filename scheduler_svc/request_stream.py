@@ -65,7 +65,7 @@ class RequestStream:
         self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
         num_entries = 1 + (params.logprobs if params.logprobs >= 0 else tokenizer.vocab_size)
         self._max_tokens_a_message = max(1, MAX_ENTRIES_A_MESSAGE // num_entries) if streams else sys.maxsize
-        self.reads_logprobs = params.HasField("logprobs") or self._is_ranked
+        self.reads_logprobs = group.wants_logprobs
         num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
         self._outputs = [OutputStream(params, tokenizer) for _ in range(num_outputs)]
         self._num_unfinished = num_outputs

@@ -474,6 +474,7 @@ class Scheduler:
                 owners,
                 moved=groups.moved,
                 published=published,
+                wants_logprobs=bool(columns.wants_logprobs[decodes].any()),
             )
         plan.chunks.sort(key=_answers_candidates)  # beams last; otherwise the order stays
         of_beams = [chunk for chunk in plan.chunks if _answers_candidates(chunk)]
@@ -505,6 +506,7 @@ class Scheduler:
             forks=[(chunk.sequence, chunk.children) for chunk in plan.chunks if chunk.children],
             moved=groups.moved,
             published=published,
+            wants_logprobs=bool(columns.wants_logprobs[sample_slots].any()),
         )
 
     # ---- answers ----------------------------------------------------------------------------------------------------
@@ -552,9 +554,9 @@ class Scheduler:
         """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""
         return self._recovery.evacuate()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when queues, columns and blocks contradict one another."""
-        self.groups.check_integrity()
+    def check_integrity(self, part: slice = slice(None)) -> None:
+        """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
+        self.groups.check_integrity(part)
         assert all(group in self.running for group in self.suspects), "a suspect does not run"
 
 

@@ -116,6 +116,7 @@ class Sequence:
             max_num_tokens=group.max_num_tokens,
             eos_token_id=group.eos_token_id,
             has_stop_token_ids=bool(group.stop_token_ids),
+            wants_logprobs=group.wants_logprobs,
             last_token_ns=self.last_token_ns,
         )
         self._columns = columns
@@ -240,6 +241,12 @@ class SequenceGroup:
 
     def is_stop_token(self, token_id: int) -> bool:
         return token_id == self.eos_token_id or token_id in self.stop_token_ids
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether draws come with their logprobs: asked for, or what the best of them are chosen by."""
+        is_ranked = self.best_of > self.num_outputs and not self.uses_beam_search
+        return is_ranked or self.sampling_params.HasField("logprobs")
 
     @property
     def num_slots(self) -> int:

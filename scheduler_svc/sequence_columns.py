@@ -37,6 +37,7 @@ class SequenceColumns:
         generation: rises whenever the slot is taken or released; names one tenancy of the slot.
         eos_token_id: ends the sequence when drawn; -1 for none.
         has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
+        wants_logprobs: whether its draws are to come with their logprobs.
         tenant: a number for the group's tenant.
         last_token_ns: when its last token arrived; 0 before the first.
         owner: the Sequence in the slot, or None.
@@ -61,6 +62,7 @@ class SequenceColumns:
         self.generation: Ints = np.zeros(max_num_seqs, np.int64)
         self.eos_token_id: Ints = np.full(max_num_seqs, -1, np.int64)
         self.has_stop_token_ids: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.wants_logprobs: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.tenant: Ints = np.zeros(max_num_seqs, np.int64)
         self.last_token_ns: Ints = np.zeros(max_num_seqs, np.int64)
         self.occupied: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -79,6 +81,7 @@ class SequenceColumns:
         max_num_tokens: int,
         eos_token_id: int | None,
         has_stop_token_ids: bool,
+        wants_logprobs: bool = False,
         last_token_ns: int = 0,
     ) -> int:
         """Seats a sequence, none of whose tokens is computed yet; the caller asked `num_free_slots` before."""
@@ -93,6 +96,7 @@ class SequenceColumns:
         self.generation[slot] += 1
         self.eos_token_id[slot] = -1 if eos_token_id is None else eos_token_id
         self.has_stop_token_ids[slot] = has_stop_token_ids
+        self.wants_logprobs[slot] = wants_logprobs
         self.last_token_ns[slot] = last_token_ns
         self.occupied[slot] = True
         self.owner[slot] = owner
@@ -111,6 +115,7 @@ class SequenceColumns:
             self.max_num_tokens,
             self.eos_token_id,
             self.has_stop_token_ids,
+            self.wants_logprobs,
             self.is_held,
             self.tenant,
             self.last_token_ns,

@@ -108,10 +108,30 @@ def _pack_rows(message: worker_pb2.Rows, rows: ScheduledRows) -> None:
 
 
 def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
-    """Reads an answer to rows that were to have `num_answers` entries each."""
+    """Reads an answer to rows that were to have `num_answers` entries each.
+
+    Raises ValueError for logprob columns that contradict one another, which others read later on.
+    """
     token_ids = np.frombuffer(outputs.token_ids_i32, I32)
     num_tokens = num_answers
     if outputs.num_tokens_u16:
         num_tokens = np.frombuffer(outputs.num_tokens_u16, U16).astype(np.int64)
     logprobs = np.frombuffer(outputs.logprobs_f32, F32)
+    if len(logprobs) or outputs.top_counts_u32:
+        _check_logprobs(outputs, len(token_ids))
     return Answer(token_ids, num_tokens, logprobs, {error.row: error.message for error in outputs.row_errors})
+
+
+def _check_logprobs(outputs: worker_pb2.SequenceOutputs, num_entries: int) -> None:
+    counts = np.frombuffer(outputs.top_counts_u32, U32)
+    num_top = int(counts.sum())
+    sizes = {
+        "logprobs": (len(outputs.logprobs_f32), num_entries),
+        "ranks": (len(outputs.ranks_u32), num_entries),
+        "top counts": (len(outputs.top_counts_u32), num_entries if len(counts) else 0),
+        "top token ids": (len(outputs.top_token_ids_i32), num_top),
+        "top logprobs": (len(outputs.top_logprobs_f32), num_top),
+    }
+    for name, (num_bytes, wanted) in sizes.items():
+        if num_bytes != 4 * wanted:
+            raise ValueError(f"{num_bytes} bytes of {name} for {wanted} entries")

@@ -30,6 +30,7 @@ class ScheduledRows:
         forks: (parent, children) of sequences that were forked in this step.
         moved: groups with blocks in this step's swaps and copies.
         published: blocks that can be found in the prefix cache because of this step.
+        wants_logprobs: whether some of its draws are to come with their logprobs.
     """
 
     slots: Ints
@@ -46,6 +47,7 @@ class ScheduledRows:
     forks: list[tuple[Sequence, list[Sequence]]] = field(default_factory=list)
     moved: set[SequenceGroup] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
+    wants_logprobs: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -237,10 +237,10 @@ class WorkerGroups:
             group = sequence.group
             self.columns.is_held[slot] = group.uses_beam_search or len(group.unfinished()) > 1
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when queues, columns and blocks contradict one another."""
+    def check_integrity(self, part: slice = slice(None)) -> None:
+        """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
         self.columns.check_integrity()
-        self.blocks.check_integrity({*self.running, *self.swapped, *self.preempted})
+        self.blocks.check_integrity({*self.running, *self.swapped, *self.preempted}, part)
         seated = {s.slot for group in self.running for s in group.unfinished() if s.slot >= 0}
         assert seated == set(np.flatnonzero(self.columns.occupied).tolist()), "running groups and slots disagree"
         places = [*self.running, *self.swapped, *self.preempted]

@@ -18,6 +18,7 @@ from scheduler_svc.step_statistics import StepInFlight, StepStatistics
 
 SILENCE_LIMIT_NS = 2_000_000_000  # heartbeats come every 0.5 s
 STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compilation, a busy neighbour
+BLOCKS_CHECKED_AT_ONCE = 16_384  # about 10 ms
 STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take
 
 
@@ -67,6 +68,7 @@ class WorkerHandle:
         self.is_draining = False  # it says that it ends, or has been told to
         self.is_leaving = False  # given back as soon as it has answered
         self.failed_step: StepInFlight | None = None
+        self._next_block_checked = 0
         self.checked_ns = 0  # when the integrity of its state was looked at last
         self.last_step_id = 0  # ids rise by one, and answers come in order
 
@@ -89,6 +91,13 @@ class WorkerHandle:
     @property
     def is_idle(self) -> bool:
         return not self.in_flight and not self.scheduler.running
+
+    def check_integrity(self) -> None:
+        """The scheduler's own check, each time with the next part of its blocks: a large cache holds nobody up."""
+        num_blocks = self.sizes.num_device_blocks
+        part = slice(self._next_block_checked, self._next_block_checked + BLOCKS_CHECKED_AT_ONCE)
+        self._next_block_checked = 0 if part.stop >= num_blocks else part.stop
+        self.scheduler.check_integrity(part)
 
     def shrink_budget(self) -> bool:
         """Halves the tokens of a step after the worker ran out of memory; False when decodes alone fill it already."""

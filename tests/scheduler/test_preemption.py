@@ -102,8 +102,19 @@ def test_prompts_wait_by_the_delay_factor():
     assert sends_a_prompt_at(1000)
     assert not sends_a_prompt_at(1100), "the prompt took 100 ns"
     simulation.add([2] * 5, 5)
-    assert not sends_a_prompt_at(1300)
-    assert sends_a_prompt_at(1301)
+    assert not sends_a_prompt_at(1299)
+    assert sends_a_prompt_at(1300)
+
+
+def test_without_a_delay_a_prompt_goes_into_the_step_of_the_instant_in_which_it_comes():
+    simulation = Simulation(enable_chunked_prefill=False, depth=1)
+    simulation.add([1] * 5, 20, eos_token_id=None)
+    for number, now_ns in enumerate((1000, 1100, 1200)):
+        simulation.now_ns = now_ns
+        simulation.add([2 + number] * 5, 20, eos_token_id=None)
+        assert simulation.send()
+        simulation.answer()
+        assert simulation.sent[-1][0].rows.num_decode_rows == 0
 
 
 def test_a_step_of_prompts_lasts_until_its_answer_also_where_another_one_is_sent_meanwhile():
@@ -117,7 +128,7 @@ def test_a_step_of_prompts_lasts_until_its_answer_also_where_another_one_is_sent
     simulation.answer()
     simulation.send()  # notices that it took 100 ns
     late = simulation.add([2] * 5, 5)
-    for now_ns, comes in ((1300, False), (1301, True)):
+    for now_ns, comes in ((1299, False), (1300, True)):
         simulation.now_ns = now_ns
         simulation.answer()
         simulation.send()

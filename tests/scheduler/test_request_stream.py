@@ -245,7 +245,8 @@ def test_best_of_gives_the_most_likely_in_their_order_at_the_end(tokenizer):
         assert not reader.messages
         reader.take(b"abc"[index : index + 1] * 2, LENGTH, logprob, index)
     assert [(delta.index, delta.text) for delta in reader.deltas] == [(0, "cc"), (1, "aa")]
-    assert not reader.deltas[0].logprobs and not reader.deltas[0].HasField("cumulative_logprob"), "nobody asked"
+    assert not reader.deltas[0].logprobs, "nobody asked"
+    assert [delta.cumulative_logprob for delta in reader.deltas] == [-1.0, -2.0], "what they were chosen by"
     assert reader.last is not None and reader.last.usage.completion_tokens == 6, "what was drawn for all three"
 
 
@@ -280,6 +281,7 @@ def test_beams_come_ranked_with_their_scores(tokenizer):
         (1, "two", LENGTH, -1.0),
     ]
     assert reader.deltas[0].matched_stop.token_id == IM_END and not reader.deltas[0].logprobs
+    assert [delta.cumulative_logprob for delta in reader.deltas] == [-2.0, -3.0]
     assert reader.last is not None and reader.last.usage.completion_tokens == 10, "of all hypotheses"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 
 from protos import worker_pb2
@@ -37,8 +38,8 @@ def test_what_a_lost_worker_gives_back_comes_before_later_arrivals():
     loop.engine.worker_lost(link, "gone")
     loop.turn()
     again = loop.join(epoch=2)
-    loop.turn()
-    assert [group.request_id for group in again.steps[0].groups] == ["first", "second", "third"]
+    loop.run_to_end(again)
+    assert [group.request_id for step in again.steps for group in step.groups] == ["first", "second", "third"]
 
 
 def test_an_answer_of_an_old_epoch_is_dropped():
@@ -228,3 +229,52 @@ def test_a_step_that_is_past_its_deadline_costs_the_worker(monkeypatch):
     loop.turn()
     loop.turn()
     assert link.is_closed and loop.engine.live.num_waiting == 1
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_right"),
+    [
+        ({}, False),
+        ({"logprobs_f32": floats(-1.0), "ranks_u32": b"\1\0\0\0"}, True),
+        ({"logprobs_f32": floats(-1.0)}, False),
+        ({"logprobs_f32": floats(-1.0, -2.0), "ranks_u32": b"\1\0\0\0"}, False),
+        ({"logprobs_f32": floats(-1.0), "ranks_u32": b"\1\0\0\0", "top_counts_u32": b"\1\0\0\0"}, False),
+    ],
+)
+def test_a_worker_that_leaves_out_logprobs_that_were_wanted_is_given_up(columns, is_right):
+    loop = Loop()
+    link = loop.join("bad")
+    for request_id in ("asks", "does not"):
+        group = loop.group(request_id)
+        if request_id == "asks":
+            group.sampling_params.logprobs = 1
+        loop.engine.submit(group)
+        loop.turn()
+    outputs = worker_pb2.SequenceOutputs(token_ids_i32=np.array([7], "<i4").tobytes(), **columns)
+    loop.answer(link, result=worker_pb2.StepResult(step_id=1, outputs=outputs))
+    loop.turn()
+    assert link.is_closed is not is_right
+    assert not loop.ends, "the requests are not at fault"
+    assert loop.token_ids == ({"asks": [7]} if is_right else {})
+
+
+def test_a_slot_that_now_belongs_to_one_who_wants_logprobs_owes_none_for_the_one_before():
+    loop = Loop()
+    link = loop.join(max_num_seqs=1)
+    loop.submit("does not")
+    loop.turn()
+    loop.engine.abort("does not")
+    group = loop.group("asks")
+    group.sampling_params.logprobs = 1
+    loop.engine.submit(group)
+    loop.turn()
+    loop.answer(link)
+    loop.turn()
+    assert len(link.steps) == 3 and link.steps[2].groups[0].request_id == "asks"
+    loop.answer(link)
+    loop.turn()
+    assert not link.is_closed

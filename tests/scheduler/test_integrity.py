@@ -1,0 +1,106 @@
+"""What the check of an idle worker's state finds: each kind of fault, wherever it is, a part of the cache at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from protos import worker_pb2
+from scheduler_svc import worker_handle
+from scheduler_svc.block_manager import BlockSpaceManager
+from scheduler_svc.scheduler import SchedulerSettings
+from scheduler_svc.worker_handle import WorkerHandle
+from tests.scheduler.hand_turned_loop import FakeLink
+
+NUM_BLOCKS, PART = 50, 16
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerHandle:
+    """Of its blocks 0..39 are idle, 40..44 in use and cached, the others blank."""
+    monkeypatch.setattr(worker_handle, "BLOCKS_CHECKED_AT_ONCE", PART)
+    sizes = worker_pb2.InitializeResponse(
+        num_device_blocks=NUM_BLOCKS, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64
+    )
+    info, lease = worker_pb2.WorkerInfo(block_size=4), worker_pb2.LeaseGranted(epoch=1)
+    worker = WorkerHandle(FakeLink("worker"), info, sizes, lease, SchedulerSettings())
+    blocks = worker.scheduler.blocks
+    taken = blocks.allocator.allocate(45)
+    blocks.cache.publish([bytes([number]) * 32 for number in range(45)], taken, np.full(45, -1, np.int32))
+    blocks.allocator.free(taken[:40])
+    columns = worker.scheduler.columns
+    columns.take_slot(None, np.zeros(20, np.int32), max_num_tokens=20, eos_token_id=None, has_stop_token_ids=False)
+    columns.block_tables[0, :5], columns.num_blocks[0] = taken[40:], 5
+    monkeypatch.setattr(worker.scheduler, "check_integrity", lambda part: blocks.check_integrity(set(), part))
+    return worker
+
+
+def is_found_in(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.cache._block_of[blocks.cache._hash_of[block]] = other  # type: ignore[index]  # it is cached
+
+
+def has_another_hash(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.cache._hash_of[block] = blocks.cache._hash_of[other]
+
+
+def has_no_hash(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.cache._hash_of[block] = None
+
+
+def is_not_cached(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.cache.is_cached[block] = False
+
+
+def is_idle_in_place_of(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    del blocks.allocator._idle[block]
+    blocks.allocator._idle[44] = None
+
+
+def is_lost(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    del blocks.allocator._idle[block]
+
+
+def is_referenced(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.allocator.ref_counts[block] = 1
+
+
+def is_blank_too(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.allocator._blank[0] = block
+
+
+def is_blank_twice(blocks: BlockSpaceManager, block: int, other: int) -> None:
+    blocks.allocator._blank[0] = blocks.allocator._blank[1]
+
+
+FAULTS = (
+    is_found_in,
+    has_another_hash,
+    has_no_hash,
+    is_not_cached,
+    is_idle_in_place_of,
+    is_lost,
+    is_referenced,
+    is_blank_too,
+    is_blank_twice,
+)
+
+
+def test_a_sound_state_passes_as_often_as_it_is_looked_at(worker):
+    for _ in range(3 * NUM_BLOCKS // PART):
+        worker.check_integrity()
+    worker.scheduler.blocks.check_integrity(set())
+
+
+@pytest.mark.parametrize("block", [0, PART - 1, PART, 39])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_every_fault_is_found_once_all_parts_were_looked_at(
+    worker: WorkerHandle, fault: Callable[[BlockSpaceManager, int, int], None], block: int
+) -> None:
+    fault(worker.scheduler.blocks, block, 20)
+    with pytest.raises(AssertionError):
+        worker.scheduler.blocks.check_integrity(set())
+    with pytest.raises(AssertionError):
+        for _ in range(-(-NUM_BLOCKS // PART)):
+            worker.check_integrity()
