@@ -4,8 +4,8 @@ A stream's coroutine is woken when there is something to write, and finds everyt
 client that reads slowly, or a loop that is behind, gets fewer and larger messages. With an interval a stream's messages
 are that far apart, but neither its first and last message nor those of a lone stream ever wait.
 
-Streams write in turns, a few in each round of the loop: between two rounds it takes new requests (gRPC accepts one a
-round), so that no number of busy streams keeps others from beginning.
+Streams write in turns, a few at once. Writes that are done stand in one queue with calls that begin, of which gRPC
+accepts one after the other: without turns each call waited until every busy stream had written, health checks too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_plan import NewTokens
 
-TURNS_A_ROUND = 32  # about 1 ms of writing
+WRITES_AT_ONCE = 16
+LONGEST_TURN_S = 0.02
 
 
 class Mailboxes:
@@ -42,7 +43,7 @@ class Mailboxes:
         return box
 
     def close(self, stream: RequestStream) -> None:
-        del self._boxes[stream]
+        self._turns.give_back(self._boxes.pop(stream))
 
     # ---- OutputSink, called on the step loop's thread ---------------------------------------------------------------
 
@@ -91,6 +92,7 @@ class Mailbox:
     async def receive(self) -> pb.GenerateResponse:
         """The next message, which is the last one if it has a usage."""
         self._has_turn = False
+        self._turns.give_back(self)
         self._waiter = self._loop.create_future()
         if self._stream.is_ready:
             self.ring()
@@ -110,10 +112,12 @@ class Mailbox:
         self._has_turn = True
         self._turns.ask(self)
 
-    def wake(self) -> None:
-        """It is this reader's turn."""
-        if self._waiter is not None and not self._waiter.done():  # done: its client is gone
-            self._waiter.set_result(None)
+    def wake(self) -> bool:
+        """It is this reader's turn; False: its client is gone."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
     def _has_to_wait(self) -> bool:
         if self._timer is not None:
@@ -132,25 +136,48 @@ class Mailbox:
 
 
 class Turns:
-    """Who writes when: first come, first served, a few in each round of the loop."""
+    """Who writes when: first come, first served, and only so many at once.
+
+    A write that its client's window holds up gives its turn away after a while, so that no number of clients that do
+    not read keeps the others from being written to.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._queue: deque[Mailbox] = deque()
-        self._is_scheduled = False
+        self._holders: dict[Mailbox, float] = {}  # since when, the oldest first
+        self._timer: asyncio.TimerHandle | None = None
 
     def ask(self, box: Mailbox) -> None:
+        """`box.wake` will be called."""
         self._queue.append(box)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._round)
+        self._give()
 
-    def _round(self) -> None:
-        for _ in range(min(TURNS_A_ROUND, len(self._queue))):
-            self._queue.popleft().wake()
-        self._is_scheduled = bool(self._queue)
-        if self._is_scheduled:
-            self._loop.call_soon(self._round)
+    def give_back(self, box: Mailbox) -> None:
+        """It has written, or is gone. Does nothing for one without a turn."""
+        if self._holders.pop(box, None) is not None and self._queue:
+            self._give()
+
+    def _give(self) -> None:
+        now_s = self._loop.time()
+        while self._queue and (len(self._holders) < WRITES_AT_ONCE or self._takes_away(now_s)):
+            box = self._queue.popleft()
+            if box.wake():
+                self._holders[box] = now_s
+        if self._queue and self._timer is None:
+            self._timer = self._loop.call_later(LONGEST_TURN_S, self._on_timer)
+
+    def _takes_away(self, now_s: float) -> bool:
+        """Whether the oldest turn was too long, and is over by that."""
+        box, since_s = next(iter(self._holders.items()))
+        if now_s - since_s < LONGEST_TURN_S:
+            return False
+        del self._holders[box]
+        return True
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._give()
 
 
 class Pace:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import scheduler_svc.mailboxes
 from protos import inference_pb2 as pb
-from scheduler_svc.mailboxes import TURNS_A_ROUND, Mailbox, Mailboxes, Pace
+from scheduler_svc.mailboxes import WRITES_AT_ONCE, Mailboxes, Pace
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.tokenizer import Tokenizer
@@ -70,25 +71,85 @@ async def test_a_reader_that_left_is_passed_over(tokenizer):
     assert (await box.receive()).outputs[0].text == "a"
 
 
-async def test_a_round_has_only_so_many_turns(tokenizer):
-    mailboxes = Mailboxes(asyncio.get_running_loop())
-    streams = [stream(tokenizer) for _ in range(3 * TURNS_A_ROUND)]
-    written: list[int] = []
+class Readers:
+    """Coroutines that each take one message, and go on writing it until they are let go."""
 
-    async def read(number: int, box: Mailbox) -> None:
-        await box.receive()
-        written.append(number)
+    def __init__(self, mailboxes: Mailboxes, streams: list[RequestStream]) -> None:
+        self.writing: list[int] = []
+        self._may_go_on = [asyncio.Event() for _ in streams]
+        self._boxes = [mailboxes.open(each) for each in streams]
+        self.tasks = [asyncio.create_task(self._read(number)) for number in range(len(streams))]
 
-    tasks = [asyncio.create_task(read(number, mailboxes.open(each))) for number, each in enumerate(streams)]
-    await asyncio.sleep(0)
-    say(mailboxes, b"a", *streams)
-    counts = [0]
-    while len(written) < len(streams):
+    async def _read(self, number: int) -> None:
+        await self._boxes[number].receive()
+        self.writing.append(number)
+        await self._may_go_on[number].wait()
+        await self._boxes[number].receive()
+
+    async def let_go(self, number: int) -> None:
+        self._may_go_on[number].set()
+        await rounds()
+
+    async def leave(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def rounds() -> None:
+    """As many rounds of the loop as anything here takes."""
+    for _ in range(10):
         await asyncio.sleep(0)
-        counts.append(len(written))
-    assert max(later - earlier for earlier, later in pairwise(counts)) <= TURNS_A_ROUND
-    assert written == sorted(written), "first come, first served"
-    await asyncio.gather(*tasks)
+
+
+@pytest.fixture
+def endless_turns(monkeypatch) -> None:
+    monkeypatch.setattr(scheduler_svc.mailboxes, "LONGEST_TURN_S", 3600.0)
+
+
+async def test_only_so_many_write_at_once_and_the_others_follow_in_order(tokenizer, endless_turns):
+    mailboxes = Mailboxes(asyncio.get_running_loop())
+    streams = [stream(tokenizer) for _ in range(WRITES_AT_ONCE + 2)]
+    readers = Readers(mailboxes, streams)
+    await rounds()
+    say(mailboxes, b"a", *streams)
+    await rounds()
+    assert readers.writing == list(range(WRITES_AT_ONCE))
+    await readers.let_go(3)
+    assert readers.writing[WRITES_AT_ONCE:] == [WRITES_AT_ONCE]
+    mailboxes.close(streams[5])
+    await rounds()
+    assert readers.writing[WRITES_AT_ONCE:] == [WRITES_AT_ONCE, WRITES_AT_ONCE + 1], "who is gone has no turn"
+    await readers.leave()
+
+
+async def test_clients_that_do_not_read_keep_nobody_from_writing(tokenizer, monkeypatch):
+    monkeypatch.setattr(scheduler_svc.mailboxes, "LONGEST_TURN_S", 0.001)
+    mailboxes = Mailboxes(asyncio.get_running_loop())
+    streams = [stream(tokenizer) for _ in range(3 * WRITES_AT_ONCE)]
+    readers = Readers(mailboxes, streams)
+    await rounds()
+    say(mailboxes, b"a", *streams)
+    deadline = time.monotonic() + 10
+    while len(readers.writing) < len(streams):
+        assert time.monotonic() < deadline, f"{len(readers.writing)} of {len(streams)} had a turn"
+        await asyncio.sleep(0.001)
+    assert readers.writing == sorted(readers.writing), "first come, first served"
+    await readers.leave()
+
+
+async def test_a_turn_of_one_that_left_meanwhile_is_the_next_ones(tokenizer, endless_turns):
+    mailboxes = Mailboxes(asyncio.get_running_loop())
+    streams = [stream(tokenizer) for _ in range(WRITES_AT_ONCE + 2)]
+    readers = Readers(mailboxes, streams)
+    await rounds()
+    say(mailboxes, b"a", *streams)
+    await rounds()
+    readers.tasks[WRITES_AT_ONCE].cancel()
+    await rounds()
+    await readers.let_go(0)
+    assert readers.writing[WRITES_AT_ONCE:] == [WRITES_AT_ONCE + 1]
+    await readers.leave()
 
 
 INTERVAL_S = 3600.0  # nothing below waits for it to pass
