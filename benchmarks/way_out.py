@@ -1,6 +1,7 @@
 """What reaches clients of one scheduler core: `python -m benchmarks.way_out` (about three minutes, two idle cores).
 
-A simulated worker answers at once, or at a pace that the scheduler keeps up with, in which no two tokens of a stream
+With frontend processes the core and they share what is left to them by the load: on two cores, one. A simulated worker
+answers at once, or at a pace that the scheduler keeps up with, in which no two tokens of a stream
 share a message. Load averages before each part are kept: beside other work the figures mean little.
 """
 
@@ -24,6 +25,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "streams": [1, 64, 1024],
         "scheduler_flags": ["--stream-interval-ms=50"],
     },
+    "worker at once, --frontends 2": {"streams": [64, 1024], "frontends": 2},
     "a step every 4 ms": {"streams": [64], "step_ms": 4.0},
     "a step every 55 ms": {"streams": [1024], "step_ms": 55.0},
 }
@@ -31,7 +33,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures what reaches clients.")
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     facts = machine.describe()

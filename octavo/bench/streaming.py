@@ -50,6 +50,10 @@ class StreamingFigures:
     cpu_share: float  # of one core
     between_messages_p50_ms: float  # of one stream
     between_messages_p99_ms: float
+    admission_p50_ms: (
+        float  # from a request to its first message, of all requests of the run: all streams begin at once
+    )
+    admission_p99_ms: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +67,8 @@ class _Count:
     tokens: int = 0
     num_started: int = 0
     served: set[int] = field(default_factory=set)  # streams that received anything
+    gaps_ns: list[int] = field(default_factory=list)  # between two messages of a stream
+    admissions_ns: list[int] = field(default_factory=list)  # from a request to its first message
 
 
 def measure(
@@ -109,17 +115,16 @@ async def _load(address: str, pid: int, num_streams: int, seconds: float) -> Str
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection a channel
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(min(NUM_CHANNELS, num_streams))]
     await _wait_until_ready(channels[0])
-    count, gaps_ns = _Count(), list[int]()
+    count = _Count()
     tasks = [
-        asyncio.create_task(_stream(number, channels[number % len(channels)], count, gaps_ns))
-        for number in range(num_streams)
+        asyncio.create_task(_stream(number, channels[number % len(channels)], count)) for number in range(num_streams)
     ]
     try:
         while count.num_started < num_streams:
             _raise_first_failure(tasks)
             await asyncio.sleep(0.05)
         await asyncio.sleep(SETTLE_S)
-        gaps_ns.clear()
+        count.gaps_ns.clear()
         count.served.clear()
         messages, tokens, cpu_s, started = count.messages, count.tokens, cpu_seconds(pid), time.monotonic()
         await asyncio.sleep(seconds)
@@ -143,8 +148,10 @@ async def _load(address: str, pid: int, num_streams: int, seconds: float) -> Str
         tokens_per_cpu_s=tokens / cpu_s,
         cpu_s_per_1000_tokens=1000 * cpu_s / tokens,
         cpu_share=cpu_s / wall_s,
-        between_messages_p50_ms=percentile(gaps_ns, 50) / 1e6,
-        between_messages_p99_ms=percentile(gaps_ns, 99) / 1e6,
+        between_messages_p50_ms=percentile(count.gaps_ns, 50) / 1e6,
+        between_messages_p99_ms=percentile(count.gaps_ns, 99) / 1e6,
+        admission_p50_ms=percentile(count.admissions_ns, 50) / 1e6,
+        admission_p99_ms=percentile(count.admissions_ns, 99) / 1e6,
     )
 
 
@@ -160,7 +167,7 @@ async def _wait_until_ready(channel: grpc.aio.Channel) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _stream(number: int, channel: grpc.aio.Channel, count: _Count, gaps_ns: list[int]) -> None:
+async def _stream(number: int, channel: grpc.aio.Channel, count: _Count) -> None:
     """One client: its next request begins when the last has ended."""
     request = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=[ord("a") + place % 26 for place in range(PROMPT_TOKENS)]),
@@ -169,14 +176,16 @@ async def _stream(number: int, channel: grpc.aio.Channel, count: _Count, gaps_ns
     generate = channel.unary_stream(GENERATE)
     has_started = False
     while True:
-        last_ns = 0
+        last_ns, sent_ns = 0, time.monotonic_ns()
         async for data in generate(request):
             response = pb.GenerateResponse.FromString(data)
+            if response.HasField("admission"):
+                count.admissions_ns.append(time.monotonic_ns() - sent_ns)
             if not response.outputs:
                 continue
             now_ns = time.monotonic_ns()
             if last_ns:
-                gaps_ns.append(now_ns - last_ns)
+                count.gaps_ns.append(now_ns - last_ns)
             last_ns = now_ns
             count.messages += 1
             count.served.add(number)
@@ -209,6 +218,7 @@ _HEADERS = (
     "CPU s / 1,000 tokens",
     "of a core",
     "between messages p50 / p99",
+    "admission p50 / p99",
 )
 
 
@@ -227,4 +237,5 @@ def _cells(row: StreamingFigures) -> tuple[str, ...]:
         f"{row.cpu_s_per_1000_tokens:.4f}",
         f"{100 * row.cpu_share:.0f} %",
         f"{row.between_messages_p50_ms:.2f} / {row.between_messages_p99_ms:.2f} ms",
+        f"{row.admission_p50_ms:.0f} / {row.admission_p99_ms:.0f} ms",
     )
