@@ -142,7 +142,7 @@ class Scheduler:
     def schedule(self, waiting: Source, now_ns: int, is_quiet: bool = True) -> SchedulerOutputs | None:
         """Fills one step; None when there is nothing to send (what was released then waits for the next step).
 
-        `is_quiet`: nothing is in flight, so groups may be put on trial.
+        `is_quiet`: nothing is in flight, so groups may be put on trial, and who cannot get on will not by waiting.
         """
         plan = StepPlan(SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs))
         alone = self._alone()
@@ -157,6 +157,9 @@ class Scheduler:
         if not is_of_prompts:
             self._add_decodes(plan, alone)
             self._add_chunks(plan, alone)
+            if alone is not None and is_quiet and not plan.has_rows:
+                self._make_way_for(plan, alone)
+                alone = alone if plan.has_rows else None  # None: they had to give way themselves, and others go on
             # What was taken from one group is not given to another at once, unless nobody is left to have it.
             may_admit = alone is None and not (plan.num_preempted and self.running)
             if may_admit and (self.settings.enable_chunked_prefill or self.swapped or not self.running):
@@ -421,6 +424,16 @@ class Scheduler:
             plan.num_swapped_out += self._preemption.preempt(max(overruled, key=self.settings.policy.key))
             plan.num_overruled += 1
 
+    def _make_way_for(self, plan: StepPlan, alone: AbstractSet[SequenceGroup]) -> None:
+        """Whoever pauses for the groups that run alone holds blocks, too: the last in order give theirs up."""
+        while not plan.has_rows and self.running & alone and (others := self.running - alone):
+            self._preempt(max(others, key=self.settings.policy.key), plan)
+            self._add_chunks(plan, alone)
+        if not plan.has_rows:
+            self.on_trial.clear()
+            self._add_decodes(plan, None)
+            self._add_chunks(plan, None)
+
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
         plan.num_swapped_out += self._preemption.preempt(group)
         plan.num_preempted += 1
@@ -431,8 +444,7 @@ class Scheduler:
 
     def _seal(self, plan: StepPlan) -> SchedulerOutputs | None:
         groups = self.groups
-        has_rows = len(plan.decode_slots) or plan.chunks or plan.beams
-        if not (has_rows or groups.swap_out or groups.swap_in or self.tells_releases):
+        if not (plan.has_rows or groups.swap_out or groups.swap_in or self.tells_releases):
             return None
         self.tells_releases = False
         forks = {child: parent for child, parent in groups.forks.items()}

@@ -169,6 +169,10 @@ class StepPlan:
     num_overruled: int = 0  # preempted for a more urgent group
     num_swapped_out: int = 0  # of all preempted
 
+    @property
+    def has_rows(self) -> bool:
+        return bool(len(self.decode_slots) or self.chunks or self.beams)
+
     def introduce(self, introduction: Introduction) -> None:
         self.introductions.append(introduction)
         self.introduced_tokens += 0 if introduction.same_as else introduction.sequence.num_tokens
