@@ -16,7 +16,7 @@ export OCTAVO_NUM_THREADS=${OCTAVO_NUM_THREADS:-1} OCTAVO_KV_CACHE_MEMORY=${OCTA
 export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0 PIP_FIND_LINKS=""
 WHEELS_PORT=50159 # always the same: it is part of what the engine's build cache goes by
 ADDRESS=127.0.0.1:$PORT
-MAX_TOKENS=200
+MAX_TOKENS=300
 PATIENCE_S=120 # for anything that has to happen by itself
 work=$(mktemp -d)
 declare -A streams # name of an answer: the process that receives it
@@ -87,10 +87,6 @@ is_serving_at() { [ "$(worker_at "$1" | jq --raw-output .health)" = WORKER_HEALT
 
 is_lost_at() { ! is_serving_at "$1"; }
 
-address_of() { # the worker that computes a request
-  call Control/ListRequests | jq --raw-output --arg id "$1" '.requests[]? | select(.request_id == $id).worker // empty'
-}
-
 container_at() {
   local id
   for id in $(containers worker); do
@@ -118,15 +114,14 @@ generate() {
 
 has_begun() { [ "$(grep --count --extended-regexp 'token_?[iI]ds' "$work/$1.json")" -ge 20 ]; }
 
-# generate_and_find NAME...: as generate, and waits until all are well under way; the last is computed at $victim_address.
+# generate_and_find NAME...: as generate, and waits until all are well under way; $addresses are the workers that compute
+# them, each once.
 generate_and_find() {
+  local name
   generate "$@"
-  for name in "$@"; do
-    until_true "tokens of $name" has_begun "$name"
-    victim_address=$(address_of "$name")
-    [ -n "$victim_address" ] || fail "$name is computed nowhere"
-  done
-  victim=$(container_at "$victim_address")
+  for name in "$@"; do until_true "tokens of $name" has_begun "$name"; done
+  mapfile -t addresses < <(call Control/ListRequests | jq --raw-output '[.requests[]?.worker // empty] | unique[]')
+  [ "${#addresses[@]}" -gt 0 ] || fail "$* ended before the fault"
 }
 
 tokens_of() { answer "$1" | jq --compact-output --slurp '[.[].outputs[]?.token_ids[]?]'; }
@@ -215,7 +210,8 @@ generate again
 finish 0 again
 
 generate_and_find killed
-say "killing the process of the worker at $victim_address in the middle"
+victim=$(container_at "${addresses[0]}")
+say "killing the process of the worker at ${addresses[0]} in the middle"
 docker exec "$victim" sh -c 'kill -KILL $(cat /proc/1/task/1/children)'
 finish 1 killed
 until_true "the worker's restart" has_restarted "$victim"
@@ -223,28 +219,35 @@ until_true "three workers after the kill" is_serving_with 3
 say "  the engine has restarted it, the scheduler has found it: three workers serve"
 
 generate_and_find paused
-read -r instance epoch < <(worker_at "$victim_address" | jq --raw-output '"\(.instance_id) \(.epoch)"')
-say "pausing the worker at $victim_address in the middle, epoch $epoch"
+victim=$(container_at "${addresses[0]}")
+read -r instance epoch < <(worker_at "${addresses[0]}" | jq --raw-output '"\(.instance_id) \(.epoch)"')
+say "pausing the worker at ${addresses[0]} in the middle, epoch $epoch"
 docker pause "$victim" >/dev/null
-until_true "the loss of the paused worker" is_lost_at "$victim_address"
+until_true "the loss of the paused worker" is_lost_at "${addresses[0]}"
 say "  the scheduler has noticed; the worker goes on, with an old lease"
 docker unpause "$victim" >/dev/null
 finish 1 paused
 until_true "three workers after the pause" is_serving_with 3
-read -r new_instance new_epoch < <(worker_at "$victim_address" | jq --raw-output '"\(.instance_id) \(.epoch)"')
+read -r new_instance new_epoch < <(worker_at "${addresses[0]}" | jq --raw-output '"\(.instance_id) \(.epoch)"')
 [ "$new_instance" = "$instance" ] || fail "it is not the process that was paused"
 [ "$new_epoch" -gt "$epoch" ] || fail "the lease after the pause is of epoch $new_epoch, as before"
 say "  it has a new lease, epoch $new_epoch: three workers serve"
 
 generate_and_find first second third
-[ "$(for name in first second third; do address_of "$name"; done | sort --unique | wc --lines)" = 3 ] \
-  || fail "three answers are not computed by three workers"
-say "three workers to one, with an answer in the middle on each"
+[ "${#addresses[@]}" = 3 ] || fail "three answers are computed by ${#addresses[@]} workers"
+say "stopping two of the three workers, with an answer in the middle on each"
+victims=("$(container_at "${addresses[0]}")" "$(container_at "${addresses[1]}")")
 started=$SECONDS
-compose up --detach --no-build --scale worker=1 >/dev/null 2>&1 || fail "compose up --scale worker=1"
-say "  two are gone after $((SECONDS - started)) s"
+docker stop --time 30 "${victims[@]}" >/dev/null
+say "  they have ended after $((SECONDS - started)) s"
+for id in "${victims[@]}"; do
+  [ "$(inspect "$id" '{{.State.ExitCode}}')" = 0 ] || fail "a worker ended with $(inspect "$id" '{{.State.ExitCode}}')"
+done
 finish 2 first second third
+compose up --detach --no-build --scale worker=1 >/dev/null 2>&1 || fail "compose up --scale worker=1"
 until_true "one serving worker" is_serving_with 1
+[ "$(containers worker | wc --lines)" = 1 ] || fail "workers are left: $(containers worker)"
+say "scaled to one worker"
 
 say "killing the scheduler's process"
 docker exec "$(containers scheduler)" sh -c 'kill -KILL $(cat /proc/1/task/1/children)'
