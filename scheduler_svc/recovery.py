@@ -31,10 +31,6 @@ class Recovery:
         columns = self._groups.columns
         is_current = columns.generation[rows.slots] == rows.generations
         columns.num_computed_tokens[rows.slots[is_current]] -= rows.query_lens[is_current]
-        for row in np.flatnonzero(~is_current):
-            sequence = rows.sequences[row]
-            if sequence.status is SequenceStatus.SWAPPED and sequence.last_generation == rows.generations[row]:
-                sequence.num_swapped_tokens -= int(rows.query_lens[row])
         first_beam = len(rows) - rows.num_beam_rows
         self._drop_draws(rows.sample_slots, rows.sample_generations, rows.sample_sequences)
         self._drop_draws(rows.slots[first_beam:], rows.generations[first_beam:], rows.sequences[first_beam:])

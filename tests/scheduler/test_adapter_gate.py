@@ -57,7 +57,9 @@ def test_an_adapter_passed_over_often_enough_closes_the_one_in_use_longest_behin
     gate.open({"a"}, ANY)
     assert verdicts(gate, "cab") == [True, True, False]
     gate.open({"a", "c"}, ANY)
-    assert verdicts(gate, "bac") == [False, True, True], "that was its turn: the next one counts from zero"
+    assert verdicts(gate, "bac") == [False, True, True]
+    gate.open({"a", "b"}, ANY)
+    assert verdicts(gate, "cab") == [False, True, True], "that was its turn: the next one counts from zero"
 
 
 def test_each_adapter_that_is_due_closes_one():

@@ -135,6 +135,28 @@ def test_equals_go_to_the_worker_with_less_to_do():
     assert pool.where(fresh) == 1
 
 
+def test_what_is_cached_equally_goes_in_the_order_of_the_queue():
+    pool = Pool({"num_slots": 1}, {"num_slots": 1})
+    blocker = pool.add([60], max_tokens=30)
+    pool.turn(1)
+    assert pool.where(blocker) == 1
+    first, second = pool.add([1, 2, 3], max_tokens=1), pool.add([4, 5, 6], max_tokens=1)
+    pool.turn(0)
+    assert first.is_finished and second in pool.waiting
+
+
+def test_nothing_is_left_to_a_worker_that_takes_nobody():
+    """It has the prompt cached and nothing to do, and is about to leave."""
+    pool = Pool({}, {})
+    first = pool.add(list(range(30)), max_tokens=1)
+    pool.turn(1)
+    assert first.is_finished
+    pool.handles[1].is_draining = True
+    again = pool.add(list(range(30)))
+    pool.turn(0)
+    assert pool.where(again) == 0
+
+
 def test_a_small_worker_leaves_large_groups_to_a_large_one():
     pool = Pool({"num_blocks": 6}, {"num_blocks": 64})
     large, small = pool.add(list(range(40))), pool.add([1, 2, 3])
@@ -146,14 +168,14 @@ def test_a_small_worker_leaves_large_groups_to_a_large_one():
 
 
 def test_no_more_adapters_at_once_than_fit_and_none_waits_for_ever():
-    """The simulated worker refuses a step of two adapters."""
+    """The simulated worker refuses a step of two adapters. Those of adapter a do not end together: one always runs."""
     pool = Pool({"adapters": ("a", "b"), "max_loras": 1, "num_slots": 3})
     rng = np.random.default_rng(0)
 
-    def one_more() -> SequenceGroup:
-        return pool.add(rng.integers(0, 97, 6).tolist(), max_tokens=int(rng.integers(2, 9)), adapter="a")
+    def one_more(max_tokens: int = 6) -> SequenceGroup:
+        return pool.add(rng.integers(0, 97, 6).tolist(), max_tokens, adapter="a")
 
-    groups = [one_more() for _ in range(3)]
+    groups = [one_more(max_tokens) for max_tokens in (2, 4, 6)]
     other = pool.add([5, 6, 7], adapter="b")
     plain = pool.add([8, 9])
     num_turns = 0

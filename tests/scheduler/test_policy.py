@@ -198,6 +198,16 @@ def test_tenants_that_stand_where_a_newcomer_starts_are_forgotten():
     assert served.level("ahead") == 10**9 and served.level("tenant 0") == 20 * MIN_REMEMBERED - 1
 
 
+def test_whoever_stands_at_the_least_served_level_is_not_remembered():
+    served = ServedTokens()
+    for number in range(2 * MIN_REMEMBERED):
+        served.charge(f"tenant {number}", 5)
+    served.lift("newcomer", 5)
+    assert len(served) == 0 and served.level("tenant 7") == 5
+    served.lift("another", 3)
+    assert served.level("newcomer") == 5, "a level never falls"
+
+
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 def test_tenants_are_charged_for_what_they_get_and_for_nothing_twice(preemption_mode):
     """A prompt once, and each token that was drawn, also where it came for a group that had been preempted."""
