@@ -257,18 +257,22 @@ class BlockTables(_message.Message):
     def __init__(self, slots_u16: _Optional[bytes] = ..., counts_u16: _Optional[bytes] = ..., block_ids_u32: _Optional[bytes] = ...) -> None: ...
 
 class SequenceGroupMetadata(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "sampling_params", "adapter", "sequences")
+    __slots__ = ("request_id", "num_prompt_tokens", "sampling_params", "adapter", "sequences", "stop_token_ids_u32", "bad_words")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_U32_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     sampling_params: _inference_pb2.SamplingParams
     adapter: str
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceData]
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceData, _Mapping]]] = ...) -> None: ...
+    stop_token_ids_u32: bytes
+    bad_words: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceData, _Mapping]]] = ..., stop_token_ids_u32: _Optional[bytes] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ...) -> None: ...
 
 class SequenceData(_message.Message):
     __slots__ = ("slot", "index", "token_ids", "num_computed_tokens", "block_table", "same_as_slot")

@@ -26,14 +26,15 @@ MAX_REQUEST_ID_CHARS = 256
 _MAX_CHARS = {"request_id": MAX_REQUEST_ID_CHARS, "cache_salt": 256, "tenant": 256}
 MAX_CHARS_PER_TOKEN = 100  # a prompt with more for each token that the model takes is refused before it is tokenised
 MAX_STOP_TOKEN_IDS_OF_BEAMS = 1024  # each asks the worker for one more candidate of every beam in every step
-# Scalars of SamplingParams that do something only at another value than this, and that no worker here can do yet.
+# Scalars of SamplingParams that do something only at another value than this, and nothing in a beam search.
 _NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_tokens": 0,
 }
-_ABSENT = ("prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "guided")
+_NOT_OF_BEAMS = ("logit_bias", "allowed_token_ids", "bad_words")
+_ABSENT = ("prompt_logprobs", "guided")  # that no worker here can do yet
 
 
 class Frontend:
@@ -114,6 +115,7 @@ class Frontend:
             tenant=request.tenant,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
+            bad_words=_bad_words(params, model),
             resumed_token_ids=resumed,
         )
         group.output = stream = RequestStream(
@@ -159,10 +161,8 @@ class Frontend:
 
     def _check_supported(self, request: pb.GenerateRequest) -> None:
         params = request.sampling_params
-        asked = [name for name, value in _NEUTRAL.items() if params.HasField(name) and getattr(params, name) != value]
-        asked += [name for name in _ABSENT if any(field.name == name for field, _ in params.ListFields())]
-        if asked:
-            raise Unsupported(f"sampling_params.{asked[0]} is not implemented by this server")
+        for name in _set_fields(params, _ABSENT):
+            raise Unsupported(f"sampling_params.{name} is not implemented by this server")
         if params.use_beam_search:
             _check_beams_supported(params)
         if request.priority and self._scheduling_policy != "priority":
@@ -181,8 +181,23 @@ class Frontend:
         return _encode_prompt(request, model, "exactly one of prompt, prompt_token_ids and messages")
 
 
+def _set_fields(params: pb.SamplingParams, names: tuple[str, ...]) -> list[str]:
+    given = {field.name for field, _ in params.ListFields()}
+    return [name for name in names if name in given]
+
+
+def _bad_words(params: pb.SamplingParams, model: ServedModel) -> list[tuple[int, ...]]:
+    """Each word as it is written at the begin of a text and after a space, where that is one token sequence."""
+    spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+    encoded = (tuple(model.tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+    return list(dict.fromkeys(word for word in encoded if word))
+
+
 def _check_beams_supported(params: pb.SamplingParams) -> None:
     """Refuses what a beam search would silently leave out, and what would make its steps too large."""
+    asked = [name for name, value in _NEUTRAL.items() if params.HasField(name) and getattr(params, name) != value]
+    for name in asked + _set_fields(params, _NOT_OF_BEAMS):
+        raise Unsupported(f"sampling_params.{name} is not implemented by this server with use_beam_search")
     if params.logprobs:
         raise Unsupported(
             f"sampling_params.logprobs: got {params.logprobs}; with use_beam_search this server gives those of the "

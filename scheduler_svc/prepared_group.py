@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from protos import frontend_pb2
+from protos import inference_pb2 as pb
 from scheduler_svc.group_limits import best_of, new_beam_search, num_outputs
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 
@@ -29,6 +30,7 @@ def encode_group(
         cache_salt=group.cache_salt,
         reads_logprobs=reads_logprobs,
         replaces=replaces,
+        bad_words=[pb.TokenIds(ids=word) for word in group.bad_words],
     )
     if any(sequence.num_tokens > num_prompt_tokens for sequence in group.sequences):
         for sequence in group.sequences:
@@ -61,6 +63,7 @@ def decode_group(message: frontend_pb2.PreparedGroup, vocab_size: int) -> Sequen
         tenant=message.tenant,
         adapter=message.adapter,
         cache_salt=message.cache_salt,
+        bad_words=[tuple(word.ids) for word in message.bad_words],
         resumed_token_ids=[np.frombuffer(each.token_ids_i32, "<i4").tolist() for each in message.resumed],
     )
     for sequence, resumed in zip(group.sequences, message.resumed, strict=False):

@@ -173,6 +173,7 @@ class SequenceGroup:
         best_of: sequences that are drawn, of which it gets the best; the default is `num_outputs`.
         beam_search: ranks the group's beams, if it is of beams.
         cache_salt: shares cached prefixes only with groups of the same salt.
+        bad_words: the token ids of each word that must not be drawn.
         resumed_token_ids: tokens that output i has from an earlier life, for all outputs or none; they count as drawn.
         output: whatever the layer above wants back with this group's tokens; never looked into here.
     """
@@ -194,6 +195,7 @@ class SequenceGroup:
         tenant: str = "",
         adapter: str = "",
         cache_salt: str = "",
+        bad_words: AbstractSequence[AbstractSequence[int]] = (),
         resumed_token_ids: AbstractSequence[AbstractSequence[int]] = (),
         output: Any = None,
     ) -> None:
@@ -211,6 +213,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.adapter = adapter
         self.cache_salt = cache_salt
+        self.bad_words = bad_words
         self.hash_root = root_hash(adapter, "", cache_salt)
         self.output = output
         self.arrival_ns = arrival_ns
@@ -241,6 +244,10 @@ class SequenceGroup:
 
     def is_stop_token(self, token_id: int) -> bool:
         return token_id == self.eos_token_id or token_id in self.stop_token_ids
+
+    def all_stop_token_ids(self) -> list[int]:
+        """Every token id that ends a sequence with STOP, in order."""
+        return sorted({*self.stop_token_ids, *([] if self.eos_token_id is None else [self.eos_token_id])})
 
     @property
     def wants_logprobs(self) -> bool:

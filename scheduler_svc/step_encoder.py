@@ -54,7 +54,7 @@ def _introduce(
     group = sequence.group
     params = inference_pb2.SamplingParams()
     params.CopyFrom(group.sampling_params)
-    for name in ("stop", "stop_token_ids"):  # decided here, and of any size
+    for name in ("stop", "stop_token_ids", "bad_words"):  # decided here and of any size, or of token ids below
         params.ClearField(name)
     if group.best_of > group.num_outputs and not params.HasField("logprobs"):
         params.logprobs = 0  # the best are chosen by the logprobs of what was drawn
@@ -63,6 +63,8 @@ def _introduce(
         num_prompt_tokens=group.num_prompt_tokens,
         sampling_params=params,
         adapter=group.adapter,
+        stop_token_ids_u32=np.array(group.all_stop_token_ids() if params.min_tokens else (), U32).tobytes(),
+        bad_words=[inference_pb2.TokenIds(ids=word) for word in group.bad_words],
         sequences=[
             worker_pb2.SequenceData(
                 slot=sequence.slot,

@@ -25,14 +25,15 @@ class GreedyOracle:
         self._double: Any = None
         self.num_near_ties = 0
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The generated ids; the end token, where one was drawn, is the last of them."""
+    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
+        """The generated ids; the end token, where one was drawn, is the last of them. `options` are of `generate`."""
         with torch.inference_mode():
             output = self._model.generate(
                 torch.tensor([list(prompt)]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 max_new_tokens=max_tokens,
                 do_sample=False,
+                **options,
             )
         return output[0, len(prompt) :].tolist()
 

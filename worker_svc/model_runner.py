@@ -16,6 +16,7 @@ import torch
 from protos import worker_pb2
 from worker_svc.cache_engine import CacheEngine
 from worker_svc.input_batch import build_input_batch
+from worker_svc.logit_adjustments import LogitAdjustments
 from worker_svc.memory import peak_bytes
 from worker_svc.models import ModelConfig
 from worker_svc.row_samples import sample_rows
@@ -31,7 +32,8 @@ _PROFILED_TOKENS = 128  # of one prefill; a whole budget of tokens would take se
 _WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
 _SWAPPED_BYTES = 16 << 20  # one way, to measure it
 _SWAPS = 3  # of which the median counts
-_SAMPLING_BYTES = 4 + 8 + 8 + 8  # an entry of the vocabulary and row: logits, their sorted copy, weights, running sums
+# An entry of the vocabulary and row: logits, a sorted and an adjusted copy, weights, running sums, counts.
+_SAMPLING_BYTES = 4 + 8 + 8 + 8 + 8 + 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
         self._cache: CacheEngine | None = None
+        self._adjustments = LogitAdjustments(config.vocab_size, device)
 
     @property
     def block_bytes(self) -> int:
@@ -92,7 +95,8 @@ class ModelRunner:
         timer.end_phase("forward_ns")
         if rows.sample_rows.size == 0:
             return worker_pb2.SequenceOutputs()
-        sampled = sample_rows(logits, states.sampling, rows)
+        adjusted = self._adjustments.apply(logits, states, rows.slots[rows.num_samples > 0])
+        sampled = sample_rows(adjusted, states.sampling, rows, raw_logits=logits)
         states.record_samples(rows, sampled.token_ids)
         outputs = pack_outputs(rows, sampled)
         timer.end_phase("sample_ns")

@@ -18,16 +18,19 @@ from worker_svc.step_columns import Ints, ragged_offsets
 from worker_svc.top_tokens import top_tokens
 
 
-def sample_rows(logits: torch.Tensor, sampling: SamplingColumns, rows: AppliedRows) -> Sampled:
+def sample_rows(
+    logits: torch.Tensor, sampling: SamplingColumns, rows: AppliedRows, raw_logits: torch.Tensor | None = None
+) -> Sampled:
     """Samples from `logits` f32[L, vocab], one row for each of `rows` that samples; `bad_rows` are among these L.
 
-    Raises ProtocolError for more candidates than there are tokens.
+    `raw_logits` are those before adjustments, of which logprobs are taken; None: the same. Raises ProtocolError for
+    more candidates than there are tokens.
     """
     sampling_rows = np.flatnonzero(rows.num_samples)
     logits_rows = np.searchsorted(sampling_rows, rows.sample_rows)  # [N], the row of logits of each sample
     draws = Draws(logits_rows, rows.sample_indices, rows.sample_positions)
     if not rows.is_candidate.any():
-        return sample(logits, sampling.take(rows.slots[sampling_rows]), draws)
+        return sample(logits, sampling.take(rows.slots[sampling_rows]), draws, raw_logits)
 
     ranks = sampling.use_beam_search[rows.slots[sampling_rows]]  # [L], rather than draws
     ranked = candidates(logits[torch.from_numpy(ranks)], rows.num_samples[sampling_rows[ranks]])
@@ -39,6 +42,7 @@ def sample_rows(logits: torch.Tensor, sampling: SamplingColumns, rows: AppliedRo
         logits[torch.from_numpy(~ranks)],
         sampling.take(rows.slots[sampling_rows[~ranks]]),
         Draws(row_of_draws[logits_rows[is_draw]], rows.sample_indices[is_draw], rows.sample_positions[is_draw]),
+        None if raw_logits is None else raw_logits[torch.from_numpy(~ranks)],
     )
     return _merged(drawn, ranked, ranks, rows)
 

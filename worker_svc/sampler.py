@@ -36,8 +36,11 @@ class Draws:
     position: npt.NDArray[np.int64]  # [N], absolute, of the token to be drawn
 
 
-def sample(logits: torch.Tensor, params: SamplingRows, draws: Draws) -> Sampled:
-    """Draws N tokens from `logits` f32[R, vocab]; `params` has one entry a row. `logits` is left as it is."""
+def sample(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: torch.Tensor | None = None) -> Sampled:
+    """Draws N tokens from `logits` f32[R, vocab]; `params` has one entry a row. `logits` is left as it is.
+
+    Logprobs are those of `raw_logits`, the model's own; None: `logits` are.
+    """
     maxima, best = logits.max(dim=-1)  # ties: the lowest id; any NaN in a row makes its maximum NaN
     is_bad = ~torch.isfinite(maxima).numpy()
     token_ids = best.numpy()[draws.rows]
@@ -46,7 +49,8 @@ def sample(logits: torch.Tensor, params: SamplingRows, draws: Draws) -> Sampled:
         token_ids = _draw(logits, maxima, params, draws, is_random, token_ids)
     token_ids = np.where(is_bad[draws.rows], 0, token_ids)
     wants_logprobs = (params.wants_logprobs & ~is_bad)[draws.rows]
-    logprobs = _logprobs(logits, params, draws, token_ids, wants_logprobs) if params.wants_logprobs.any() else None
+    raw_logits = logits if raw_logits is None else raw_logits
+    logprobs = _logprobs(raw_logits, params, draws, token_ids, wants_logprobs) if params.wants_logprobs.any() else None
     return Sampled(token_ids, np.flatnonzero(is_bad), logprobs)
 
 

@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from protos import inference_pb2
+from worker_svc.bad_word_table import BadWordTable
 from worker_svc.errors import ProtocolError
+from worker_svc.ragged_column import RaggedColumn
 
+WordTokens = tuple[tuple[int, ...], ...]
 WHOLE_VOCABULARY = np.int32(-1)
 """`num_logprobs` of a request that asked for all of them (`SamplingParams.logprobs` = -1)."""
 
@@ -37,7 +40,11 @@ class SamplingRows:
 
 
 class SamplingColumns:
-    """One entry a slot for every parameter of `SamplingRows`, and whether the slot draws at all."""
+    """One entry a slot for every parameter of `SamplingRows`, whether the slot draws at all, and what adjusts logits.
+
+    `adjusts_logits` is set where any of the columns after it does something, `is_penalised` where one of the penalties
+    does. `bad_words` holds rows of `bad_word_table`.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.temperature = np.zeros(max_num_seqs, np.float32)
@@ -48,6 +55,21 @@ class SamplingColumns:
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
         self.use_beam_search = np.zeros(max_num_seqs, np.bool_)  # answers candidates and draws nothing
+        self.adjusts_logits = np.zeros(max_num_seqs, np.bool_)
+        self.is_penalised = np.zeros(max_num_seqs, np.bool_)
+        self.presence_penalty = np.zeros(max_num_seqs, np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
+        self.repetition_penalty = np.ones(max_num_seqs, np.float32)
+        self.min_tokens = np.zeros(max_num_seqs, np.int64)
+        self.stop_token_ids = RaggedColumn(max_num_seqs)  # not to be drawn before min_tokens
+        self.allowed_token_ids = RaggedColumn(max_num_seqs)
+        self.bias_token_ids = RaggedColumn(max_num_seqs)
+        self.biases = RaggedColumn(max_num_seqs, np.float32)
+        self.bad_words = RaggedColumn(max_num_seqs)
+        self.bad_word_table = BadWordTable()
+        self._lists = (self.stop_token_ids, self.allowed_token_ids, self.bias_token_ids, self.biases)
+        self._words: list[WordTokens] = [()] * max_num_seqs
+        self._word_rows: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._columns: tuple[npt.NDArray[Any], ...] = (
             self.temperature,
             self.top_k,
@@ -58,7 +80,13 @@ class SamplingColumns:
             self.num_logprobs,
         )
 
-    def set(self, slot: int, params: inference_pb2.SamplingParams) -> None:
+    def set(
+        self,
+        slot: int,
+        params: inference_pb2.SamplingParams,
+        stop_token_ids: npt.NDArray[np.integer] | tuple[int, ...] = (),
+        bad_words: WordTokens = (),
+    ) -> None:
         """Fills a slot from what the client sent; unset fields get the defaults of the public surface."""
         self.temperature[slot] = params.temperature if params.HasField("temperature") else 1.0
         self.top_k[slot] = max(params.top_k, 0)
@@ -68,29 +96,51 @@ class SamplingColumns:
         self.wants_logprobs[slot] = params.HasField("logprobs")
         self.num_logprobs[slot] = params.logprobs
         self.use_beam_search[slot] = params.use_beam_search
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.repetition_penalty[slot] = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        self.min_tokens[slot] = params.min_tokens
+        self.stop_token_ids.set(slot, stop_token_ids)
+        self.allowed_token_ids.set(slot, params.allowed_token_ids)
+        self.bias_token_ids.set(slot, list(params.logit_bias.keys()))
+        self.biases.set(slot, list(params.logit_bias.values()))
+        self._set_bad_words(slot, bad_words)
+        self.is_penalised[slot] = (
+            self.presence_penalty[slot] != 0 or self.frequency_penalty[slot] != 0 or self.repetition_penalty[slot] != 1
+        )
+        self.adjusts_logits[slot] = (
+            self.is_penalised[slot] or bad_words or any(column.counts[slot] for column in self._lists)
+        )
 
     def copy(self, parent: int, child: int) -> None:
         """A forked slot samples as its parent does."""
-        for column in self._columns:
-            column[child] = column[parent]
-        self.use_beam_search[child] = self.use_beam_search[parent]
+        for values in self._columns:
+            values[child] = values[parent]
+        for flags in (self.use_beam_search, self.adjusts_logits, self.is_penalised):
+            flags[child] = flags[parent]
+        for numbers in (self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.min_tokens):
+            numbers[child] = numbers[parent]
+        for column in self._lists:
+            column.copy(parent, child)
+        self._set_bad_words(child, self._words[parent])
 
     def take(self, slots: npt.NDArray[np.intp]) -> SamplingRows:
         """The parameters of `slots`, in their order."""
         return SamplingRows(*(column[slots] for column in self._columns))
 
+    def _set_bad_words(self, slot: int, words: WordTokens) -> None:
+        if self._word_rows[slot]:
+            self.bad_word_table.remove(self._word_rows[slot])
+        self._words[slot] = words
+        self._word_rows[slot] = self.bad_word_table.add(words) if words else []
+        self.bad_words.set(slot, self._word_rows[slot])
+
 
 def check_supported(params: inference_pb2.SamplingParams) -> None:
     """Raises ProtocolError for a parameter that changes a draw and that this sampler does not know."""
     asked_for = {
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "repetition_penalty": params.HasField("repetition_penalty") and params.repetition_penalty != 1,
-        "min_tokens": params.min_tokens > 0,
         "prompt_logprobs": params.HasField("prompt_logprobs"),
-        "logit_bias": len(params.logit_bias) > 0,
-        "allowed_token_ids": len(params.allowed_token_ids) > 0,
-        "bad_words": len(params.bad_words) > 0,
+        "bad_words as text": len(params.bad_words) > 0,
         "guided": params.HasField("guided"),
     }
     unsupported = [name for name, is_asked_for in asked_for.items() if is_asked_for]

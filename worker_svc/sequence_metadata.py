@@ -11,7 +11,7 @@ import numpy as np
 from protos import inference_pb2, worker_pb2
 from worker_svc.errors import ProtocolError
 from worker_svc.sampling_columns import check_supported
-from worker_svc.step_columns import Ints, check_below
+from worker_svc.step_columns import Ints, check_below, read_column
 
 if TYPE_CHECKING:
     from worker_svc.sequence_states import SequenceStates
@@ -26,6 +26,9 @@ class NewSequence:
     request_id: str
     adapter: str  # "": none
     params: inference_pb2.SamplingParams
+    stop_token_ids: Ints  # with min_tokens
+    bad_words: tuple[tuple[int, ...], ...]
+    num_prompt_tokens: int
     token_ids: Ints  # prompt and generated so far, at least one
     num_computed_tokens: int
     block_table: Ints  # holds at least the computed tokens
@@ -85,6 +88,9 @@ def _read_sequence(
         request_id=group.request_id,
         adapter=group.adapter,
         params=group.sampling_params,
+        stop_token_ids=read_column(group.stop_token_ids_u32, "<u4", f"stop_token_ids in {name}"),
+        bad_words=tuple(tuple(word.ids) for word in group.bad_words if word.ids),
+        num_prompt_tokens=group.num_prompt_tokens,
         token_ids=token_ids,
         num_computed_tokens=data.num_computed_tokens,
         block_table=block_table,

@@ -100,6 +100,8 @@ class SequenceStates:
         self.num_blocks = np.zeros(max_num_seqs, np.int64)  # [slots]
         self.block_tables = np.zeros((max_num_seqs, self.max_blocks), np.int32)  # [slots, max_blocks]
         self.sequence_index = np.zeros(max_num_seqs, np.int64)  # [slots], in the group
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)  # [slots]
+        self.tenancy = np.zeros(max_num_seqs, np.int64)  # [slots], another number for every sequence that a slot had
         self.sampling = SamplingColumns(max_num_seqs)
         self.loaded_adapters: set[str] = set()  # names; who loads them keeps this
         self.adapters: list[str] = [""] * max_num_seqs  # by slot; "": none
@@ -213,6 +215,8 @@ class SequenceStates:
         self.block_tables[child, :num_blocks] = self.block_tables[parent, :num_blocks]
         for column in (self.num_tokens, self.num_computed_tokens, self.num_blocks):
             column[child] = column[parent]
+        self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
+        self.tenancy[child] += 1
         self.sampling.copy(parent, child)
         self.adapters[child] = self.adapters[parent]
         self.request_ids[child] = self.request_ids[parent]
@@ -227,7 +231,9 @@ class SequenceStates:
         self.num_computed_tokens[slot] = sequence.num_computed_tokens
         self.num_blocks[slot] = sequence.block_table.size
         self.sequence_index[slot] = sequence.index
-        self.sampling.set(slot, sequence.params)
+        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        self.tenancy[slot] += 1
+        self.sampling.set(slot, sequence.params, sequence.stop_token_ids, sequence.bad_words)
         self.adapters[slot] = sequence.adapter
         self.request_ids[slot] = sequence.request_id
         self.sampling_params[slot] = sequence.params
@@ -316,6 +322,7 @@ class SequenceStates:
         """Undoes `apply_rows`, and `record_samples` where it has run, after a failure; no step may lie in between."""
         self.num_computed_tokens[rows.touched_slots] = rows.computed_before
         self.num_tokens[rows.touched_slots] = rows.tokens_before
+        self.tenancy[rows.touched_slots] += 1  # other tokens may come to stand where some stood
 
     def check_integrity(self) -> None:
         """Raises AssertionError, naming the slot, when the columns contradict each other."""

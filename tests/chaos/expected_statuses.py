@@ -102,16 +102,21 @@ def _may_lack(request: pb.GenerateRequest) -> bool:
     return bool(
         request.priority
         or request.resume
-        or params.presence_penalty
+        or params.HasField("prompt_logprobs")
+        or params.HasField("guided")
+        or (params.use_beam_search and (params.logprobs or _adjusts_logits(params)))
+    )
+
+
+def _adjusts_logits(params: pb.SamplingParams) -> bool:
+    return bool(
+        params.presence_penalty
         or params.frequency_penalty
         or (params.HasField("repetition_penalty") and params.repetition_penalty != 1)
         or params.min_tokens
-        or params.HasField("prompt_logprobs")
         or params.logit_bias
         or params.allowed_token_ids
         or params.bad_words
-        or params.HasField("guided")
-        or (params.use_beam_search and params.logprobs)
     )
 
 

@@ -68,7 +68,9 @@ def work() -> Work:
     for seed, question in enumerate(QUESTIONS):
         for sampling in (
             SamplingParams(temperature=0, max_tokens=40),
-            SamplingParams(temperature=0.9, top_p=0.95, seed=seed, max_tokens=40),
+            SamplingParams(
+                temperature=0.9, top_p=0.95, seed=seed, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.5
+            ),
             SamplingParams(temperature=1, n=3, seed=100 + seed, max_tokens=40),
         ):
             prompts.append(SYSTEM + list(question))

@@ -127,7 +127,11 @@ BAD_INPUT = {
         "logprobs: got 3; with use_beam_search",
     ),
     "guided": ({"prompt": "x", "sampling_params": {"guided": {"regex": "a+"}}}, UNIMPLEMENTED, "guided"),
-    "a penalty": ({"prompt": "x", "sampling_params": {"presence_penalty": 1}}, UNIMPLEMENTED, "presence_penalty"),
+    "a penalty of beams": (
+        {"prompt": "x", "sampling_params": {"use_beam_search": True, "n": 2, "temperature": 0, "presence_penalty": 1}},
+        UNIMPLEMENTED,
+        "presence_penalty is not implemented by this server with use_beam_search",
+    ),
     "a priority": ({"prompt": "x", "priority": 3}, UNIMPLEMENTED, "only with --scheduling-policy priority"),
     "no role": ({"messages": {"messages": [{"content": "x"}]}}, INVALID, "messages[0].role"),
     "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "start them with --max-loras"),

@@ -1,0 +1,210 @@
+"""Penalties, biases, forbidden tokens: each as the processor of that name in `transformers`, all as a plain chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from protos import inference_pb2, worker_pb2
+from worker_svc.logit_adjustments import LogitAdjustments
+from worker_svc.sequence_states import SequenceStates
+from worker_svc.token_counts import TokenCounts
+
+VOCAB_SIZE = 61
+MAX_LEN = 40
+
+
+def states_of(*sequences: dict[str, Any], slots: list[int] | None = None) -> SequenceStates:
+    """Each is `prompt`, `generated`, `stops` and `bad_words`, the rest sampling parameters."""
+    states = SequenceStates(max(64, len(sequences)), MAX_LEN, 4, 4)
+    step = worker_pb2.Step(step_id=1)
+    for slot, sequence in zip(slots or range(len(sequences)), sequences, strict=True):
+        given = dict(sequence)
+        prompt, generated = given.pop("prompt"), given.pop("generated")
+        stops, words = given.pop("stops", []), given.pop("bad_words", [])
+        params = inference_pb2.SamplingParams(seed=1, **given)
+        group = step.groups.add(request_id=str(slot), num_prompt_tokens=len(prompt), sampling_params=params)
+        group.stop_token_ids_u32 = np.array(stops, "<u4").tobytes()
+        group.bad_words.extend(inference_pb2.TokenIds(ids=word) for word in words)
+        group.sequences.add(slot=slot, token_ids=[*prompt, *generated])
+    states.apply_blocks(step)
+    return states
+
+
+def logits_of(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+def adjusted(logits: torch.Tensor, *sequences: dict[str, Any]) -> torch.Tensor:
+    states = states_of(*sequences)
+    return LogitAdjustments(VOCAB_SIZE).apply(logits, states, np.arange(len(sequences)))
+
+
+PROMPT, GENERATED = [3, 9, 9, 20, 7], [7, 11, 3, 11, 11, 5]
+
+PROCESSORS: dict[str, tuple[dict[str, Any], LogitsProcessor]] = {
+    "repetition": ({"repetition_penalty": 1.3}, RepetitionPenaltyLogitsProcessor(1.3)),
+    "repetition below one": ({"repetition_penalty": 0.7}, RepetitionPenaltyLogitsProcessor(0.7)),
+    "min tokens": (
+        {"min_tokens": 7, "stops": [4, 8]},
+        MinNewTokensLengthLogitsProcessor(len(PROMPT), 7, [4, 8], device="cpu"),
+    ),
+    "min tokens reached": (
+        {"min_tokens": 6, "stops": [4, 8]},
+        MinNewTokensLengthLogitsProcessor(len(PROMPT), 6, [4, 8], device="cpu"),
+    ),
+    "logit bias": ({"logit_bias": {3: 2.5, 60: -7.0}}, SequenceBiasLogitsProcessor([[[3], 2.5], [[60], -7.0]])),
+    "bad words": (
+        {"bad_words": [[2], [5, 30], [11, 5, 31], [3, 5, 32], [7, 11, 3, 11, 11, 5, 33], [0, 34], [1] * 12]},
+        NoBadWordsLogitsProcessor(
+            [[2], [5, 30], [11, 5, 31], [3, 5, 32], [7, 11, 3, 11, 11, 5, 33], [0, 34], [1] * 12]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_each_alone_is_the_processor_of_that_name(name: str) -> None:
+    params, processor = PROCESSORS[name]
+    logits = logits_of(1)
+    ours = adjusted(logits, {"prompt": PROMPT, "generated": GENERATED, **params})
+    history = torch.tensor([PROMPT + GENERATED])
+    torch.testing.assert_close(ours, processor(history, logits.clone()), rtol=1e-6, atol=0)
+
+
+def test_frequency_and_presence_count_what_was_generated() -> None:
+    logits = logits_of(2)
+    sequence = {"prompt": PROMPT, "generated": GENERATED}
+    ours = adjusted(logits, {**sequence, "frequency_penalty": 0.5}, {**sequence, "presence_penalty": -1.25})
+    expected = logits.clone()
+    for token_id in GENERATED:
+        expected[0, token_id] -= 0.5
+    for token_id in set(GENERATED):
+        expected[1, token_id] += 1.25
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_only_allowed_tokens_are_left() -> None:
+    logits = logits_of(2)
+    sequence = {"prompt": PROMPT, "generated": []}
+    ours = adjusted(logits, sequence, {**sequence, "allowed_token_ids": [5, 40]})
+    assert torch.equal(ours[0], logits[0])
+    assert torch.isfinite(ours[1]).nonzero()[:, 0].tolist() == [5, 40]
+    assert torch.equal(ours[1, [5, 40]], logits[1, [5, 40]])
+
+
+def test_where_nobody_asks_the_logits_are_the_same_tensor() -> None:
+    logits = logits_of(1)
+    assert adjusted(logits, {"prompt": PROMPT, "generated": GENERATED, "temperature": 0.5}) is logits
+
+
+def chain(logits: torch.Tensor, sequence: dict[str, Any]) -> torch.Tensor:
+    """The public surface's order, in float64, a token at a time."""
+    history, generated = [*sequence["prompt"], *sequence["generated"]], sequence["generated"]
+    out = logits.double().clone()
+    for token in range(VOCAB_SIZE):
+        banned = any(
+            word[-1] == token and history[len(history) - len(word) + 1 :] == word[:-1] and len(word) <= len(history) + 1
+            for word in sequence["bad_words"]
+        )
+        too_early = token in sequence["stops"] and len(generated) < sequence["min_tokens"]
+        if banned or too_early or (sequence["allowed_token_ids"] and token not in sequence["allowed_token_ids"]):
+            out[token] = -torch.inf
+        out[token] += sequence["logit_bias"].get(token, 0.0)
+        if token in history:
+            out[token] = (
+                out[token] / sequence["repetition_penalty"]
+                if out[token] > 0
+                else out[token] * sequence["repetition_penalty"]
+            )
+        out[token] -= sequence["frequency_penalty"] * generated.count(token) + sequence["presence_penalty"] * (
+            token in generated
+        )
+    return out
+
+
+def random_sequence(numbers: np.random.Generator) -> dict[str, Any]:
+    tokens = lambda most: numbers.integers(0, VOCAB_SIZE, numbers.integers(0, most + 1)).tolist()  # noqa: E731
+    prompt, generated = [1, *tokens(8)], tokens(10)
+    history = prompt + generated
+    words = [
+        [*history[-int(numbers.integers(1, 4)) :], int(numbers.integers(VOCAB_SIZE))]
+        for _ in range(numbers.integers(0, 3))
+    ]
+    return {
+        "prompt": prompt,
+        "generated": generated,
+        "stops": tokens(3),
+        "min_tokens": int(numbers.integers(0, 12)),
+        "bad_words": [word for word in [*words, tokens(1)] if word],
+        "allowed_token_ids": sorted(set(tokens(30))) if numbers.random() < 0.3 else [],
+        "logit_bias": {int(token): float(np.float32(numbers.normal() * 5)) for token in tokens(5)},
+        "repetition_penalty": float(np.float32(numbers.choice([1.0, 1.2, 0.8]))),
+        "frequency_penalty": float(np.float32(numbers.choice([0.0, 0.7, -0.3]))),
+        "presence_penalty": float(np.float32(numbers.choice([0.0, 1.1, -0.4]))),
+    }
+
+
+def test_256_rows_of_different_parameters_are_the_chain_and_each_as_it_is_alone() -> None:
+    numbers = np.random.default_rng(0)
+    sequences = [random_sequence(numbers) for _ in range(256)]
+    logits = logits_of(256)
+    together = adjusted(logits, *sequences)
+    for row, sequence in enumerate(sequences):
+        torch.testing.assert_close(together[row].double(), chain(logits[row], sequence), rtol=1e-5, atol=1e-5)
+    for row in range(0, 256, 5):
+        assert torch.equal(adjusted(logits[row : row + 1], sequences[row])[0], together[row])
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_counts_follow_the_mirror_whatever_happens_to_a_slot(data: st.DataObject) -> None:
+    """Draws, forks, roll-backs, other sequences in a slot; read or not in between."""
+    states = SequenceStates(4, MAX_LEN, 4, 4)
+    counts = TokenCounts(VOCAB_SIZE)
+    tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=5)
+    for step_id in range(1, 12):
+        step = worker_pb2.Step(step_id=step_id)
+        slot = data.draw(st.integers(0, 3))
+        kind = data.draw(st.sampled_from(["draw", "draw", "draw", "replace", "fork", "roll back"]))
+        held = np.flatnonzero(states.occupied)
+        if kind == "draw" and states.occupied[slot] and states.num_tokens[slot] < MAX_LEN:
+            states.token_ids[slot, states.num_tokens[slot]] = data.draw(st.integers(0, VOCAB_SIZE - 1))
+            states.num_tokens[slot] += 1
+        elif kind == "roll back" and states.num_tokens[slot] > states.num_prompt_tokens[slot]:
+            states.num_tokens[slot] -= 1
+            states.tenancy[slot] += 1  # as `SequenceStates.roll_back` does
+        elif kind == "fork" and held.size and not states.occupied[slot]:
+            step.forks_u16 = np.array([held[0], slot], "<u2").tobytes()
+            step.fork_indices_u16 = np.array([1], "<u2").tobytes()
+            states.apply_blocks(step)
+        elif kind == "replace":
+            if states.occupied[slot]:
+                step.released_slots_u16 = np.array([slot], "<u2").tobytes()
+            prompt, generated = data.draw(tokens), data.draw(tokens)
+            params = inference_pb2.SamplingParams(seed=1, presence_penalty=data.draw(st.sampled_from([0.0, 1.0])))
+            group = step.groups.add(request_id="it", num_prompt_tokens=len(prompt), sampling_params=params)
+            group.sequences.add(slot=slot, token_ids=[*prompt, *generated])
+            states.apply_blocks(step)
+        penalised = np.flatnonzero(states.occupied & states.sampling.is_penalised)
+        if not penalised.size or data.draw(st.booleans()):
+            continue
+        generated_counts, is_in_prompt = counts.of(states, penalised)
+        for row, each in enumerate(penalised.tolist()):
+            history = states.token_ids[each, : states.num_tokens[each]]
+            num_prompt = states.num_prompt_tokens[each]
+            expected = np.bincount(history[num_prompt:], minlength=VOCAB_SIZE)
+            assert generated_counts[row].tolist() == expected.tolist()
+            assert is_in_prompt[row].nonzero()[:, 0].tolist() == sorted(set(history[:num_prompt].tolist()))

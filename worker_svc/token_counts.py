@@ -1,0 +1,76 @@
+"""How often each token stands in the sequences that are penalised for it: counts on the device, kept up to date.
+
+A row of counts belongs to a slot for as long as one sequence has it. Before they are read, rows are brought up to the
+mirror: mostly by the one token that was drawn last, of all rows at once; a row that is new, forked or rolled back is
+counted anew. So nothing that happens to a slot needs to be told here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_svc.sequence_states import SequenceStates
+from worker_svc.step_columns import Ints
+
+
+class TokenCounts:
+    """Counts over one vocabulary. Memory: 5 bytes a token of the vocabulary for each slot that was ever penalised."""
+
+    def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
+        self._generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._is_in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._row_of: Ints = np.full(0, -1)  # by slot
+        self._tenancy: Ints = np.full(0, -1)  # by row, of the slot's sequence that was counted
+        self._num_counted: Ints = np.zeros(0, np.int64)  # by row, tokens with the prompt
+
+    def of(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> tuple[torch.Tensor, torch.Tensor]:
+        """For every one of `slots` [R], which are different: how often each token was generated, i32[R, vocab], and
+        whether it stands in the prompt, bool[R, vocab]."""
+        self._give_rows(states, slots)
+        rows = self._row_of[slots]
+        num_tokens, tenancy = states.num_tokens[slots], states.tenancy[slots]
+        is_same = self._tenancy[rows] == tenancy
+        is_one_behind = is_same & (self._num_counted[rows] == num_tokens - 1)
+        is_current = is_same & (self._num_counted[rows] == num_tokens)
+        for entry in np.flatnonzero(~(is_one_behind | is_current)).tolist():
+            self._count_anew(states, int(slots[entry]), int(rows[entry]))
+        if is_one_behind.any():
+            last = states.token_ids[slots[is_one_behind], num_tokens[is_one_behind] - 1].astype(np.int64)
+            where = (torch.from_numpy(rows[is_one_behind]), torch.from_numpy(last))
+            self._generated.index_put_(where, torch.ones((), dtype=torch.int32), accumulate=True)
+        self._tenancy[rows], self._num_counted[rows] = tenancy, num_tokens
+        index = torch.from_numpy(rows)
+        return self._generated[index], self._is_in_prompt[index]
+
+    def _count_anew(self, states: SequenceStates, slot: int, row: int) -> None:
+        token_ids = torch.from_numpy(states.token_ids[slot, : states.num_tokens[slot]].astype(np.int64))
+        num_prompt = int(states.num_prompt_tokens[slot])
+        vocab_size = self._generated.shape[1]
+        self._generated[row] = torch.bincount(token_ids[num_prompt:], minlength=vocab_size).to(self._generated)
+        self._is_in_prompt[row] = False
+        self._is_in_prompt[row, token_ids[:num_prompt]] = True
+
+    def _give_rows(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> None:
+        if not len(self._row_of):
+            self._row_of = np.full(states.max_num_seqs, -1)
+        missing = slots[self._row_of[slots] < 0]
+        if not missing.size:
+            return
+        used = np.flatnonzero(self._row_of >= 0)
+        vacant = used[~states.sampling.is_penalised[used]]  # a slot that came to have another sequence since
+        taken = self._row_of[vacant[: missing.size]]
+        self._row_of[vacant[: missing.size]] = -1
+        first = len(self._num_counted)
+        num_new = missing.size - taken.size
+        self._row_of[missing] = np.concatenate([taken, np.arange(first, first + num_new)])
+        if num_new:
+            self._grow(num_new)
+
+    def _grow(self, num_rows: int) -> None:
+        vocab_size = self._generated.shape[1]
+        self._generated = torch.cat([self._generated, self._generated.new_zeros(num_rows, vocab_size)])
+        self._is_in_prompt = torch.cat([self._is_in_prompt, self._is_in_prompt.new_zeros(num_rows, vocab_size)])
+        self._tenancy = np.append(self._tenancy, np.full(num_rows, -1))
+        self._num_counted = np.append(self._num_counted, np.zeros(num_rows, np.int64))
