@@ -1,8 +1,8 @@
 """What reaches clients of one scheduler core: `python -m benchmarks.way_out` (about three minutes, two idle cores).
 
-With frontend processes the core and they share what is left to them by the load: on two cores, one. A simulated worker
-answers at once, or at a pace that the scheduler keeps up with, in which no two tokens of a stream
-share a message. Load averages before each part are kept: beside other work the figures mean little.
+A simulated worker answers at once, or at a pace that the scheduler keeps up with, in which no two tokens of a stream
+share a message. With frontend processes the core and they share what the load leaves them: of two cores, one. Load
+averages before each part are kept: beside other work the figures mean little.
 """
 
 from __future__ import annotations
