@@ -62,6 +62,7 @@ class CoreLink:
                         await on_state(event.state)
                     else:
                         self._take(event)
+                        await asyncio.sleep(0)  # for what was taken to be written meanwhile: there may be many events
         finally:
             self._is_closed = True
             for answer in self._answers.values():
