@@ -27,12 +27,13 @@ INVALID, NOT_FOUND, TAKEN, PRECONDITION, UNAVAILABLE = 3, 5, 6, 9, 14
 
 
 @contextmanager
-def service(*workers: FakeWorker, ports: tuple[int, ...] = ()) -> Iterator[Service]:
+def service(*workers: FakeWorker, ports: tuple[int, ...] = (), num_frontends: int = 1) -> Iterator[Service]:
     with ExitStack() as stack:
         for worker in workers:
             stack.enter_context(worker)
         addresses = [worker.address for worker in workers] + [f"127.0.0.1:{port}" for port in ports]
-        it = stack.enter_context(scheduler(*(f"--worker={address}" for address in addresses)))
+        flags = [f"--worker={address}" for address in addresses]
+        it = stack.enter_context(scheduler(*flags, f"--frontends={num_frontends}"))
         it.wait_until_ready()
         yield it
 
@@ -43,8 +44,9 @@ async def states(it: Service) -> dict[str, list[str]]:
     return {worker["address"]: worker.get("adapters", []) for worker in answer["workers"]}
 
 
-async def test_an_adapter_from_loading_to_unloading():
-    with service(FakeWorker(max_loras=1)) as it:
+@pytest.mark.parametrize("num_frontends", [1, 2])
+async def test_an_adapter_from_loading_to_unloading(num_frontends):
+    with service(FakeWorker(max_loras=1), num_frontends=num_frontends) as it:
         unknown = await it.call(GENERATE, {"prompt": PROMPT, "adapter": "pirate"})
         assert unknown.code == 64 + NOT_FOUND and "adapter 'pirate' is not here; loaded: none" in unknown.stderr
         assert (await it.call(LOAD, {"name": "pirate", "path": "/adapters/pirate"})).messages == [{"generation": "1"}]
