@@ -486,7 +486,7 @@ class Scheduler:
                 owners,
                 moved=groups.moved,
                 published=published,
-                wants_logprobs=bool(columns.wants_logprobs[decodes].any()),
+                wants_logprobs=columns.some_want_logprobs(decodes),
             )
         plan.chunks.sort(key=_answers_candidates)  # beams last; otherwise the order stays
         of_beams = [chunk for chunk in plan.chunks if _answers_candidates(chunk)]
@@ -518,7 +518,7 @@ class Scheduler:
             forks=[(chunk.sequence, chunk.children) for chunk in plan.chunks if chunk.children],
             moved=groups.moved,
             published=published,
-            wants_logprobs=bool(columns.wants_logprobs[sample_slots].any()),
+            wants_logprobs=columns.some_want_logprobs(sample_slots),
         )
 
     # ---- answers ----------------------------------------------------------------------------------------------------

@@ -128,9 +128,14 @@ class SequenceColumns:
         self.owner[slot] = owner
         return slot
 
+    def some_want_logprobs(self, slots: Ints) -> bool:
+        """Whether one of `slots` does; quick where nobody at all does, as in most steps."""
+        return bool(self.wants_logprobs.any() and self.wants_logprobs[slots].any())
+
     def release_slot(self, slot: int) -> None:
         self.generation[slot] += 1
         self.occupied[slot] = False
+        self.wants_logprobs[slot] = False
         self.owner[slot] = None
         self.num_blocks[slot] = 0
         self._free_slots.append(slot)
