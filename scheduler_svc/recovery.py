@@ -24,7 +24,7 @@ class Recovery:
     def __init__(self, groups: WorkerGroups) -> None:
         self._groups = groups
         self._moved: set[SequenceGroup] = set()
-        self._withdrawn: list[int] = []
+        self._wrong: list[int] = []  # blocks that do not hold what they were to hold
 
     def roll_back(self, rows: ScheduledRows) -> None:
         """Takes back the rows of a step that failed or was skipped; their tokens will not come."""
@@ -43,7 +43,9 @@ class Recovery:
             else:
                 self._moved.add(parent.group)  # the parent ended meanwhile: no row of it comes that forks the others
         self._moved |= rows.moved
-        self._withdrawn += self._groups.blocks.withdraw([*rows.published, *self._groups.blocks.take_published()])
+        wrong = [*rows.published, *self._groups.blocks.take_published()]
+        # Whoever found them began upon them, also where a flush has made them unfindable since.
+        self._wrong += [*wrong, *self._groups.blocks.withdraw(wrong)]
 
     def _drop_draws(self, slots: np.ndarray, generations: np.ndarray, sequences: np.ndarray) -> None:
         columns = self._groups.columns
@@ -61,21 +63,21 @@ class Recovery:
         nothing has to be known of what the worker still applied.
         """
         groups, columns = self._groups, self._groups.columns
-        for group in self._moved | self._that_found(self._withdrawn):
+        for group in self._moved | self._that_found():
             if group in groups.running or group in groups.swapped:
                 groups.recompute_later(group, publishes=False)
-        self._moved, self._withdrawn = set(), []
+        self._moved, self._wrong = set(), []
         full = columns.num_computed_tokens // columns.block_size
         columns.num_published[:] = np.minimum(columns.num_published, full)
         groups.tell_all_again()
 
-    def _that_found(self, withdrawn: list[int]) -> set[SequenceGroup]:
-        """Running groups that count tokens as computed which lie in withdrawn blocks: it was not them, or not yet."""
+    def _that_found(self) -> set[SequenceGroup]:
+        """Running groups that count tokens as computed which lie in wrong blocks: it was not them, or not yet."""
         columns, found = self._groups.columns, set()
-        if not withdrawn:
+        if not self._wrong:
             return set()
         is_wrong = np.zeros(self._groups.blocks.allocator.num_blocks, np.bool_)
-        is_wrong[withdrawn] = True
+        is_wrong[self._wrong] = True
         for slot in np.flatnonzero(columns.occupied):
             computed = -(-int(columns.num_computed_tokens[slot]) // columns.block_size)
             if is_wrong[columns.block_tables[slot, :computed]].any():

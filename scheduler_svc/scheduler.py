@@ -160,6 +160,8 @@ class Scheduler:
             if alone is not None and is_quiet and not plan.has_rows:
                 self._make_way_for(plan, alone)
                 alone = alone if plan.has_rows else None  # None: they had to give way themselves, and others go on
+            if not plan.has_rows and self.groups.prefilling and len(self.running) == 1:
+                self._start_over(plan)
             # What was taken from one group is not given to another at once, unless nobody is left to have it.
             may_admit = alone is None and not (plan.num_preempted and self.running)
             if may_admit and (self.settings.enable_chunked_prefill or self.swapped or not self.running):
@@ -434,8 +436,18 @@ class Scheduler:
             self._add_decodes(plan, None)
             self._add_chunks(plan, None)
 
+    def _start_over(self, plan: StepPlan) -> None:
+        """A group that has the whole cache and cannot get on: a flush took what its sequences were yet to share."""
+        (group,) = self.running
+        self.groups.recompute_later(group)
+        group.num_preemptions += 1
+        self._count_preempted(group, plan)
+
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
         plan.num_swapped_out += self._preemption.preempt(group)
+        self._count_preempted(group, plan)
+
+    def _count_preempted(self, group: SequenceGroup, plan: StepPlan) -> None:
         plan.num_preempted += 1
         if group in self.suspects:
             self.suspects.remove(group)

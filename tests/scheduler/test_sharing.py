@@ -95,6 +95,33 @@ def test_what_a_failed_row_has_computed_is_not_found():
     simulation.check_nothing_left()
 
 
+def test_who_found_blocks_of_a_step_that_fails_begins_anew_though_the_cache_was_flushed_meanwhile():
+    simulation = Simulation(num_blocks=40, max_num_batched_tokens=40)
+    first, _ = (simulation.add([1] * 12 + [number], 5, eos_token_id=None) for number in range(2))
+    simulation.send(fails="before")
+    simulation.blocks.allocator.flush()
+    simulation.abort(first)  # or it would compute them for both
+    simulation.answer()
+    simulation.run_to_end()
+    simulation.check_outputs(besides=[first])
+    simulation.check_nothing_left()
+
+
+def test_a_group_whose_sequences_a_flush_has_parted_starts_over_where_it_fits_only_together():
+    simulation = Simulation(num_blocks=16, max_num_batched_tokens=16, depth=1)
+    prompt = [1] * 40
+    resumed = [expected_tokens(prompt, index, 42, eos=None)[40:] for index in range(2)]
+    group = simulation.add(prompt, 8, eos_token_id=None, n=2, resumed=resumed)
+    for _ in range(2):
+        simulation.send()
+        simulation.answer()
+    simulation.blocks.allocator.flush()  # one is computed in part, and the other is to share that
+    simulation.run_to_end()
+    assert group.num_preemptions == 1
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
 @pytest.mark.parametrize("meanwhile", ["abort", "preempt"])
 def test_what_a_failed_row_has_computed_is_not_found_though_its_blocks_were_given_up(meanwhile):
     """The blocks were published when they were freed, before it was known that the row had failed."""
