@@ -16,7 +16,7 @@ export OCTAVO_NUM_THREADS=${OCTAVO_NUM_THREADS:-1} OCTAVO_KV_CACHE_MEMORY=${OCTA
 export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0 PIP_FIND_LINKS=""
 WHEELS_PORT=50159 # always the same: it is part of what the engine's build cache goes by
 ADDRESS=127.0.0.1:$PORT
-MAX_TOKENS=300
+MAX_TOKENS=600 # long enough for a fault in the middle on a busy machine, too
 PATIENCE_S=120 # for anything that has to happen by itself
 work=$(mktemp -d)
 declare -A streams # name of an answer: the process that receives it
