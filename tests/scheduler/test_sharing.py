@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from scheduler_svc.prefix_cache import PrefixCache, extend_hashes, root_hash
 from scheduler_svc.sequence import SequenceGroup
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
@@ -93,6 +95,17 @@ def test_what_a_failed_row_has_computed_is_not_found():
     assert (good.num_cached_tokens, after.num_cached_tokens) == (0, 12)
     simulation.check_outputs()
     simulation.check_nothing_left()
+
+
+def test_what_was_computed_on_a_wrong_block_is_withdrawn_with_it():
+    cache = PrefixCache(num_blocks=5)
+    for name, blocks in (("one", [0, 2, 4]), ("another", [3, 1])):
+        hashes: list[bytes] = []
+        extend_hashes(hashes, root_hash(name), bytes(16 * len(blocks)), 16)
+        cache.publish(hashes, np.array(blocks, np.int32), np.array([-1, *blocks[:-1]], np.int32))
+    assert cache.withdraw(np.array([0])) == [0, 2, 4]
+    assert cache.is_cached.tolist() == [False, True, False, True, False]
+    cache.check_integrity()
 
 
 def test_who_found_blocks_of_a_step_that_fails_begins_anew_though_the_cache_was_flushed_meanwhile():
