@@ -47,8 +47,17 @@ class Profile:
 class ModelRunner:
     """A model, its cache, and the way from resolved rows to an answer."""
 
-    def __init__(self, model: Model, config: ModelConfig, block_size: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        block_size: int,
+        device: str = "cpu",
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`cache_dtype` is that of keys and values; None: that of the model."""
         self.config = config
+        self._cache_dtype = cache_dtype or config.dtype
         self._model = model
         self._block_size = block_size
         self._device = device
@@ -58,13 +67,13 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Keys and values of one block over all layers."""
-        return CacheEngine.block_bytes(self.config, self._block_size, self.config.dtype)
+        return CacheEngine.block_bytes(self.config, self._block_size, self._cache_dtype)
 
     def allocate_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Replaces the cache; what the old one held is gone."""
         self.release_cache()
         self._cache = CacheEngine(
-            self.config, self._block_size, num_device_blocks, num_host_blocks, self.config.dtype, self._device
+            self.config, self._block_size, num_device_blocks, num_host_blocks, self._cache_dtype, self._device
         )
 
     def release_cache(self) -> None:
@@ -113,7 +122,9 @@ class ModelRunner:
 
     def step_bytes(self, profile: Profile, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """The most memory that a step of this size takes besides weights and cache."""
-        sampling_bytes = max_num_seqs * self.config.vocab_size * _SAMPLING_BYTES
+        # What the head gives is converted to float32 where it is less.
+        head_bytes = self.config.dtype.itemsize % 4
+        sampling_bytes = max_num_seqs * self.config.vocab_size * (_SAMPLING_BYTES + head_bytes)
         return int(profile.bytes_per_token * max_num_batched_tokens) + sampling_bytes
 
     def measure_swap(self) -> float:

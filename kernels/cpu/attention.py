@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kernels.cpu.numbers import FLOAT32, INT32, element_of, exp, from_float32, lines, to_float32
+from kernels.cpu.numbers import FLOAT32, INT32, element_of, exp, from_float32, lines, stored_element_of, to_float32
 from kernels.cpu.registers import LANES, matmul_add, prefetch, transpose
 from kernels.cpu.runtime import num_threads
 
@@ -55,12 +55,16 @@ def paged_attention(
     sliding_window: int = 0,
     logit_soft_cap: float = 0.0,
 ) -> None:
-    """See `kernels.reference.paged_attention`. float32 or bfloat16; `out` may be strided in its first dimension."""
+    """See `kernels.reference.paged_attention`. `out` may be strided in its first dimension.
+
+    out and query are float32 or bfloat16; the caches are either of them, or float16, whatever is computed in.
+    """
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
     if num_heads % num_kv_heads or query.shape[2] != key_cache.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
     _paged_attention(
-        element_of(out, query, key_cache, value_cache),
+        element_of(out, query),
+        stored_element_of(key_cache, value_cache),
         out.data_ptr(),
         out.stride(0),
         query.data_ptr(),
@@ -149,6 +153,7 @@ def _scale(numbers, factor):  # type: ignore[no-untyped-def]
 @njit(nogil=True, parallel=True, cache=True)
 def _paged_attention(  # type: ignore[no-untyped-def]
     element,
+    stored_element,
     out_address,
     out_stride,
     query_address,
@@ -176,8 +181,8 @@ def _paged_attention(  # type: ignore[no-untyped-def]
     query_starts = lines(query_starts_address, INT32, 1, num_sequences + 1)[0]
     out = lines(out_address, element, query_starts[num_sequences], out_stride)
     query = lines(query_address, element, query_starts[num_sequences], query_stride)
-    key_cache = lines(key_address, element, num_blocks * num_kv_heads * block_size, head_size)
-    value_cache = lines(value_address, element, num_blocks * num_kv_heads * block_size, head_size)
+    key_cache = lines(key_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
+    value_cache = lines(value_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
     slopes = lines(slopes_address, FLOAT32, 1, num_heads)[0]
     biased = slopes_address != 0
 

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 
 from kernels.cpu import runtime  # noqa: F401 - sets where compiled code is kept
-from kernels.cpu.numbers import INT64, element_of, lines
+from kernels.cpu.numbers import INT64, element_of, from_float32, lines, stored_element_of, to_float32
 
 
 def reshape_and_cache(
@@ -23,7 +23,8 @@ def reshape_and_cache(
 ) -> None:
     """See `kernels.reference.reshape_and_cache`; key and value may be strided in their first dimension."""
     _reshape_and_cache(
-        element_of(key, value, key_cache, value_cache),
+        element_of(key, value),
+        stored_element_of(key_cache, value_cache),
         key.data_ptr(),
         key.stride(0),
         value.data_ptr(),
@@ -36,9 +37,16 @@ def reshape_and_cache(
     )
 
 
+@njit(nogil=True)
+def _store(source, place):  # type: ignore[no-untyped-def]
+    for i in range(source.size):
+        place[i] = from_float32(to_float32(source[i]), place[i])
+
+
 @njit(nogil=True, cache=True)
 def _reshape_and_cache(  # type: ignore[no-untyped-def]
     element,
+    stored_element,
     key_address,
     key_stride,
     value_address,
@@ -52,8 +60,8 @@ def _reshape_and_cache(  # type: ignore[no-untyped-def]
     num_blocks, num_kv_heads, block_size, head_size = cache_shape
     key = lines(key_address, element, num_tokens, key_stride)
     value = lines(value_address, element, num_tokens, value_stride)
-    key_cache = lines(key_cache_address, element, num_blocks * num_kv_heads * block_size, head_size)
-    value_cache = lines(value_cache_address, element, num_blocks * num_kv_heads * block_size, head_size)
+    key_cache = lines(key_cache_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
+    value_cache = lines(value_cache_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
     slots = lines(slots_address, INT64, 1, num_tokens)[0]
     for t in range(num_tokens):
         slot = slots[t]
@@ -62,5 +70,5 @@ def _reshape_and_cache(  # type: ignore[no-untyped-def]
         block, offset = slot // block_size, slot % block_size
         for head in range(num_kv_heads):
             line = (block * num_kv_heads + head) * block_size + offset
-            key_cache[line, :] = key[t, head * head_size : (head + 1) * head_size]
-            value_cache[line, :] = value[t, head * head_size : (head + 1) * head_size]
+            _store(key[t, head * head_size : (head + 1) * head_size], key_cache[line])
+            _store(value[t, head * head_size : (head + 1) * head_size], value_cache[line])

@@ -62,6 +62,20 @@ def test_attention_of_any_mix_of_rows(
     )
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cache_of_another_type_is_read_and_written_as_rounded(stored: torch.dtype) -> None:
+    case = PagedCase([1, 37, 5], [70, 0, 130], head_size=10, block_size=8)
+    case.key_cache, case.value_cache = case.key_cache.to(stored), case.value_cache.to(stored)
+    check_attention(case)
+    key, value = torch.randn(3, 2, 10), torch.randn(3, 2, 10)
+    key[0, 0, :4] = torch.tensor([0.0, -1e-6, 3e-8, 60000.0])  # two are below float16's normal numbers
+    slots = torch.tensor([9, 0, 23])
+    cpu.reshape_and_cache(key, value, case.key_cache, case.value_cache, slots)
+    for cache, new in ((case.key_cache, key), (case.value_cache, value)):
+        assert torch.equal(cache[slots // 8, :, slots % 8], new.to(stored))
+    check_attention(case)
+
+
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 def test_sliding_window(window: int) -> None:
     check_attention(PagedCase([1, 40, 90], [170, 90, 0]), sliding_window=window)
@@ -219,6 +233,10 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 def test_other_dtypes_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="float16"):
         cpu.silu_and_mul(torch.empty(1, 2, dtype=torch.float16), torch.empty(1, 4, dtype=torch.float16))
+    case = PagedCase([1], [5])
+    case.key_cache = case.key_cache.to(torch.float16)
+    with pytest.raises(TypeError, match=r"not torch\.float16, torch\.float32"):
+        attend(case)
 
 
 def test_kernels_leave_torchs_number_of_threads_alone() -> None:

@@ -14,12 +14,14 @@ BLOCK_SIZE = 4
 class Stepper:
     """Runs chosen pieces of chosen token sequences through a model and returns the logits of every new token."""
 
-    def __init__(self, model: Model, sequences: list[list[int]]) -> None:
+    def __init__(self, model: Model, sequences: list[list[int]], cache_dtype: torch.dtype | None = None) -> None:
         counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         self._tables = [[order.pop() for _ in range(count)] for count in counts]
         self._model, self._sequences = model, sequences
-        self._caches = CacheEngine(model.config, BLOCK_SIZE, sum(counts), 0, model.config.dtype, "cpu").layers
+        self._caches = CacheEngine(
+            model.config, BLOCK_SIZE, sum(counts), 0, cache_dtype or model.config.dtype, "cpu"
+        ).layers
 
     def step(self, pieces: dict[int, tuple[int, int]], logits_rows: list[int] | None = None) -> dict[int, torch.Tensor]:
         """Compute tokens `first .. last` of each named sequence in one forward pass; f32[last - first, vocab] each.

@@ -12,7 +12,8 @@ import torch
 from octavo.cache import resolve_model
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
-from worker_svc.models.config import ModelConfig
+from worker_svc.model_runner import ModelRunner
+from worker_svc.models.config import DTYPES, ModelConfig
 from worker_svc.models.loader import Model, load_model
 
 LLAMA3 = {
@@ -113,6 +114,24 @@ def test_bfloat16_is_near_float32(uneven: Path) -> None:
     full, half = (Stepper(load(uneven, dtype), [sequence]).step({0: (0, 30)})[0] for dtype in ("float32", "bfloat16"))
     assert half.dtype == torch.float32
     assert (full - half).abs().mean() < 0.05 * full.std()
+
+
+@pytest.mark.parametrize(("cache_dtype", "error"), [("float16", 2e-3), ("bfloat16", 1.5e-2)])
+def test_a_narrower_cache_costs_its_rounding(uneven: Path, cache_dtype: str, error: float) -> None:
+    """And no more: chunks and single tokens still give the bits of a whole prompt, as both read what is stored."""
+    model, sequence, dtype = load(uneven), tokens(60), DTYPES[cache_dtype]
+    exact = Stepper(model, [sequence]).step({0: (0, 60)})[0]
+    whole = Stepper(model, [sequence], dtype).step({0: (0, 60)})[0]
+    assert 0 < (whole - exact).abs().mean() < error * exact.std()
+    stepper = Stepper(model, [sequence], dtype)
+    for piece in ((0, 20), (20, 21), (21, 60)):
+        assert torch.equal(stepper.step({0: piece})[0], whole[slice(*piece)])
+
+
+def test_blocks_are_as_large_as_the_type_of_the_cache(uneven: Path) -> None:
+    model = load(uneven)
+    sizes = [ModelRunner(model, model.config, 16, cache_dtype=dtype).block_bytes for dtype in (None, torch.float16)]
+    assert sizes == [2 * 3 * 2 * 10 * 16 * 4, 2 * 3 * 2 * 10 * 16 * 2]
 
 
 @pytest.mark.parametrize("rows", [[], [4], [0, 2, 2]])

@@ -107,5 +107,5 @@ class Decoder:
         self._norm(hidden, update[rows], residual=residual[rows])
         logits = self._head(hidden)[:num_rows].float()
         if cap := self.config.style.logit_soft_cap:
-            logits = torch.tanh(logits / cap) * cap
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
