@@ -28,8 +28,17 @@ class WorkerConfig:
         "where weights come from; bin: pickled files, of which tensors alone are read; dummy: random ones",
         choices=("auto", "safetensors", "gguf", "bin", "dummy"),
     )
+    model_impl: str = option(
+        "auto",
+        "whose code computes the layers; auto: Octavo's for the families that it knows, else that of transformers",
+        choices=("auto", "octavo", "transformers"),
+    )
+    trust_remote_code: bool = option(False, "run Python code that lies in the model's folder")
     seed: int = option(0, "of the random weights that --load-format dummy makes")
-    dtype: str = option("auto", "of weights and cache; auto takes the checkpoint's own", metavar="DTYPE")
+    dtype: str = option("auto", "of weights and what is computed; auto takes the checkpoint's own", metavar="DTYPE")
+    kv_cache_dtype: str = option(
+        "auto", "of keys and values in the cache; auto: as dtype", choices=("auto", "float32", "float16", "bfloat16")
+    )
     device: str = option("cpu", "where the model runs", metavar="DEVICE")
     num_threads: int = option(0, "threads that compute; 0 takes torch's own choice, one a core")
     block_size: int = option(16, "tokens in a block of the cache")

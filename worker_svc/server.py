@@ -27,6 +27,7 @@ from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
 from worker_svc.models import ModelConfig, ModelError
+from worker_svc.models.config import DTYPES
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.tokenizer_files import TokenizerFiles
@@ -103,12 +104,21 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
         torch.set_num_threads(config.num_threads)
     asked, started_s = config.max_model_len, time.monotonic()
     with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:
-        model_config = ModelConfig.from_folder(folder, config.dtype, asked if isinstance(asked, int) else None)
-        model = load_model(folder, model_config, config.device, config.load_format, seed=config.seed)
+        model_config = ModelConfig.from_folder(
+            folder,
+            config.dtype,
+            asked if isinstance(asked, int) else None,
+            impl=config.model_impl,
+            trust_remote_code=config.trust_remote_code,
+        )
+        model = load_model(
+            folder, model_config, config.device, config.load_format, config.seed, config.trust_remote_code
+        )
         files = TokenizerFiles.from_folder(folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
-    return ModelRunner(model, model_config, config.block_size, config.device), files
+    cache_dtype = DTYPES.get(config.kv_cache_dtype)  # auto: none
+    return ModelRunner(model, model_config, config.block_size, config.device, cache_dtype), files
 
 
 async def _serve(

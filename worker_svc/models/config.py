@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from worker_svc.models.errors import ModelError
 from worker_svc.models.families import FAMILIES
 from worker_svc.models.raw_config import RawConfig
 from worker_svc.models.style import DecoderStyle
+from worker_svc.models.transformers_config import read_config, sizes_of
 
 __all__ = ["DTYPES", "ModelConfig", "ModelError"]
 
@@ -39,11 +41,12 @@ class ModelConfig:
     max_positions: int  # that the model knows; more than max_model_len where less is asked for
     max_model_len: int
     tie_word_embeddings: bool
-    style: DecoderStyle
+    style: DecoderStyle  # of Octavo's own decoder; not of one that transformers computes
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     model_name: str
     model_hash: str  # over config and weight headers: same hash, same model
+    impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
 
     @property
     def weights_bytes(self) -> int:
@@ -59,11 +62,19 @@ class ModelConfig:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, dtype: str = "auto", max_model_len: int | None = None, device: str = "cpu"
+        cls,
+        folder: str | Path,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        device: str = "cpu",
+        impl: str = "auto",
+        trust_remote_code: bool = False,
     ) -> ModelConfig:
         """Read a Hugging Face folder.
 
         `dtype` auto takes the checkpoint's own, but float32 in place of float16 on a CPU, which computes in no float16.
+        `impl` auto takes Octavo's own code for the families it knows, else that of transformers (`trust_remote_code`:
+        also code that lies in the folder).
         Raises `ModelError` where the folder, a key or a value is missing or is one that Octavo does not know.
         """
         folder = Path(folder)
@@ -74,8 +85,12 @@ class ModelConfig:
         if quantization := raw.part("quantization_config"):
             method = quantization.get("quant_method", "quantization_config")
             raise raw.error(f"weights quantised by {method!r} are not supported")
-        architecture = _architecture(raw)
-        sizes, style = FAMILIES[architecture](raw)
+        architecture, impl = _architecture(raw, impl)
+        if impl == "octavo":
+            sizes, style = FAMILIES[architecture](raw)
+        else:
+            library_config = read_config(folder, trust_remote_code)
+            sizes, style = sizes_of(library_config, architecture, max_model_len), DecoderStyle()
         return cls(
             architecture=architecture,
             vocab_size=raw.integer("vocab_size"),
@@ -93,16 +108,22 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(raw, generation),
             model_name=folder.resolve().name,
             model_hash=_model_hash(folder),
+            impl=impl,
         )
 
 
-def _architecture(raw: RawConfig) -> str:
-    named = raw.get("architectures") or []
-    for name in named:
-        if name in FAMILIES:
-            return str(name)
-    known = ", ".join(FAMILIES)
-    raise raw.error(f"architecture {', '.join(map(str, named)) or 'not given'}; known: {known}")
+def _architecture(raw: RawConfig, impl: str) -> tuple[str, Literal["octavo", "transformers"]]:
+    """The architecture and whose code computes it."""
+    named = [str(name) for name in raw.get("architectures") or []]
+    own = next((name for name in named if name in FAMILIES), None)
+    if own and impl != "transformers":
+        return own, "octavo"
+    if impl == "octavo" or not named:
+        known = ", ".join(FAMILIES)
+        raise raw.error(f"architecture {', '.join(named) or 'not given'}; known: {known}")
+    if not named[0].endswith(("ForCausalLM", "LMHeadModel")):
+        raise raw.error(f"architecture {named[0]} is not supported: it is no decoder that generates text")
+    return named[0], "transformers"
 
 
 def _max_model_len(style: DecoderStyle, max_positions: int, asked: int | None) -> int:

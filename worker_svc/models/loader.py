@@ -42,7 +42,12 @@ class Model(Protocol):
 
 
 def load_model(
-    folder: str | Path, config: ModelConfig, device: str | torch.device, load_format: str = "auto", seed: int = 0
+    folder: str | Path,
+    config: ModelConfig,
+    device: str | torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> Model:
     """Load weights from `folder`, or make them up from `seed` (`load_format` dummy).
 
@@ -58,6 +63,10 @@ def load_model(
             f"too little memory for {config.model_name}: its weights take {config.weights_bytes / GIB:.3g} GiB, "
             f"{free_bytes / GIB:.3g} GiB are free"
         )
+    if config.impl == "transformers":
+        from worker_svc.models.transformers_model import TransformersModel
+
+        return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
         weights = DummyWeights(config.dtype, device, seed)

@@ -1,0 +1,164 @@
+"""Decoders that Octavo has no family for, computed by transformers over the paged cache; and those that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from tests.oracle import GreedyOracle
+from tests.tiny_models import make_tiny_model
+from tests.worker.families import make_family
+from tests.worker.model_cases import Stepper
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.loader import Model, load_model
+
+VOCAB_SIZE = 523
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 60,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 157,
+    "max_position_embeddings": 256,
+}
+# Norms behind attention and MLP; both halves side by side, a part of each head
+# turned; windows and biases; scaled logits.
+LIBRARY: dict[str, dict[str, Any]] = {
+    "Olmo2Config": {},
+    "PhiConfig": {"partial_rotary_factor": 0.4},
+    "Starcoder2Config": {"sliding_window": 25},
+    "CohereConfig": {"logit_scale": 0.25},
+}
+LENGTHS = [1, 7, 83, 150]
+
+
+def make(kind: str, folder: Path) -> Path:
+    import transformers
+
+    return make_tiny_model(folder, getattr(transformers, kind)(**SIZES | LIBRARY[kind]), seed=4)
+
+
+def load(folder: Path, impl: str = "auto", load_format: str = "auto") -> Model:
+    return load_model(folder, ModelConfig.from_folder(folder, "float32", impl=impl), "cpu", load_format)
+
+
+def tokens(length: int) -> list[int]:
+    return random.Random(length).choices(range(VOCAB_SIZE), k=length)
+
+
+def expected_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]
+
+
+def check(model: Model, folder: Path) -> None:
+    """Whole prompts together, then random pieces in random company, against whole prompts alone in transformers."""
+    sequences = [tokens(length) for length in LENGTHS]
+    expected = expected_logits(folder, sequences)
+    together = Stepper(model, sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})
+    for i, logits in together.items():
+        torch.testing.assert_close(logits, expected[i], rtol=1e-4, atol=1e-4)
+    pieces, done, numbers = Stepper(model, sequences), [0] * len(sequences), random.Random(3)
+    while unfinished := [i for i, length in enumerate(LENGTHS) if done[i] < length]:
+        chosen = numbers.sample(unfinished, numbers.randint(1, len(unfinished)))
+        step = {i: (done[i], min(LENGTHS[i], done[i] + numbers.choice([1, 1, 3, 40]))) for i in chosen}
+        for i, logits in pieces.step(step).items():
+            torch.testing.assert_close(logits, expected[i][slice(*step[i])], rtol=1e-4, atol=1e-4)
+            done[i] = step[i][1]
+
+
+@pytest.mark.parametrize("kind", LIBRARY)
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    folder = make(kind, tmp_path / "model")
+    model = load(folder)
+    assert model.config.impl == "transformers"
+    check(model, folder)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "opt"])
+def test_a_family_of_our_own_may_be_left_to_transformers(name: str, tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / "model")
+    model = load(folder, impl="transformers")
+    assert model.config.impl == "transformers"
+    check(model, folder)
+
+
+def test_rows_without_logits_and_dummy_weights(tmp_path: Path) -> None:
+    folder = make("Olmo2Config", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    models = [load(folder, load_format="dummy") for _ in range(2)]
+    first, second = (Stepper(model, [tokens(7)]).step({0: (0, 7)})[0] for model in models)
+    assert torch.equal(first, second) and first.shape == (7, VOCAB_SIZE)
+    assert Stepper(models[0], [tokens(7)]).step({0: (0, 7)}, logits_rows=[])[0].shape == (0, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("kind", ["Olmo2Config", "PhiConfig", "Starcoder2Config"])
+def test_greedy_tokens_over_the_service(kind: str, tmp_path: Path) -> None:
+    folder = make(kind, tmp_path / "model")
+    oracle, prompts = GreedyOracle(folder), [tokens(length) for length in (1, 40, 90)]
+    with LLM(model=str(folder), max_num_batched_tokens=32, max_num_seqs=8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        oracle.check(prompt, oracle.generate(prompt, 20), list(output.outputs[0].token_ids), kind)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+            "BertForMaskedLM is not supported: it is no dec",
+        ),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration is not"),
+        (
+            {"architectures": ["BartForCausalLM"], "model_type": "bart"},
+            "BartForCausalLM is not supported: it has an en",
+        ),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM is not supported: "),
+        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "RwkvForCausalLM is not supported: "),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+            "DeepseekV3ForCausalLM is not supported: latent attention",
+        ),
+        ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "JambaForCausalLM is not supported: "),
+        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "layers of type linear_attention"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+            "Gemma3ForConditionalGeneration",
+        ),
+        ({"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}, "nobodys"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as raised:
+        load(tmp_path, load_format="dummy")
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
+    """BLOOM's adds its bias by itself; an encoder's sees what comes after."""
+    with pytest.raises(ModelError, match="BloomForCausalLM is not supported: its "):
+        load(make_family("bloom", tmp_path / "bloom"), impl="transformers")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make("Olmo2Config", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
