@@ -53,8 +53,9 @@ class CoreLink:
 
     async def follow(self, on_state: StateListener) -> None:
         """Takes what the core says until it closes the link, in order. Raises AioRpcError where it breaks."""
+        call = self._stub.Connect(self._messages())
         try:
-            async for message in self._stub.Connect(self._messages()):
+            async for message in call:
                 self._is_queue_full = message.is_queue_full
                 for event in message.events:
                     if event.HasField("state"):
@@ -64,6 +65,7 @@ class CoreLink:
                         self._take(event)
                         await asyncio.sleep(0)  # for what was taken to be written meanwhile: there may be many events
         finally:
+            call.cancel()  # where this task is; does nothing to a call that has ended
             self._is_closed = True
             for answer in self._answers.values():
                 if not answer.done():

@@ -1,0 +1,195 @@
+"""A frontend's link to the core, both ends in this process: what either keeps of a request is gone when that is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from octavo.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
+from protos import frontend_pb2, frontend_pb2_grpc
+from protos import inference_pb2 as pb
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core_link import CoreLink
+from scheduler_svc.core_service import CoreService
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, UnknownName
+from scheduler_svc.frontend import Frontend
+from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
+from scheduler_svc.mailboxes import Mailboxes
+from scheduler_svc.model_description import encode_model
+from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.serving import Serving
+from tests.fakes import FakeWorker, say_forever, spell
+
+DEADLINE_S = 20.0
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Ends:
+    """The link, the other end of it, and what is around them."""
+
+    link: CoreLink
+    core_end: FrontendLink
+    links: FrontendLinks
+    serving: Serving
+    frontend: Frontend
+    mailboxes: Mailboxes
+    following: asyncio.Task[None]
+
+    async def submit(self, request_id: str = "one", *, replaces: bool = False, **params: object) -> SequenceGroup:
+        """A request with a reader; raises its refusal."""
+        sampling = pb.SamplingParams(**params)  # type: ignore[arg-type]  # as the test gives them
+        group = self.frontend.prepare(pb.GenerateRequest(request_id=request_id, prompt="|", sampling_params=sampling))
+        self.mailboxes.open(group.output)
+        try:
+            await self.link.submit(group, replaces=replaces)
+        except Exception:
+            self.mailboxes.close(group.output)
+            raise
+        return group
+
+    def leave(self, group: SequenceGroup) -> None:
+        self.mailboxes.close(group.output)
+        self.link.abandon(group)
+
+    async def keep_nothing(self) -> None:
+        """Returns once neither end knows a request, nor the engine."""
+        kept = (self.link._groups, self.link._numbers, self.link._answers, self.core_end._groups)
+        await until(lambda: not any(kept) and not self.core_end._submissions and not self.serving.engine.live.all())
+
+
+@asynccontextmanager
+async def both_ends(tmp_path, worker: FakeWorker, **options: object) -> AsyncIterator[Ends]:
+    links = FrontendLinks(asyncio.get_running_loop())
+    serving = Serving(SchedulerConfig(worker=(worker.address,), **options), links)  # type: ignore[arg-type]  # as given
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, links), server)
+    address = f"unix:{tmp_path}/core"
+    server.add_insecure_port(address)
+    await server.start()
+    serving.start()
+    await until(lambda: serving.is_ready)
+    model = serving.frontend.model()
+    model.tokenizer.save(tmp_path / "tokenizer")
+    links.set_state(frontend_pb2.CoreState(model=encode_model(model, tmp_path / "tokenizer"), is_ready=True))
+    mailboxes, told = Mailboxes(asyncio.get_running_loop()), asyncio.Event()
+
+    async def on_state(state: frontend_pb2.CoreState) -> None:
+        told.set()
+
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        link = CoreLink(channel, mailboxes)
+        following = asyncio.create_task(link.follow(on_state))
+        await asyncio.wait_for(told.wait(), DEADLINE_S)
+        frontend = Frontend(lambda: link.model, link.finish_sequence)
+        (core_end,) = links._links
+        yield Ends(link, core_end, links, serving, frontend, mailboxes, following)
+        await asyncio.to_thread(serving.stop)
+        links.close()
+        await asyncio.gather(following, return_exceptions=True)
+        await server.stop(None)
+
+
+async def test_a_request_that_ends_by_itself(tmp_path):
+    with FakeWorker(spell("abc")) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            group = await ends.submit(temperature=0.0)
+            await until(lambda: group.output.is_finished)
+            message = group.output.next_message()
+            assert message.outputs[0].text == "abc" and message.usage.completion_tokens == 4
+            assert message.timings.queue_ns > 0 and group.first_scheduled_ns is not None
+            ends.leave(group)
+            await ends.keep_nothing()
+
+
+async def test_a_stop_string_ends_it_in_the_core(tmp_path):
+    with FakeWorker(say_forever("abcdef"), delay_s=0.01) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            group = await ends.submit(temperature=0.0, stop=["de"])
+            await until(lambda: group.output.is_finished)
+            await until(lambda: not ends.serving.engine.live.all())  # though its reader is still there
+            output = group.output.next_message().outputs[0]
+            assert (output.text, output.finish_reason) == ("abc", pb.FINISH_REASON_STOP)
+            ends.leave(group)
+            await ends.keep_nothing()
+
+
+async def test_a_reader_that_leaves_while_it_runs(tmp_path):
+    with FakeWorker(delay_s=0.01) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            group = await ends.submit()
+            await until(lambda: group.output.is_ready)
+            ends.leave(group)
+            await ends.keep_nothing()
+
+
+async def test_a_reader_that_leaves_before_the_core_has_answered(tmp_path):
+    with FakeWorker(delay_s=0.01) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            for number in range(20):
+                group = ends.frontend.prepare(pb.GenerateRequest(request_id=f"r{number}", prompt="|"))
+                ends.mailboxes.open(group.output)
+                submission = asyncio.create_task(ends.link.submit(group, replaces=bool(number % 2)))
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                submission.cancel()
+                await asyncio.gather(submission, return_exceptions=True)
+                ends.leave(group)
+            await ends.keep_nothing()
+
+
+async def test_what_is_refused(tmp_path):
+    with FakeWorker(delay_s=0.05, max_num_seqs=1) as worker:
+        async with both_ends(tmp_path, worker, max_waiting_requests=1, worker_wait_timeout=5.0) as ends:
+            running = await ends.submit("running")
+            await until(lambda: running.output.is_ready)
+            with pytest.raises(DuplicateRequest):
+                await ends.submit("running")
+            waiting = await ends.submit("waiting")
+            with pytest.raises(QueueFull) as refused:
+                await ends.submit("too many")
+            assert refused.value.retry_after_s > 0
+            request = pb.GenerateRequest(request_id="another")
+            with pytest.raises(QueueFull):
+                await ends.link.check_room(request, 0)
+            await ends.link.check_room(pb.GenerateRequest(request_id="waiting"), 0)  # it is live: others answer it
+            again = await ends.submit("waiting", replaces=True)
+            await until(lambda: waiting.output.is_finished)
+            assert await ends.link.abort("running") and not await ends.link.abort("nobody's")
+            await until(lambda: running.output.is_finished)
+            for group in (running, waiting, again):
+                ends.leave(group)
+            await ends.keep_nothing()
+            await ends.link.check_room(request, 0)
+
+
+async def test_an_adapter_that_is_not_there(tmp_path):
+    with FakeWorker(max_loras=2) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            group = ends.frontend.prepare(pb.GenerateRequest(request_id="a", prompt="|", adapter="none"))
+            with pytest.raises(UnknownName, match="adapter 'none' is not here; loaded: none"):
+                await ends.link.submit(group, replaces=False)
+            assert await ends.link.adapters() == []
+            await ends.keep_nothing()
+
+
+async def test_requests_of_a_link_that_breaks_end(tmp_path):
+    with FakeWorker(delay_s=0.01) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            await ends.submit("one"), await ends.submit("two")
+            ends.following.cancel()
+            await until(lambda: not ends.serving.engine.live.all() and not ends.core_end._groups)
+            with pytest.raises(NotReady):
+                await ends.submit("three")
