@@ -14,6 +14,7 @@ import grpc
 import psutil
 import pytest
 
+from octavo import AsyncClient, SamplingParams
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
@@ -226,11 +227,28 @@ async def test_a_lost_frontend_takes_its_requests_along_and_no_others_and_anothe
                     assert (await rest_of(client.inference.Generate(request)))[-1].usage.completion_tokens == 3
 
 
+async def test_the_client_library_goes_on_at_another_frontend(slow):
+    params = SamplingParams(max_tokens=100, seed=3)
+    await until("both frontends", lambda: len(frontends_of(slow)) == 2)
+    async with AsyncClient(slow.address) as client:
+        wanted = await client.complete("say|", params)
+        frontends, tokens = frontends_of(slow), list[int]()
+        async for output in client.generate("say|", params):
+            if output.outputs and not tokens:
+                (its,) = [process for process in frontends if _num_clients(process)]
+                its.kill()
+            tokens += [token for part in output.outputs for token in part.token_ids]
+        assert tokens == list(wanted.outputs[0].token_ids)
+    await until("another frontend", lambda: len(frontends_of(slow)) == 2)
+
+
 async def test_frontends_end_with_a_core_that_is_killed():
     with FakeWorker() as worker, scheduler(f"--worker={worker.address}", "--frontends=2") as it:
         it.wait_until_ready()
         await until("both frontends", lambda: len(frontends_of(it)) == 2)
         frontends = frontends_of(it)
+        mapped = {mapping.path for process in frontends for mapping in process.memory_maps()}
+        assert not [path for path in mapped if "/torch/" in path or "/llvmlite/" in path], "they compute nothing"
         it.process.send_signal(signal.SIGKILL)
         await until("their end", lambda: not any(_is_alive(process) for process in frontends))
 
