@@ -40,6 +40,7 @@ log = structlog.get_logger()
 
 CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an idle worker's state
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
+STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
 
 
@@ -90,6 +91,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
+        self._watched_ns = self._awake_since_ns = time.monotonic_ns()
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
         self.adapters = Adapters(self._inbox.put)
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
@@ -469,8 +471,12 @@ class Engine:
 
     def _watch(self) -> None:
         now_ns = time.monotonic_ns()
+        if now_ns - self._watched_ns > STALL_NS:
+            log.warning("this process was stopped or starved", seconds=round((now_ns - self._watched_ns) / 1e9, 1))
+            self._awake_since_ns = now_ns  # what workers said meanwhile waits to be read
+        self._watched_ns = now_ns
         for worker in list(self.workers):
-            if (reason := worker.problem(now_ns)) is not None:
+            if (reason := worker.problem(now_ns, self._awake_since_ns)) is not None:
                 self._on_lost(worker.link, reason)
             elif worker.is_idle and now_ns - worker.checked_ns > CHECK_INTERVAL_NS:
                 worker.checked_ns = now_ns

@@ -128,9 +128,9 @@ class WorkerHandle:
         self.in_flight.append(step)
         return step
 
-    def problem(self, now_ns: int) -> str | None:
-        """Why this worker must be given up now, if it must."""
-        silence_ns = now_ns - self.link.last_heard_ns
+    def problem(self, now_ns: int, awake_since_ns: int = 0) -> str | None:
+        """Why this worker must be given up now, if it must; silence counts from `awake_since_ns` on."""
+        silence_ns = now_ns - max(self.link.last_heard_ns, awake_since_ns)
         if silence_ns > SILENCE_LIMIT_NS:
             return f"no message for {silence_ns / 1e9:.1f} s"
         if self.in_flight and now_ns > self.in_flight[0].deadline_ns:

@@ -20,6 +20,7 @@ from worker_svc.worker import Worker
 log = structlog.get_logger()
 
 HEARTBEAT_INTERVAL_S = 0.5
+STALL_S = 0.25  # a timer that is later than this tells of a process that was stopped or starved
 
 
 class LeaseExpired(Exception):
@@ -83,8 +84,10 @@ class StepSession:
 
     async def _expire(self) -> None:
         while (left_s := self._lease.expires_in_s(time.monotonic())) > 0:
+            due_s = time.monotonic() + left_s
             await asyncio.sleep(left_s)
-            await asyncio.sleep(0)  # if it was this loop that was late, messages are waiting to be read
+            if time.monotonic() - due_s > STALL_S:  # it was this process that slept, and messages wait to be read
+                await asyncio.sleep(HEARTBEAT_INTERVAL_S)
         raise LeaseExpired(f"nothing was heard from the scheduler for {EXPIRY_S:g} s")
 
     async def _drain(self) -> None:

@@ -131,10 +131,21 @@ def test_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
         streams = [client.generate(f"story {i}", endless) for i in range(4)]
         for stream in streams:
             next(stream)
-        code, seconds = served.end(signal.SIGTERM)
+        code, seconds = served.end(signal.SIGINT)
         for stream in streams:
             stream.close()
-    assert code == 0 and seconds < 5
+    assert code == 130 and seconds < 5
+
+
+def test_sigterm_lets_requests_finish(model: Path) -> None:
+    with serving("--model", str(model)) as served, Client(served.address) as client:
+        served.wait_until_ready()
+        stream = client.generate("story", SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        outputs = [next(stream)]
+        served.process.send_signal(signal.SIGTERM)
+        outputs += stream
+        assert outputs[-1].metrics is not None and outputs[-1].metrics.num_output_tokens == 300
+        assert served.process.wait(10) == 0
 
 
 def test_a_dead_worker_is_named_replaced_and_not_noticed_by_requests(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import numpy as np
@@ -278,3 +279,21 @@ def test_a_slot_that_now_belongs_to_one_who_wants_logprobs_owes_none_for_the_one
     loop.answer(link)
     loop.turn()
     assert not link.is_closed
+
+
+def test_a_loop_that_slept_itself_does_not_blame_its_workers(monkeypatch: pytest.MonkeyPatch):
+    """After a pause of its own silence counts anew; a worker that stays silent after that is given up."""
+    slept_ns = 0
+    now_ns = time.monotonic_ns
+    monkeypatch.setattr("scheduler_svc.engine.time.monotonic_ns", lambda: now_ns() + slept_ns)
+    loop = Loop()
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    slept_ns += 5_000_000_000
+    loop.turn()
+    assert not link.is_closed
+    for _ in range(3):  # awake, but nothing comes
+        slept_ns += 900_000_000
+        loop.turn()
+    assert link.is_closed
