@@ -203,7 +203,7 @@ async def test_heartbeats_come_while_the_model_is_busy(setup: Setup) -> None:
     times = [when for when, beat in stream.heartbeats if beat.running_step_id == 1]
     ages = [beat.running_ns for _, beat in stream.heartbeats if beat.running_step_id == 1]
     assert len(times) >= 3
-    assert all(later - earlier < 0.8 for earlier, later in itertools.pairwise(times))
+    assert all(later - earlier < 1.6 for earlier, later in itertools.pairwise(times))
     assert ages == sorted(ages) and ages[-1] > 1_000_000_000
 
 
