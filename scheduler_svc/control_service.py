@@ -46,7 +46,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self._started_ns = time.monotonic_ns()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
-        model = self._serving.pool.model
+        model = self._serving.pool.served_model
         return pb.ServerInfo(
             version=octavo.__version__,
             schema_revision=SCHEMA_REVISION,

@@ -71,8 +71,8 @@ async def serve(config: SchedulerConfig) -> None:
 async def _follow_readiness(serving: Serving, front: Front) -> None:
     ready, model = False, None
     while True:
-        if serving.is_ready != ready or serving.pool.model is not model:
-            was_ready, ready, model = ready, serving.is_ready, serving.pool.model
+        if serving.is_ready != ready or serving.pool.served_model is not model:
+            was_ready, ready, model = ready, serving.is_ready, serving.pool.served_model
             await front.show(ready, model)
             if ready != was_ready:
                 log.info("scheduler is ready" if ready else "scheduler has no worker")

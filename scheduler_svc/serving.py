@@ -58,7 +58,7 @@ class Serving:
             served_model_name=config.served_model_name,
         )
         self.frontend = Frontend(
-            lambda: self.pool.model,
+            lambda: self.pool.served_model,
             self.engine.finish_sequence,
             config.max_logprobs,
             scheduling_policy=config.scheduling_policy,
@@ -78,4 +78,6 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        return self.pool.model is not None and any(not worker.is_draining for worker in list(self.engine.workers))
+        return self.pool.served_model is not None and any(
+            not worker.is_draining for worker in list(self.engine.workers)
+        )

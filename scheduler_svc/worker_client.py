@@ -51,6 +51,8 @@ class Members(Protocol):
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, files: dict[str, bytes]
     ) -> None: ...
 
+    def left(self) -> None: ...
+
     def joined(
         self,
         link: StepStream,
@@ -180,6 +182,15 @@ class WorkerClient:
         self._now(inference_pb2.WORKER_HEALTH_INITIALIZING, "")
         sizes = stub.Initialize(settings, timeout=INITIALIZE_TIMEOUT_S)
         self._members.accept(info, sizes, files)
+        try:
+            self._exchange_steps(channel, info, sizes)
+        finally:
+            self._members.left()
+
+    def _exchange_steps(
+        self, channel: grpc.Channel, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse
+    ) -> None:
+        """From the lease to its loss."""
         stream = StepStream(self.address, channel, sizes.settings_id)
         try:
             self._stream = stream

@@ -45,7 +45,8 @@ class WorkerPool:
         served_model_name: str = "",
     ) -> None:
         self.engine = engine
-        self.model: ServedModel | None = None
+        self.model: ServedModel | None = None  # of the first worker that was accepted, which may never join
+        self._has_served = False
         self.clients: dict[str, WorkerClient] = {}
         self._names = [address[len(DNS_PREFIX) :] for address in addresses if address.startswith(DNS_PREFIX)]
         self._fixed = [address for address in addresses if not address.startswith(DNS_PREFIX)]
@@ -54,8 +55,14 @@ class WorkerPool:
         self._tokenizer_folder = tokenizer_folder
         self._served_model_name = served_model_name
         self._drained: set[str] = set()  # instances that were given back for good
+        self._num_accepted = 0  # workers that have joined, or are about to
         self._accepting = threading.Lock()  # the first worker decides on the model, and two may be first
         self._closed = threading.Event()
+
+    @property
+    def served_model(self) -> ServedModel | None:
+        """None until a worker has joined: that of one which another scheduler holds is not served here."""
+        return self.model if self._has_served else None
 
     def start(self) -> None:
         for address in self._fixed:
@@ -99,7 +106,7 @@ class WorkerPool:
         if info.instance_id in self._drained:
             raise WorkerRefused("it was drained; started again it may join")
         with self._accepting:
-            if len(self.engine.workers) >= self._max_workers:
+            if self._num_accepted >= self._max_workers:
                 raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
             if self.model is None:
                 folder = self._tokenizer_folder
@@ -110,6 +117,12 @@ class WorkerPool:
                 raise WorkerRefused(difference)
             else:
                 self.model = self.model.with_worker(info, sizes)
+            self._num_accepted += 1
+
+    def left(self) -> None:
+        """A worker that was accepted is connected no more, or could not be: another one may take its place."""
+        with self._accepting:
+            self._num_accepted -= 1
 
     def joined(
         self,
@@ -119,6 +132,7 @@ class WorkerPool:
         lease: worker_pb2.LeaseGranted,
     ) -> None:
         self.engine.worker_joined(link, info, sizes, lease)
+        self._has_served = True
 
     def said(self, link: StepStream, data: bytes) -> None:
         self.engine.worker_said(link, data)

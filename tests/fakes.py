@@ -83,8 +83,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     It answers the real messages. Behind them is a `SimulatedWorker`: a cache that does not hold what the scheduler
     takes it to hold ends the stream, and raises at the end of the `with` block. `received` and `answered` are the steps
     in order with their times; `fail_next(n)` lets the n-th next step fail. `row_error` says of which histories no token
-    can be drawn, and why. `adapters` are those loaded since the stream was opened, with their generations; there is
-    nothing to load at the paths in `broken_paths`.
+    can be drawn, and why; a step of more tokens than `out_of_memory_above` runs out of memory. `adapters` are those
+    loaded since the stream was opened, with their generations; there is nothing to load at the paths in `broken_paths`.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         *,
         row_error: Callable[[np.ndarray], str | None] | None = None,
         delay_s: float = 0.0,
+        out_of_memory_above: int | None = None,
         max_num_seqs: int = 8,
         max_model_len: int = 256,
         max_num_batched_tokens: int = 64,
@@ -116,6 +117,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._swap_bytes_per_s = swap_bytes_per_s if num_host_blocks else 0.0
+        self._out_of_memory_above = out_of_memory_above
         self._failures: set[int] = set()
         self._inbox: queue.SimpleQueue[worker_pb2.Step | worker_pb2.Notice] = queue.SimpleQueue()
         self._worker: SimulatedWorker | None = None  # of the lease that is held
@@ -253,12 +255,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 yield {"notice": message}
                 continue
             time.sleep(self.delay_s)
-            fails = "after" if len(self.answered) + 1 in self._failures else None
+            is_too_large = self._out_of_memory_above is not None and _num_tokens(message) > self._out_of_memory_above
+            fails = "after" if is_too_large or len(self.answered) + 1 in self._failures else None
             try:
                 result = worker.run(message, fails)
                 worker.check_integrity()
             except (AssertionError, ProtocolError) as error:
                 self._broken = self._broken or AssertionError(f"step {message.step_id}: {error}")
                 raise
+            if is_too_large and result.status == worker_pb2.STEP_STATUS_FAILED:
+                result.error.code = worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY
             self.answered.append((result.step_id, time.monotonic()))
             yield {"result": result}
+
+
+def _num_tokens(step: worker_pb2.Step) -> int:
+    return step.rows.num_decode_rows + int(np.frombuffer(step.rows.query_lens_u32, "<u4").sum())

@@ -159,7 +159,7 @@ class Cluster:
 
     def _stop(self) -> None:
         for scheduler in self._schedulers:
-            scheduler.stop()
+            scheduler.stop()  # without effect where a test did so
         for process in self._processes:
             process.end()
         for place in self.places:

@@ -143,3 +143,19 @@ def test_two_such_requests_end_and_nobody_else():
     assert poison.num_crashes <= 2 * MAX_WORKER_LOSSES
     for prompt in good:
         assert requests.token_ids[prompt] == hashed_after(prompt), prompt
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_steps_shrink_until_they_fit_into_the_memory(steps_in_flight):
+    """Prompts of more tokens than any step can hold are computed in parts, and everybody gets his tokens."""
+    prompts = [f"{number}" * 40 + "|" for number in range(NUM_REQUESTS)]
+    with FakeWorker(out_of_memory_above=20, num_blocks=400, max_num_batched_tokens=128) as worker:
+        with requests_on(worker, steps_in_flight=steps_in_flight) as requests:
+            for prompt in prompts:
+                requests.submit(prompt)
+            requests.finish()
+            (state,) = requests.serving.engine.workers
+            assert state.statistics.num_failed >= 3 and state.scheduler.max_num_batched_tokens <= 20
+    assert not requests.errors and worker.num_leases == 1
+    for prompt in prompts:
+        assert requests.token_ids[prompt] == hashed_after(prompt), prompt

@@ -15,7 +15,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-START_S = 60.0
+START_S = 120.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["worker_svc.server", "numba"])  # no kernel: OpenMP must not have begun before a fork

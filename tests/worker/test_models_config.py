@@ -132,7 +132,7 @@ def test_max_model_len_may_be_shortened_only(tmp_path: Path) -> None:
         ModelConfig.from_folder(folder, max_model_len=513)
 
 
-def test_the_hash_follows_config_and_weight_headers(tmp_path: Path) -> None:
+def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     def hashed(**changes: Any) -> str:
@@ -143,7 +143,9 @@ def test_the_hash_follows_config_and_weight_headers(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
     with_weights = hashed()
     save_file({"b": torch.zeros(3)}, tmp_path / "model.safetensors")
-    assert len({plain, with_weights, hashed()}) == 3
+    renamed = hashed()
+    save_file({"b": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert len({plain, with_weights, renamed, hashed()}) == 4
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
 _HASHED_BYTES = 16 << 20
+_NUM_SAMPLES = 256  # with what they read, the most that a slow disk does in a second or two
+_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ModelConfig:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     model_name: str
-    model_hash: str  # over config and weight headers: same hash, same model
+    model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
 
     @property
@@ -157,9 +159,10 @@ def _eos_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:
 
 
 def _model_hash(folder: Path) -> str:
-    """sha256 over config.json and each weight file's name, size and beginning.
+    """sha256 over config.json and each weight file's name, size, beginning, and samples from all over it.
 
-    Of safetensors that is the header (names, shapes and offsets of tensors), of others the first 16 MiB.
+    The beginning of safetensors is the header (names, shapes and offsets of tensors), of others the first 16 MiB. A
+    fine-tuned model has the same header as its base; the samples tell them apart without reading gigabytes.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(path for suffix in _WEIGHT_SUFFIXES for path in folder.glob(f"*{suffix}")):
@@ -168,4 +171,7 @@ def _model_hash(folder: Path) -> str:
         with path.open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else _HASHED_BYTES
             digest.update(file.read(min(num_bytes, size)))
+            for number in range(_NUM_SAMPLES):
+                file.seek(size * number // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
