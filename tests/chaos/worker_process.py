@@ -43,9 +43,13 @@ class WorkerProcess:
                 self.port = int(event["address"].rpartition(":")[2])
         return bool(self.port)
 
-    def send_signal(self, number: signal.Signals) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
 
     def wait_for_end(self) -> None:
         self._process.join(START_S)
