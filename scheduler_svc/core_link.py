@@ -28,6 +28,8 @@ from scheduler_svc.served_model import ServedModel
 
 GONE = "this server is shutting down"
 
+LONGEST_TAKING_S = 0.005  # without a pause for writing; longer than writing has in a round: who is behind catches up
+
 StateListener = Callable[[frontend_pb2.CoreState], Awaitable[None]]
 
 
@@ -53,7 +55,8 @@ class CoreLink:
 
     async def follow(self, on_state: StateListener) -> None:
         """Takes what the core says until it closes the link, in order. Raises AioRpcError where it breaks."""
-        call = self._stub.Connect(self._messages())
+        loop = asyncio.get_running_loop()
+        call, yielded_s = self._stub.Connect(self._messages()), loop.time()
         try:
             async for message in call:
                 self._is_queue_full = message.is_queue_full
@@ -63,7 +66,9 @@ class CoreLink:
                         await on_state(event.state)
                     else:
                         self._take(event)
-                        await asyncio.sleep(0)  # for what was taken to be written meanwhile: there may be many events
+                    if loop.time() - yielded_s > LONGEST_TAKING_S:
+                        await asyncio.sleep(0)
+                        yielded_s = loop.time()
         finally:
             call.cancel()  # where this task is; does nothing to a call that has ended
             self._is_closed = True

@@ -97,7 +97,7 @@ def _service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[s
     worker = [sys.executable, "-m", "octavo.bench.simulated_worker", f"--port={worker_port}"]
     worker += [f"--max-num-seqs={max(8, num_streams)}", f"--max-model-len={MAX_MODEL_LEN}", f"--step-ms={step_ms}"]
     scheduler = [sys.executable, "-m", "octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]
-    scheduler += ["--log-level=warning", f"--frontends={frontends}", *flags]
+    scheduler += ["--log-level=warning", "--metrics-port=0", f"--frontends={frontends}", *flags]
     processes = []
     try:
         for own_cores, command in ((service_cores, scheduler), (load_cores, worker)):
