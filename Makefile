@@ -53,8 +53,10 @@ protos: setup
 bench: model
 	$(BIN)/python -m benchmarks.readme_figures
 
+# The short profile, which `make test` runs, too, and then the long one: about an hour.
 chaos: model
-	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
