@@ -18,6 +18,7 @@ SERVED = [
     "qwen3",
     "qwen3-moe",
     "phi3",
+    "starcoder2",
     "gemma",
     "gemma2",
     "gemma3",

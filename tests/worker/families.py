@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.6}, "sliding_window": 40},
     ),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 25}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma2": ("Gemma2Config", {"head_dim": 12, "sliding_window": 25, "query_pre_attn_scalar": 9}),
     "gemma3": (

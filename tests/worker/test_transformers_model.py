@@ -28,12 +28,10 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 157,
     "max_position_embeddings": 256,
 }
-# Norms behind attention and MLP; both halves side by side, a part of each head
-# turned; windows and biases; scaled logits.
+# Norms behind attention and MLP; both halves side by side, a part of each head turned; scaled logits.
 LIBRARY: dict[str, dict[str, Any]] = {
     "Olmo2Config": {},
     "PhiConfig": {"partial_rotary_factor": 0.4},
-    "Starcoder2Config": {"sliding_window": 25},
     "CohereConfig": {"logit_scale": 0.25},
 }
 LENGTHS = [1, 7, 83, 150]
@@ -102,7 +100,7 @@ def test_rows_without_logits_and_dummy_weights(tmp_path: Path) -> None:
     assert Stepper(models[0], [tokens(7)]).step({0: (0, 7)}, logits_rows=[])[0].shape == (0, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("kind", ["Olmo2Config", "PhiConfig", "Starcoder2Config"])
+@pytest.mark.parametrize("kind", list(LIBRARY))
 def test_greedy_tokens_over_the_service(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path / "model")
     oracle, prompts = GreedyOracle(folder), [tokens(length) for length in (1, 40, 90)]

@@ -105,6 +105,20 @@ def phi3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     return sizes, _style(raw, sizes, names=names.PHI3, windows=_same_windows(raw, sizes, None), ropes=(rope,))
 
 
+def starcoder2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    raw = raw.merged(num_key_value_heads=2, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh")
+    sizes, bias = _sizes(raw), raw.flag("use_bias", True)
+    style = _style(raw, sizes, names=names.STARCODER2, norm="layer", norm_eps=raw.number("norm_epsilon", 1e-5))
+    return sizes, replace(
+        style,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        mlp_bias=bias,
+        is_gated=False,
+        windows=_same_windows(raw, sizes, None),
+    )
+
+
 def gemma(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     return _gemma(raw, num_key_value_heads=16)
 
@@ -236,6 +250,7 @@ FAMILIES: dict[str, Read] = {
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Phi3ForCausalLM": phi3,
+    "Starcoder2ForCausalLM": starcoder2,
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,

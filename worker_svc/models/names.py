@@ -41,6 +41,7 @@ class Names:
 
 LLAMA = Names()
 PHI3 = replace(LLAMA, qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",))
+STARCODER2 = replace(LLAMA, mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj")
 GEMMA2 = replace(
     LLAMA,
     attention_post_norm="post_attention_layernorm",
