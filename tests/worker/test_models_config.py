@@ -151,7 +151,7 @@ def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BertModel"]}, "architecture BertModel; known: LlamaForCausalLM, Mistral"),
+        ({"architectures": ["BertModel"]}, "architecture BertModel is not supported: it is no decoder"),
         ({"architectures": None}, "architecture not given"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
@@ -178,6 +178,11 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, changes: dict[str, An
     with pytest.raises(ModelError) as raised:
         ModelConfig.from_folder(write(tmp_path, **changes))
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_octavos_own_code_alone_names_what_it_knows(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="architecture PhiForCausalLM; known: LlamaForCausalLM, Mistral"):
+        ModelConfig.from_folder(write(tmp_path, architectures=["PhiForCausalLM"]), impl="octavo")
 
 
 def test_a_folder_without_a_readable_config(tmp_path: Path) -> None:
