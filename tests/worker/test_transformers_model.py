@@ -136,6 +136,10 @@ def test_greedy_tokens_over_the_service(kind: str, tmp_path: Path) -> None:
             "Gemma3ForConditionalGeneration",
         ),
         ({"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}, "nobodys"),
+        (
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "llama"},
+            "Olmo2ForCausalLM is not supported: the decoder of model type llama is LlamaForCausalLM",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:

@@ -30,7 +30,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 def sizes_of(config: Any, architecture: str, max_model_len: int | None) -> Sizes:
     """Raises ModelError, with the architecture's name, for what the paged cache cannot serve."""
-    if why := _refusal(config, max_model_len):
+    if why := _other_decoder(config, architecture) or _refusal(config, max_model_len):
         raise ModelError(f"architecture {architecture} is not supported: {why}")
     num_heads = int(config.num_attention_heads)
     hidden = int(config.hidden_size)
@@ -44,6 +44,20 @@ def sizes_of(config: Any, architecture: str, max_model_len: int | None) -> Sizes
         max_positions=int(config.max_position_embeddings),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
     )
+
+
+def _other_decoder(config: Any, architecture: str) -> str | None:
+    """Why the library would compute something else than the architecture says; None where it would not."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(config, "auto_map", None):
+        return None  # the folder brings the code of its own
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if known is None:
+        return f"no decoder is known for model type {config.model_type}"
+    if architecture not in ((known,) if isinstance(known, str) else known):
+        return f"the decoder of model type {config.model_type} is {known}"
+    return None
 
 
 def _refusal(config: Any, max_model_len: int | None) -> str | None:
