@@ -297,3 +297,41 @@ def test_a_loop_that_slept_itself_does_not_blame_its_workers(monkeypatch: pytest
         slept_ns += 900_000_000
         loop.turn()
     assert link.is_closed
+
+
+def test_a_worker_that_said_it_would_go_is_no_loss_to_be_counted():
+    loop = Loop(max_worker_losses=1)
+    first = loop.join("first")
+    loop.submit("one")
+    loop.turn()
+    notice = worker_pb2.Notice(draining=worker_pb2.Draining())
+    loop.engine.worker_said(first, worker_pb2.StepResponse(epoch=1, notice=notice).SerializeToString())
+    loop.engine.worker_lost(first, "it ended the stream")
+    second = loop.join("second")
+    loop.run_to_end(second)
+    assert loop.ends == {} and loop.token_ids == {"one": [7] * 9}
+
+
+def test_groups_that_lost_a_worker_are_tried_when_nothing_else_is_in_flight():
+    loop = Loop()
+    first = loop.join("first")
+    loop.submit("one", "two")
+    loop.turn()
+    second = loop.join("second")
+    loop.submit("busy")
+    loop.turn()
+    assert len(second.steps) == 2, "two in flight"
+    loop.engine.worker_lost(first, "gone")
+    loop.turn()
+    loop.answer(second)
+    loop.turn()
+    assert len(second.steps) == 2, "one is in flight still"
+    loop.answer(second)
+    loop.turn()
+    *_, trial = second.steps
+    assert [group.request_id for group in trial.groups] == ["one", "two"]
+    assert len(second.steps) == 3 and trial.rows.num_decode_rows == 0, "nobody beside them"
+    loop.run_to_end(second)
+    assert loop.ends == {} and {name: len(ids) for name, ids in loop.token_ids.items()} == dict.fromkeys(
+        ("one", "two", "busy"), 9
+    )
