@@ -27,6 +27,7 @@ from tests.tiny_models import make_tiny_llama
 AT_ONCE = 32
 NUM_WARM_UP = 100
 NUM_SAMPLES = 50
+NUM_PROMPTS = 200  # no more: the tokenizers library remembers the last ten thousand words, and these are one word each
 MOST_BYTES_A_REQUEST = 2048  # of lasting growth; a request that is kept holds several times that
 MOST_BYTES_OF_NOISE = 48 * MIB  # pools that fill late, code that is used for the first time, fragmentation
 FATES = ["read", "read", "read", "cancel", "deadline", "abort", "unread"]
@@ -86,6 +87,7 @@ class Soak:
         self.ends: Counter[str] = Counter()  # fates with the statuses that they came to
         self._address = address
         self._chance = random.Random(seed)
+        self._prompts = [self._prompt() for _ in range(NUM_PROMPTS)]
 
     async def send(self, count: int) -> None:
         """So many requests, some at once, over a connection of their own."""
@@ -127,9 +129,14 @@ class Soak:
         else:
             assert status in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED), await call.details()
 
+    def _prompt(self) -> str:
+        return self._chance.choice(["", SHARED]) + "".join(
+            self._chance.choices("abcdefgh ", k=self._chance.randint(1, 60))
+        )
+
     def _request(self) -> pb.GenerateRequest:
         chance = self._chance
-        prompt = chance.choice(["", SHARED]) + "".join(chance.choices("abcdefgh ", k=chance.randint(1, 60)))
+        prompt = chance.choice(self._prompts)
         params = pb.SamplingParams(max_tokens=chance.randint(1, 40), ignore_eos=True)
         match chance.randrange(6):
             case 0:

@@ -340,6 +340,21 @@ async def test_a_deadline_ends_the_request(slow_service):
     await _nothing_runs(slow_service)
 
 
+async def test_a_deadline_ends_a_request_that_waits(slow_service):
+    async with stub_of(slow_service) as stub:
+        running = stub.Generate(pb.GenerateRequest(prompt="say|", request_id="it runs"))
+        await running.read(), await running.read()
+        waiting = stub.Generate(pb.GenerateRequest(prompt="say|", request_id="it waits"), timeout=0.3)
+        assert (await waiting.read()).request_id == "it waits"
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await waiting.read()
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        (load,) = (await slow_service.call("octavo.v1.Control/GetLoad", {})).messages
+        assert load["num_requests_running"] == 1 and "num_requests_waiting" not in load
+        running.cancel()
+    await _nothing_runs(slow_service)
+
+
 async def test_a_full_queue_and_a_live_id_are_refused_at_once(slow_service):
     async with stub_of(slow_service) as stub:
         calls = []
