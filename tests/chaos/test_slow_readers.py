@@ -21,7 +21,7 @@ TEXT = "one two three four "
 NUM_LOGPROBS = 20
 MOST_BYTES_A_TOKEN = 8192  # that waits with its 20 alternatives
 PLAIN_CLIENTS_TAKE_BYTES = 4 * MIB  # of a message, where nobody has raised gRPC's own limit
-IDLE_WITHIN_S = 60.0
+IDLE_WITHIN_S = 240.0
 SMALL_WINDOW = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65_536),
@@ -36,7 +36,7 @@ def service() -> Iterator[Service]:
             yield service
 
 
-@pytest.mark.parametrize("num_readers", [4, pytest.param(24, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("num_readers", [4, pytest.param(16, marks=pytest.mark.chaos)])
 async def test_those_that_do_not_read_harm_nobody(service: Service, num_readers: int) -> None:
     process = Process(service.process.pid)
     async with (
