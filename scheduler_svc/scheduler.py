@@ -21,6 +21,7 @@ from scheduler_svc.policy import POLICIES, Policy
 from scheduler_svc.preemption import Costs, Preemption
 from scheduler_svc.prompt_delay import PromptDelay
 from scheduler_svc.recovery import Recovery
+from scheduler_svc.sealed_step import seal
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, SequenceColumns
 from scheduler_svc.served_tokens import ServedTokens
@@ -39,7 +40,6 @@ from scheduler_svc.worker_groups import WorkerGroups
 # Tokens of full metadata in one step: at five bytes each (the longest varint of an id) a third of the message limit.
 MAX_INTRODUCED_TOKENS = 4 * 1024 * 1024
 MAX_ON_TRIAL = 8  # groups at once that lost a worker under them once; who lost two is tried alone
-NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))  # an empty entry of StepPlan.appended
 
 
 class Source(Protocol):
@@ -166,7 +166,10 @@ class Scheduler:
             may_admit = alone is None and not (plan.num_preempted and self.running)
             if may_admit and (self.settings.enable_chunked_prefill or self.swapped or not self.running):
                 self._admit(plan, waiting, now_ns)
-        outputs = self._seal(plan)
+        if not (plan.has_rows or self.groups.swap_out or self.groups.swap_in or self.tells_releases):
+            return None
+        self.tells_releases = False
+        outputs = seal(plan, self.groups)
         if is_of_prompts and outputs is not None:
             self._delay.sent(outputs.rows, now_ns)
         return outputs
@@ -452,87 +455,6 @@ class Scheduler:
         if group in self.suspects:
             self.suspects.remove(group)
 
-    # ---- the step as decided ----------------------------------------------------------------------------------------
-
-    def _seal(self, plan: StepPlan) -> SchedulerOutputs | None:
-        groups = self.groups
-        if not (plan.has_rows or groups.swap_out or groups.swap_in or self.tells_releases):
-            return None
-        self.tells_releases = False
-        forks = {child: parent for child, parent in groups.forks.items()}
-        appended_slots, appended_counts, appended_blocks = map(
-            np.concatenate, zip(NOTHING, *plan.appended, strict=True)
-        )
-        outputs = SchedulerOutputs(
-            rows=self._rows(plan),
-            released_slots=sorted(groups.released_slots),
-            forks=[(parent.slot, child.slot, child.index) for child, parent in forks.items()],
-            introductions=plan.introductions,
-            swap_out=groups.swap_out,
-            swap_in=groups.swap_in,
-            copies=plan.copies,
-            appended_slots=appended_slots,
-            appended_counts=appended_counts,
-            appended_blocks=appended_blocks,
-            replaced=plan.replaced,
-            num_preempted=plan.num_preempted + plan.num_overruled,
-            num_swapped_out_groups=plan.num_swapped_out,
-        )
-        groups.was_told(forks)
-        return outputs
-
-    def _rows(self, plan: StepPlan) -> ScheduledRows:
-        columns, groups, decodes = self.columns, self.groups, plan.decode_slots
-        published = self.blocks.take_published()
-        if not plan.chunks and not plan.beams:
-            ones, generations, owners = np.ones_like(decodes), columns.generation[decodes], columns.owner[decodes]
-            return ScheduledRows(
-                decodes,
-                len(decodes),
-                ones,
-                ones,
-                generations,
-                owners,
-                decodes,
-                generations,
-                owners,
-                moved=groups.moved,
-                published=published,
-                wants_logprobs=columns.some_want_logprobs(decodes),
-            )
-        plan.chunks.sort(key=_answers_candidates)  # beams last; otherwise the order stays
-        of_beams = [chunk for chunk in plan.chunks if _answers_candidates(chunk)]
-        num_candidates = [_num_candidates(beam.group) for beam in plan.beams]
-        others = [chunk.sequence.slot for chunk in plan.chunks] + [beam.slot for beam in plan.beams]
-        slots = np.concatenate([decodes, np.array(others, np.int64)])
-        query_lens, num_answers = np.ones_like(slots), np.ones_like(slots)
-        query_lens[len(decodes) :] = [chunk.query_len for chunk in plan.chunks] + [1] * len(plan.beams)
-        num_answers[len(decodes) :] = [chunk.num_samples for chunk in plan.chunks] + num_candidates
-        drawn = [
-            sequence.slot
-            for chunk in plan.chunks[: len(plan.chunks) - len(of_beams)]
-            if chunk.num_samples
-            for sequence in (chunk.sequence, *chunk.children)
-        ]
-        sample_slots = np.concatenate([decodes, np.array(drawn, np.int64)])
-        return ScheduledRows(
-            slots,
-            len(decodes),
-            query_lens,
-            num_answers,
-            columns.generation[slots],
-            columns.owner[slots],
-            sample_slots,
-            columns.generation[sample_slots],
-            columns.owner[sample_slots],
-            num_beam_rows=len(of_beams) + len(plan.beams),
-            num_given_rows=len(plan.beams),
-            forks=[(chunk.sequence, chunk.children) for chunk in plan.chunks if chunk.children],
-            moved=groups.moved,
-            published=published,
-            wants_logprobs=columns.some_want_logprobs(sample_slots),
-        )
-
     # ---- answers ----------------------------------------------------------------------------------------------------
 
     def process_outputs(self, rows: ScheduledRows, answer: Answer) -> NewTokens:
@@ -582,15 +504,6 @@ class Scheduler:
         """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
         self.groups.check_integrity(part)
         assert all(group in self.running for group in self.suspects), "a suspect does not run"
-
-
-def _answers_candidates(chunk: Chunk) -> bool:
-    return chunk.num_samples > 0 and chunk.sequence.group.uses_beam_search
-
-
-def _num_candidates(group: SequenceGroup) -> int:
-    assert group.beam_search is not None
-    return group.beam_search.num_candidates
 
 
 def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:

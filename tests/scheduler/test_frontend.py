@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,32 +12,15 @@ from scheduler_svc.errors import InvalidRequest, Unsupported
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_model import ServedModel
-from scheduler_svc.tokenizer import Tokenizer
-from tests.tiny_models import END_OF_TEXT, IM_END, write_byte_tokenizer
+from tests.scheduler.tiny_served_model import tiny_served_model
+from tests.tiny_models import END_OF_TEXT, IM_END
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder, 400)
-    return ServedModel(
-        name="tiny",
-        model_hash="",
-        architecture="",
-        dtype="float32",
-        vocab_size=400,
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=180,
-        block_size=4,
-        max_cached_tokens=48 * 4,
-        max_logprobs=20,
-        eos_token_ids=(IM_END, END_OF_TEXT),
-        tokenizer=Tokenizer.from_folder(folder),
-        tokenizer_sha256="",
-    )
+    return tiny_served_model(tmp_path_factory.mktemp("tokenizer"))
 
 
 def _prepare(model: ServedModel, params: dict[str, Any], prompt: str = "abc", **fields: Any) -> SequenceGroup:
