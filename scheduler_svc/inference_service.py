@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import structlog
+from grpc._cython import cygrpc  # the only place that has the error of a failed write
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -136,7 +137,10 @@ async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.Serv
         await context.write(admission)
     while True:
         response = await box.receive()
-        await context.write(response)
+        try:
+            await context.write(response)
+        except cygrpc.ExecuteBatchError:  # the client left while this waited to be read
+            raise asyncio.CancelledError from None
         if response.HasField("usage"):
             return
 

@@ -37,7 +37,9 @@ def service() -> Iterator[Service]:
 
 
 @pytest.mark.parametrize("num_readers", [4, pytest.param(16, marks=pytest.mark.chaos)])
-async def test_those_that_do_not_read_harm_nobody(service: Service, num_readers: int) -> None:
+async def test_those_that_do_not_read_harm_nobody(
+    service: Service, capfd: pytest.CaptureFixture[str], num_readers: int
+) -> None:
     process = Process(service.process.pid)
     async with (
         grpc.aio.insecure_channel(service.address) as channel,
@@ -64,6 +66,9 @@ async def test_those_that_do_not_read_harm_nobody(service: Service, num_readers:
         for number, call in list(enumerate(unread))[1::2]:
             await _check_all_of_it(number, call)
     wait_until_nothing_is_left(service.address)
+    said = capfd.readouterr()
+    assert '"level": "error"' not in said.err, f"that a client leaves is no fault: {said.err}"
+    print(said.out)
 
 
 def _request(number: int) -> pb.GenerateRequest:
