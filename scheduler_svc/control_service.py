@@ -82,19 +82,25 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         return await self._between_steps(lambda: pb.ListWorkersResponse(workers=self._workers()))
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
-        return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
+        async with refusals(context):
+            return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
+        raise AssertionError("refused calls do not come here")
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepSummary]:
+        async with refusals(context):
+            await self._between_steps(lambda: self._serving.engine.workers_at(request.worker))
         async for summary in watch_steps(self._serving.engine, request.worker):
             yield summary
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
-        flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
-        return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
+        async with refusals(context):
+            flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
+            return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
+        raise AssertionError("refused calls do not come here")
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
         if request.worker:
@@ -140,9 +146,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     def _blocks(self, worker: str) -> list[pb.BlockState]:
         """Blocks in use or cached, of one worker or of all."""
         states = []
-        for handle in self._serving.engine.workers:
-            if worker not in ("", handle.link.address):
-                continue
+        for handle in self._serving.engine.workers_at(worker):
             blocks = handle.scheduler.blocks
             for pool, on_host in ((blocks.allocator, False), (blocks.host_allocator, True)):
                 for block_id, ref_count in enumerate(pool.ref_counts.tolist()):

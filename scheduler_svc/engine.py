@@ -159,7 +159,10 @@ class Engine:
         return self.call(lambda: self._drain(address)).result()
 
     def flush_prefix_cache(self, address: str = "") -> int:
-        """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks. How many could be found."""
+        """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks. How many could be found.
+
+        Raises UnknownName.
+        """
         return self.call(lambda: self._flush(address)).result()
 
     def load_adapter(self, name: str, path: str) -> Future[int]:
@@ -446,10 +449,7 @@ class Engine:
             self.metrics.ended(group, reason, time.monotonic_ns())
 
     def _drain(self, address: str) -> int:
-        worker = next((worker for worker in self.workers if worker.link.address == address), None)
-        if worker is None:
-            known = ", ".join(worker.link.address for worker in self.workers) or "none"
-            raise UnknownName(f"no worker {address!r}; there are: {known}")
+        (worker,) = self.workers_at(address)
         worker.is_draining = worker.is_leaving = True
         self.adapters.worker_left(worker)
         log.info("worker is drained", worker=address, requests=worker.num_running)
@@ -457,8 +457,7 @@ class Engine:
         return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
 
     def _flush(self, address: str) -> int:
-        workers = [worker for worker in self.workers if address in ("", worker.link.address)]
-        return sum(worker.scheduler.blocks.allocator.flush() for worker in workers)
+        return sum(worker.scheduler.blocks.allocator.flush() for worker in self.workers_at(address))
 
     def _on_stop(self) -> None:
         for group in self.live.all():
@@ -496,6 +495,14 @@ class Engine:
             if group in self._waiting and group.arrival_ns <= latest_ns:
                 message = f"all workers are lost, and none came back within {timeout_s:g} s (--worker-wait-timeout)"
                 self._on_end(group, FinishReason.ERROR, message)
+
+    def workers_at(self, address: str) -> list[WorkerHandle]:
+        """The worker of an address; all of them for "". Raises UnknownName."""
+        workers = [worker for worker in self.workers if address in ("", worker.link.address)]
+        if address and not workers:
+            known = ", ".join(worker.link.address for worker in self.workers) or "none"
+            raise UnknownName(f"no worker {address!r}; there are: {known}")
+        return workers
 
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
         return next((worker for worker in self.workers if worker.link is link), None)

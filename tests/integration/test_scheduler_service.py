@@ -279,6 +279,12 @@ async def test_unknown_requests_are_not_found(service):
     assert aborted == {}
 
 
+@pytest.mark.parametrize("method", ["GetBlocks", "FlushPrefixCache", "WatchSteps", "Drain"])
+async def test_unknown_workers_are_not_found(service, method):
+    answer = await service.call(f"octavo.v1.Control/{method}", {"worker": "nowhere:1"}, "-max-time=10")
+    assert answer.code == 64 + NOT_FOUND and "no worker 'nowhere:1'; there are: 127.0.0.1:" in answer.stderr
+
+
 async def test_health_model_info_and_channelz_answer(service):
     (health,) = (await service.call("grpc.health.v1.Health/Check", {"service": "octavo.v1.Inference"})).messages
     assert health == {"status": "SERVING"}
