@@ -62,6 +62,7 @@ class TokenCounts:
         vacant = used[~states.sampling.is_penalised[used]]  # a slot that came to have another sequence since
         taken = self._row_of[vacant[: missing.size]]
         self._row_of[vacant[: missing.size]] = -1
+        self._tenancy[taken] = -1  # another slot's sequence may have the same number as the one that was counted here
         first = len(self._num_counted)
         num_new = missing.size - taken.size
         self._row_of[missing] = np.concatenate([taken, np.arange(first, first + num_new)])

@@ -208,3 +208,18 @@ def test_counts_follow_the_mirror_whatever_happens_to_a_slot(data: st.DataObject
             expected = np.bincount(history[num_prompt:], minlength=VOCAB_SIZE)
             assert generated_counts[row].tolist() == expected.tolist()
             assert is_in_prompt[row].nonzero()[:, 0].tolist() == sorted(set(history[:num_prompt].tolist()))
+
+
+def test_a_row_of_counts_begins_anew_with_another_slot() -> None:
+    """Though its sequence is as many tokens long, and the same in number in its slot, as the one counted before."""
+    states = states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0})
+    counts = TokenCounts(VOCAB_SIZE)
+    counts.of(states, np.array([0]))
+    step = worker_pb2.Step(step_id=2, released_slots_u16=np.array([0], "<u2").tobytes())
+    for slot, penalty in ((0, 0.0), (1, 1.0)):
+        params = inference_pb2.SamplingParams(seed=1, presence_penalty=penalty)
+        group = step.groups.add(request_id=f"next {slot}", num_prompt_tokens=2, sampling_params=params)
+        group.sequences.add(slot=slot, token_ids=[4, 5, 6])
+    states.apply_blocks(step)
+    generated, is_in_prompt = counts.of(states, np.array([1]))
+    assert generated[0].nonzero()[:, 0].tolist() == [6] and is_in_prompt[0].nonzero()[:, 0].tolist() == [4, 5]
