@@ -8,11 +8,12 @@ import signal
 
 
 class Stopping:
-    """SIGTERM and `drain` let requests finish; SIGINT, or SIGTERM once more, does not wait for them."""
+    """SIGTERM and `drain` let requests finish, one after the other as well; SIGINT, or SIGTERM twice, does not wait."""
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
         self._now = asyncio.Event()
+        self._has_sigterm = False
 
     def listen(self) -> None:
         """Takes the signals of this process from now on."""
@@ -41,6 +42,7 @@ class Stopping:
         return self._now.is_set()
 
     def _on_sigterm(self) -> None:
-        if self._told.is_set():
+        if self._has_sigterm:
             self._now.set()
+        self._has_sigterm = True
         self._told.set()
