@@ -45,8 +45,8 @@ async def serve(config: SchedulerConfig) -> None:
     front: Front = ProcessFront(config) if config.frontends > 1 else InProcessFront(config)
     serving = Serving(config, front.outputs)
     stopping = Stopping()
+    metrics = _serve_metrics(serving, config)  # first, as a front that is open has to be closed
     port = await front.open(serving, stopping.drain)
-    metrics = _serve_metrics(serving, config)
     serving.start()
     stopping.listen()
     log.info("scheduler is listening", host=config.host, port=port, workers=list(config.worker))
@@ -62,6 +62,7 @@ async def serve(config: SchedulerConfig) -> None:
         log.info("scheduler is stopping")
         for watch in watches:
             watch.cancel()
+        serving.engine.live.close()  # before those who wait are sent away: who comes now is, too, and not aborted
         front.break_off()
         ending = [serving.stop] if metrics is None else [serving.stop, metrics.stop]
         await asyncio.gather(*map(asyncio.to_thread, ending))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core import EngineCore
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
@@ -243,6 +245,22 @@ def test_the_queue_is_bounded_and_ids_are_unique_while_they_live():
         it.submit("second", max_tokens=1)
         with pytest.raises(QueueFull):
             it.submit("third", max_tokens=1)
+
+
+def test_two_that_replace_a_request_at_once_are_both_taken():
+    """The later one replaces the earlier one: a client's next attempt finds its last one on the way in."""
+    with FakeWorker(delay_s=0.02) as worker, client(worker) as it:
+        it.submit("one", max_tokens=200)
+        core, first = EngineCore(it.serving.engine), it.serving.engine.live.find("one")
+        request = pb.GenerateRequest(request_id="one", prompt="say|", attempt=1)
+        groups = [it.serving.frontend.prepare(request) for _ in range(2)]
+
+        async def replace() -> None:
+            await asyncio.gather(*(core.submit(group, replaces=True) for group in groups))
+
+        asyncio.run(replace())
+        assert it.serving.engine.live.find("one") == groups[1:]
+        assert all(group.is_finished for group in (*first, groups[0]))
 
 
 def test_before_the_first_worker_requests_are_refused():
