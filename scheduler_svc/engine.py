@@ -112,8 +112,8 @@ class Engine:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queues a group. Raises what `Adapters.use` and `LiveRequests.add` raise."""
-        self.adapters.use(group)
         try:
+            self.adapters.use(group)
             self.live.add(group)
         except RequestRefused as refusal:
             self._inbox.put(partial(self.adapters.release, group))

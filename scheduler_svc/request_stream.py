@@ -76,7 +76,7 @@ class RequestStream:
             seed=params.seed,
             model=model,
             admission=pb.Admission(num_prompt_tokens=group.num_prompt_tokens),
-            prompt_token_ids=group.sequences[0].token_ids.tolist() if returns_prompt else [],
+            prompt_token_ids=group.sequences[0].token_ids[: group.num_prompt_tokens].tolist() if returns_prompt else [],
         )
 
     def admission(self) -> pb.GenerateResponse | None:

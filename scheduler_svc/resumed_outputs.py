@@ -47,11 +47,15 @@ def read_resumed(request: pb.GenerateRequest, vocab_size: int, num_outputs: int,
 
 
 def resumed_outputs(request: pb.GenerateRequest, group: SequenceGroup) -> list[ResumedOutput]:
-    """How each of the group's outputs stands, by index. Raises InvalidRequest for tokens after an output's end."""
+    """How each of the group's outputs stands, by index. Raises InvalidRequest for more tokens than it can have."""
+    most = group.max_num_tokens - group.num_prompt_tokens
     told = {output.index: _reason(output) for output in request.resume if output.finish_reason}
     outputs = []
     for sequence in group.sequences:
         token_ids = sequence.token_ids[group.num_prompt_tokens :].tolist()
+        if len(token_ids) > most:
+            what = f"output {sequence.index} has {len(token_ids)} tokens; accepted: at most {most}"
+            raise _invalid("resume", what)
         if sequence.index in told:
             outputs.append(ResumedOutput(token_ids, told[sequence.index], is_told=True))
         else:
@@ -61,15 +65,13 @@ def resumed_outputs(request: pb.GenerateRequest, group: SequenceGroup) -> list[R
 
 def _end_of(token_ids: list[int], index: int, group: SequenceGroup) -> FinishReason:
     """Whether the last of the tokens ends an output that nobody called ended."""
-    most = group.max_num_tokens - group.num_prompt_tokens
-    if len(token_ids) > most:
-        raise _invalid("resume", f"output {index} has {len(token_ids)} tokens; accepted: at most {most}")
     stops = [position for position, token_id in enumerate(token_ids) if group.is_stop_token(token_id)]
     if stops and stops[0] != len(token_ids) - 1:
         raise _invalid("resume", f"output {index} goes on after token {token_ids[stops[0]]}, which ends it")
     if stops:
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(token_ids) == most else FinishReason.NONE
+    is_longest = group.num_prompt_tokens + len(token_ids) == group.max_num_tokens
+    return FinishReason.LENGTH if is_longest else FinishReason.NONE
 
 
 def _reason(output: pb.ResumedOutput) -> FinishReason:

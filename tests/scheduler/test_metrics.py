@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
 from scheduler_svc.engine import Engine
-from scheduler_svc.errors import QueueFull
+from scheduler_svc.errors import QueueFull, UnknownName
 from scheduler_svc.histogram import Histogram
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.sequence import FinishReason
@@ -144,6 +144,15 @@ def test_aborts_errors_and_losses() -> None:
     assert samples["octavo:request_success_total error"] == 1
     assert samples["octavo:worker_losses_total"] == 1
     assert samples["octavo:e2e_request_latency_seconds_count"] == 2
+
+
+def test_a_request_for_an_adapter_that_is_not_there_is_a_rejection() -> None:
+    loop = Loop()
+    loop.join(max_loras=1)
+    loop.turn()
+    with pytest.raises(UnknownName):
+        loop.engine.submit(loop.group("one", adapter="none"))
+    assert read(loop.engine)["octavo:admission_rejections_total unknown_name"] == 1
 
 
 def test_preemptions_by_mode() -> None:

@@ -148,6 +148,15 @@ def test_the_sum_of_logprobs_is_left_to_who_has_them_all(model: ServedModel) -> 
     assert not group.output.next_message().outputs[0].HasField("cumulative_logprob")
 
 
+def test_the_prompt_that_is_told_again_is_the_prompt_alone(model: ServedModel) -> None:
+    request = pb.GenerateRequest(
+        prompt="abc", return_prompt_token_ids=True, resume=[{"index": 0, "token_ids": [65, 66]}]
+    )
+    request.sampling_params.seed = 5
+    admission = Frontend(lambda: model, lambda _: None).prepare(request).output.admission()
+    assert list(admission.prompt_token_ids) == list(b"abc")
+
+
 @pytest.mark.parametrize(
     ("resume", "params", "says"),
     [
@@ -157,6 +166,11 @@ def test_the_sum_of_logprobs_is_left_to_who_has_them_all(model: ServedModel) -> 
         ([{"index": 0, "token_ids": [IM_END, 65]}], {}, "output 0 goes on after token"),
         ([{"index": 0, "token_ids": [65, 66, 67]}], {"stop": ["AB"]}, "output 0: it goes on after 'AB'"),
         ([{"index": 0, "token_ids": [65] * 3}], {"max_tokens": 2}, "output 0 has 3 tokens; accepted: at most 2"),
+        (
+            [{"index": 0, "token_ids": [65] * 3, "finish_reason": pb.FINISH_REASON_STOP}],
+            {"max_tokens": 2},
+            "output 0 has 3 tokens; accepted: at most 2",
+        ),
         ([{"index": 0, "token_ids": [65]}], {"n": 1, "best_of": 2}, "resume: got some; accepted: none with best_of"),
         ([{"index": 0, "token_ids": [65]}], {"stream": False}, "resume: got some; accepted: none with"),
         ([{"index": 0, "token_ids": [65], "finish_reason": 77}], {}, "finish_reason 77"),
