@@ -69,15 +69,20 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         inference = InferenceService(frontend, link, mailboxes)
         server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)
 
+        is_listening = False
+
         async def on_state(state: frontend_pb2.CoreState) -> None:
+            nonlocal is_listening
             inference.is_draining = state.is_draining
             if state.is_broken_off:
                 inference.break_off()
             await health.set_ready(state.is_ready and not state.is_draining)
+            if not is_listening:  # not before: a request would be told that there is no model
+                is_listening = True
+                await server.start()
+                link.say_listening(os.getpid())
 
         bind(server, config.host, config.port)
-        await server.start()
-        link.say_listening(os.getpid())
         await link.follow(on_state)
         await health.shut_down()
         await server.stop(GRACE_S)

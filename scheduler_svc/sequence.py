@@ -213,7 +213,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.adapter = adapter
         self.cache_salt = cache_salt
-        self.bad_words = bad_words
+        self.bad_words = tuple(tuple(word) for word in bad_words)
         self.hash_root = root_hash(adapter, "", cache_salt)
         self.output = output
         self.arrival_ns = arrival_ns
