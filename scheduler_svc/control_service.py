@@ -17,7 +17,6 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.serving import Serving
-from scheduler_svc.status import refusals
 from scheduler_svc.step_watch import watch_steps
 from scheduler_svc.worker_client import WorkerClient
 from scheduler_svc.worker_handle import WorkerHandle
@@ -72,9 +71,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
                     return self._request(group)
             raise UnknownName(f"no live request {request.request_id!r}")
 
-        async with refusals(context):
-            return await self._between_steps(find)
-        raise AssertionError("refused calls do not come here")
+        return await self._between_steps(find)
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
@@ -82,50 +79,38 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         return await self._between_steps(lambda: pb.ListWorkersResponse(workers=self._workers()))
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
-        async with refusals(context):
-            return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
-        raise AssertionError("refused calls do not come here")
+        return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepSummary]:
-        async with refusals(context):
-            await self._between_steps(lambda: self._serving.engine.workers_at(request.worker))
+        await self._between_steps(lambda: self._serving.engine.workers_at(request.worker))
         async for summary in watch_steps(self._serving.engine, request.worker):
             yield summary
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
-        async with refusals(context):
-            flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
-            return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
-        raise AssertionError("refused calls do not come here")
+        flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
+        return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
         if request.worker:
-            async with refusals(context):
-                return pb.DrainResponse(
-                    num_requests_left=await asyncio.to_thread(self._serving.pool.drain, request.worker)
-                )
+            return pb.DrainResponse(num_requests_left=await asyncio.to_thread(self._serving.pool.drain, request.worker))
         self._drain()
         return pb.DrainResponse(num_requests_left=len(self._serving.engine.live.all()))
 
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:
-        async with refusals(context):
-            generation = await asyncio.wrap_future(self._serving.engine.load_adapter(request.name, request.path))
-            return pb.ControlLoadAdapterResponse(generation=generation)
-        raise AssertionError("refused calls do not come here")
+        generation = await asyncio.wrap_future(self._serving.engine.load_adapter(request.name, request.path))
+        return pb.ControlLoadAdapterResponse(generation=generation)
 
     async def UnloadAdapter(
         self, request: pb.ControlUnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlUnloadAdapterResponse:
-        async with refusals(context):
-            await asyncio.wrap_future(self._serving.engine.unload_adapter(request.name))
-            return pb.ControlUnloadAdapterResponse()
-        raise AssertionError("refused calls do not come here")
+        await asyncio.wrap_future(self._serving.engine.unload_adapter(request.name))
+        return pb.ControlUnloadAdapterResponse()
 
     async def _between_steps(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._serving.engine.call(function))

@@ -49,9 +49,8 @@ class EngineCore:
         self._engine.metrics.rejected(refusal)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
-        while replaces and self._engine.abort(
-            group.request_id, group.tenant
-        ):  # again where another replacement was first
+        # Once more where another replacement was faster.
+        while replaces and self._engine.abort(group.request_id, group.tenant):
             await asyncio.wrap_future(self._engine.call(lambda: None))  # between steps: the id is free by then
         self._engine.submit(group)
 

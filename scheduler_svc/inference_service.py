@@ -96,37 +96,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             call.cancel()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        async with refusals(context):
-            return pb.AbortResponse(found=await self._core.abort(request.request_id))
-        raise AssertionError("refused calls do not come here")
+        return pb.AbortResponse(found=await self._core.abort(request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        async with refusals(context):
-            model = self._frontend.model()
-            return pb.ModelInfo(
-                model=model.name,
-                architecture=model.architecture,
-                vocab_size=model.vocab_size,
-                max_model_len=model.max_model_len,
-                dtype=model.dtype,
-                model_hash=model.model_hash,
-                eos_token_ids=model.eos_token_ids,
-                has_chat_template=model.tokenizer.chat_template is not None,
-                adapters=await self._core.adapters(),
-            )
-        raise AssertionError("refused calls do not come here")
+        model = self._frontend.model()
+        return pb.ModelInfo(
+            model=model.name,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+            model_hash=model.model_hash,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=model.tokenizer.chat_template is not None,
+            adapters=await self._core.adapters(),
+        )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        async with refusals(context):
-            return await self._in_thread(self._frontend.tokenize, request)
-        raise AssertionError("refused calls do not come here")
+        return await self._in_thread(self._frontend.tokenize, request)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        async with refusals(context):
-            return await self._in_thread(self._frontend.detokenize, request)
-        raise AssertionError("refused calls do not come here")
+        return await self._in_thread(self._frontend.detokenize, request)
 
     async def _in_thread(self, function, *arguments):  # type: ignore[no-untyped-def]  # passes any function through
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

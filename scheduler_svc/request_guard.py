@@ -1,6 +1,7 @@
-"""What every unary request passes before its method: bytes that are no message, and faults of our own, become statuses.
+"""What every unary request passes before its method, so that the method has only to raise.
 
-Without it grpc answers both with UNKNOWN and the text of a Python exception.
+Refusals, bytes that are no message, and faults of our own become statuses. Without it grpc answers all of them with
+UNKNOWN and the text of a Python exception.
 """
 
 from __future__ import annotations
