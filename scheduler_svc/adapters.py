@@ -276,8 +276,6 @@ def _has_released(worker: WorkerHandle, adapter: Adapter) -> bool:
 
     Where no other work makes one, a step is asked for that says nothing else.
     """
-    if worker.failed_step is not None and worker.in_flight:
-        return False  # everything is told anew, once all of these are answered
     step_id = adapter.released_by.get(worker)
     if step_id is None:
         is_told = not worker.scheduler.groups.released_slots

@@ -334,10 +334,13 @@ class Engine:
             self.metrics.begun(group, decoded_ns)
             self._forget(group, hypotheses[0].finish_reason)
             self.sink.put_beams(group, hypotheses)
+        # By group, of which several sequences may end at once.
+        ended = {tokens.sequences[entry].group: entry for entry in tokens.finish_reasons.nonzero()[0]}
         for group, message in tokens.errors:
+            ended.pop(group, None)
             self._end(group, FinishReason.ERROR, message)
-        for entry in tokens.finish_reasons.nonzero()[0]:
-            self._forget(tokens.sequences[entry].group, FinishReason(tokens.finish_reasons[entry]))
+        for group, entry in ended.items():
+            self._forget(group, FinishReason(tokens.finish_reasons[entry]))
         self.adapters.step_answered(worker, is_rolled_back=False)
         answered = AnsweredStep.of(
             sent,

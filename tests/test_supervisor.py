@@ -120,6 +120,23 @@ async def test_a_worker_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyP
     assert await supervisor.run(lambda _: None) == 1
 
 
+async def test_a_good_life_makes_up_for_all_earlier_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.supervisor._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("octavo.supervisor._GOOD_LIFE_S", 0.4)
+    monkeypatch.setattr("octavo.supervisor._MAX_RESTARTS", 1)
+    log = tmp_path / "starts"
+    living = [sys.executable, "-c", f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.5)"]
+    supervisor = Supervisor([child("scheduler", SLEEP, True), child("worker", living)], ready_at_once)
+    running = asyncio.create_task(supervisor.run(lambda _: None))
+    deadline = time.monotonic() + 20
+    while not running.done() and (not log.exists() or len(log.read_text()) < 4):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    assert not running.done(), "it was given up"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
     program = f"""

@@ -19,7 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from octavo import AsyncClient, Client, SamplingParams
 from octavo.client import channel_credentials
 from octavo.errors import RequestFailed
-from octavo.generation import RetryPolicy
+from octavo.generation import Generation, RetryPolicy, build_request
 from octavo.outputs import RequestOutput
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
@@ -199,6 +199,14 @@ def test_refusals_carry_status_fields_and_hint(server: FakeServer, generate: Any
     assert caught.value.violations[0].field == "sampling_params.top_p"
     assert caught.value.retry_after_s == 1.5
     assert len(server.inference.requests) == 1
+
+
+def test_a_full_queue_found_after_a_loss_is_tried_again_when_it_says() -> None:
+    generation = Generation(build_request("hello", None), QUICK, now_ns=0)
+    generation.receive(pb.GenerateResponse(admission=pb.Admission()), now_ns=1)
+    assert generation.retry_delay_s(RequestFailed(LOST, "gone")) <= 0.05
+    full = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=7.0)
+    assert generation.retry_delay_s(full) == 7.0
 
 
 def test_a_full_queue_is_the_caller_s_business(server: FakeServer, generate: Any) -> None:

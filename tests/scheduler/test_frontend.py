@@ -47,6 +47,23 @@ def test_several_outputs_are_sequences_of_their_own(
     assert group.max_num_tokens == (48 * 4 + 1 if best_of == 1 else 48 // best_of * 4 + 1)
 
 
+def test_the_end_of_a_prompt_is_what_is_left_of_a_truncated_one(model: ServedModel) -> None:
+    group = _prepare(model, {}, prompt="abcdef", truncate_prompt_tokens=2)
+    assert group.sequences[0].token_ids.tolist() == list(b"ef")
+    assert _prepare(model, {}, prompt="abc", truncate_prompt_tokens=9).num_prompt_tokens == 3
+
+
+@pytest.mark.parametrize(("of_server", "of_model"), [(3, 20), (20, 3)])
+def test_the_lower_limit_of_logprobs_counts(model: ServedModel, of_server: int, of_model: int) -> None:
+    model = dataclasses.replace(model, max_logprobs=of_model)
+    frontend = Frontend(lambda: model, lambda _: None, of_server)
+    request = pb.GenerateRequest(prompt="abc", sampling_params=pb.SamplingParams(logprobs=3))
+    assert frontend.prepare(request).wants_logprobs
+    request.sampling_params.logprobs = 4
+    with pytest.raises(InvalidRequest, match=r"sampling_params.logprobs: got 4"):
+        frontend.prepare(request)
+
+
 def test_beams_begin_as_one_sequence_and_end_at_every_end_token(model: ServedModel) -> None:
     group = _prepare(model, {**BEAMS, "n": 2, "best_of": 4, "stop_token_ids": [7, IM_END], "logprobs": 0})
     assert group.uses_beam_search and len(group.sequences) == 1

@@ -12,7 +12,7 @@ from scheduler_svc import worker_handle
 from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.worker_handle import WorkerHandle
-from tests.scheduler.hand_turned_loop import FakeLink
+from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 NUM_BLOCKS, PART = 50, 16
 
@@ -104,3 +104,23 @@ def test_every_fault_is_found_once_all_parts_were_looked_at(
     with pytest.raises(AssertionError):
         for _ in range(-(-NUM_BLOCKS // PART)):
             worker.check_integrity()
+
+
+def test_a_worker_whose_state_is_broken_is_given_up_when_it_is_idle() -> None:
+    loop = Loop()
+    link = loop.join()
+    loop.turn()
+    (worker,) = loop.engine.workers
+    loop.submit("one")
+    loop.turn()
+    worker.checked_ns = 0  # long ago
+    worker.scheduler.blocks.allocator.ref_counts[31] += 1
+    loop.engine._watch()
+    assert loop.engine.workers == [worker], "it is busy"
+    loop.engine.abort("one")
+    loop.turn()
+    while worker.in_flight:
+        loop.answer(link)
+        loop.turn()
+    loop.engine._watch()
+    assert not loop.engine.workers and link.is_closed

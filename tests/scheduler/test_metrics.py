@@ -130,6 +130,35 @@ def _plan() -> Any:
     return StepPlan(SchedulingBudget(0, 0))
 
 
+def test_a_request_begins_once_however_many_outputs_it_has() -> None:
+    loop = Loop()
+    link = loop.join()
+    group = loop.group("two", num_outputs=2)
+    loop.engine.submit(group)
+    loop.run_to_end(link)
+    samples = read(loop.engine)
+    assert samples["octavo:time_to_first_token_seconds_count"] == 1
+    assert samples["octavo:prompt_tokens_total"] == 3
+    assert samples["octavo:request_success_total length"] == 1
+    assert samples["octavo:generation_tokens_total"] == 18
+
+
+def test_requests_without_a_slot_are_swapped_or_wait() -> None:
+    loop = Loop()
+    loop.join()
+    loop.submit("one", "two", "three")
+    loop.turn()
+    (worker,) = loop.engine.workers
+    scheduler = worker.scheduler
+    scheduler._preempt(next(iter(scheduler.running)), _plan())
+    swapped = next(iter(scheduler.running))
+    scheduler.running.remove(swapped)
+    scheduler.swapped.append(swapped)
+    samples = read(loop.engine)
+    names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped")
+    assert [samples[f"octavo:{name}"] for name in names] == [1, 1, 1]
+
+
 def test_aborts_errors_and_losses() -> None:
     loop = Loop(max_worker_losses=1)
     link = loop.join()

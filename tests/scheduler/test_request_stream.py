@@ -140,6 +140,15 @@ def test_text_that_was_held_back_is_shown_at_the_end(tokenizer, streams):
     assert not reader.deltas[-1].HasField("matched_stop")
 
 
+def test_an_abort_stays_one_though_its_last_half_character_spells_a_stop_string(tokenizer):
+    reader = Reader(tokenizer, stop=["\N{REPLACEMENT CHARACTER}"])
+    reader.take(b"one \xe6")
+    reader.stream.end(FinishReason.ABORT, "")
+    reader.read()
+    assert (reader.text, reader.reason) == ("one ", FinishReason.ABORT)
+    assert not reader.deltas[-1].HasField("matched_stop")
+
+
 def test_text_that_was_held_back_is_shown_after_an_abort(tokenizer):
     reader = Reader(tokenizer, stop=["two"])
     reader.take(b"one tw\xe6")
@@ -195,7 +204,7 @@ def test_a_reader_far_behind_finds_messages_that_are_no_larger_than_clients_take
         behind.read_one()
     for message in behind.messages:
         assert 0 < sum(len(delta.token_ids) for delta in message.outputs) <= 4, "a token has two alternatives"
-        assert all(len(delta.token_ids) == len(delta.logprobs) for delta in message.outputs)
+        assert all(len(delta.token_ids) == len(delta.logprobs) > 0 for delta in message.outputs)
     assert len(behind.messages) == 2 * len(tokens) // 4
     for index in (0, 1):
         theirs, ours = ([delta for delta in reader.deltas if delta.index == index] for reader in (prompt, behind))

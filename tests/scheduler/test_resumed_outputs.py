@@ -143,9 +143,11 @@ def test_an_end_that_the_client_was_not_told_of_is_told_at_once(
 
 
 def test_the_sum_of_logprobs_is_left_to_who_has_them_all(model: ServedModel) -> None:
-    group = _prepare(model, [{"index": 0, "token_ids": [65]}], logprobs=0)
-    group.output.take(group.sequences[0], 66, LENGTH)
-    assert not group.output.next_message().outputs[0].HasField("cumulative_logprob")
+    group = _prepare(model, [{"index": 0, "token_ids": [65]}], logprobs=0, n=2)
+    for sequence in group.sequences:
+        group.output.take(sequence, 66, LENGTH)
+    has_sum = [output.HasField("cumulative_logprob") for output in group.output.next_message().outputs]
+    assert has_sum == [False, True], "nothing of the second one was there before"
 
 
 def test_the_prompt_that_is_told_again_is_the_prompt_alone(model: ServedModel) -> None:

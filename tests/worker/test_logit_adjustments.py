@@ -222,4 +222,32 @@ def test_a_row_of_counts_begins_anew_with_another_slot() -> None:
         group.sequences.add(slot=slot, token_ids=[4, 5, 6])
     states.apply_blocks(step)
     generated, is_in_prompt = counts.of(states, np.array([1]))
+    assert len(counts._generated) == 1, "a row is given on"
     assert generated[0].nonzero()[:, 0].tolist() == [6] and is_in_prompt[0].nonzero()[:, 0].tolist() == [4, 5]
+
+
+def test_a_forked_slot_is_adjusted_as_its_parent_is() -> None:
+    numbers = np.random.default_rng(3)
+    sequences = [{**random_sequence(numbers), "allowed_token_ids": list(range(0, 60, 2))} for _ in range(8)]
+    states = states_of(*sequences)
+    step = worker_pb2.Step(step_id=2, fork_indices_u16=np.ones(8, "<u2").tobytes())
+    step.forks_u16 = np.array([(slot, 8 + slot) for slot in range(8)], "<u2").tobytes()
+    states.apply_blocks(step)
+    logits = logits_of(8).repeat(2, 1)
+    adjusted = LogitAdjustments(VOCAB_SIZE).apply(logits, states, np.arange(16))
+    assert torch.equal(adjusted[:8], adjusted[8:]) and not torch.equal(adjusted, logits)
+
+
+def test_bad_words_of_one_sequence_after_another_are_its_own_and_take_no_more_room() -> None:
+    states = states_of({"prompt": PROMPT, "generated": GENERATED})
+    adjustments, logits = LogitAdjustments(VOCAB_SIZE), logits_of(1)
+    for number, words in enumerate([[[11, 5, 31], [9, 9, 9, 32]], [[33]], [[5, 34], [35]]] * 3):
+        step = worker_pb2.Step(step_id=2 + number, released_slots_u16=np.array([0], "<u2").tobytes())
+        params = inference_pb2.SamplingParams(seed=1)
+        group = step.groups.add(request_id=str(number), num_prompt_tokens=len(PROMPT), sampling_params=params)
+        group.bad_words.extend(inference_pb2.TokenIds(ids=word) for word in words)
+        group.sequences.add(slot=0, token_ids=[*PROMPT, *GENERATED])
+        states.apply_blocks(step)
+        forbidden = adjustments.apply(logits, states, np.array([0]))[0].isneginf().nonzero()[:, 0].tolist()
+        assert forbidden == [[31], [33], [34, 35]][number % 3]
+    assert len(states.sampling.bad_word_table._ends) == 2
