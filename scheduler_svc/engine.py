@@ -328,6 +328,7 @@ class Engine:
         decoded_ns = time.monotonic_ns()
         self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
+        self.metrics.generated(sent.rows, tokens)
         if len(tokens.sequences):
             self.sink.put_tokens(tokens, result.outputs)
         for group, hypotheses in tokens.beams:

@@ -12,7 +12,7 @@ from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, Que
 from scheduler_svc.histogram import Histogram
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
-from scheduler_svc.step_plan import ScheduledRows
+from scheduler_svc.step_plan import NewTokens, ScheduledRows
 from scheduler_svc.step_statistics import AnsweredStep
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -76,13 +76,16 @@ class Metrics:
         slots = rows.sample_slots if is_current.all() else rows.sample_slots[is_current]
         last_ns = columns.last_token_ns[slots]
         columns.last_token_ns[slots] = now_ns
-        self.num_generation_tokens += len(slots)
         is_first = last_ns == 0
         if is_first.any():
             for slot in slots[is_first]:
                 self.begun(columns.owner[slot].group, now_ns)
             last_ns = last_ns[~is_first]
         self.inter_token_latency_s.observe_all((now_ns - last_ns) / 1e9)
+
+    def generated(self, rows: ScheduledRows, tokens: NewTokens) -> None:
+        """What an answer to the rows brought: tokens that somebody wants, and one for each beam."""
+        self.num_generation_tokens += len(tokens.sequences) + rows.num_beam_rows
 
     def begun(self, group: SequenceGroup, now_ns: int) -> None:
         """A token of the group is there. Counts it once."""

@@ -17,7 +17,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from octavo import AsyncClient, Client, SamplingParams
-from octavo.client import channel_credentials
+from octavo.client import _Call, channel_credentials
 from octavo.errors import RequestFailed
 from octavo.generation import Generation, RetryPolicy, build_request
 from octavo.outputs import RequestOutput
@@ -215,6 +215,12 @@ def test_a_full_queue_is_the_caller_s_business(server: FakeServer, generate: Any
         generate("hello")
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(server.inference.requests) == 1
+
+
+def test_a_pause_that_outlasts_the_timeout_is_not_begun() -> None:
+    call = _Call(build_request("hello", None), RetryPolicy(first_delay_s=60.0, max_delay_s=60.0), timeout=20.0)
+    with pytest.raises(RequestFailed, match=r"DEADLINE_EXCEEDED: no time for another attempt after: UNAVAILABLE: gone"):
+        call.pause_after(RequestFailed(LOST, "gone"))
 
 
 def test_timeout_covers_the_whole_call(server: FakeServer, generate: Any) -> None:

@@ -168,6 +168,45 @@ def test_a_worker_lost_while_loading_is_not_waited_for():
     assert loop.engine.adapters.names() == ["a"]
 
 
+def test_the_call_that_ends_with_a_lost_worker_is_no_failure_of_the_others():
+    loop = Turned()
+    first, second = loop.join("first"), loop.join("second")
+    call = loop.begin(loop.engine.load_adapter("a", "/adapters/a"))
+    loop.engine.worker_lost(second, "gone")
+    loop.turn()
+    loop.reply(second, Load, "UNAVAILABLE: the connection is closed")
+    loop.reply(first, Load)
+    assert call.result(0) == 1 and loop.engine.adapters.names() == ["a"]
+
+
+def test_a_worker_that_is_drained_is_not_waited_for():
+    loop = Turned()
+    first, second = loop.join("first"), loop.join("second")
+    loop.submit("one")
+    loop.turn()
+    busy = first if first.steps else second
+    call = loop.begin(loop.engine.load_adapter("a", "/adapters/a"))
+    loop.engine.call(lambda: loop.engine._drain(busy.address))
+    loop.turn()
+    assert not busy.is_closed, "its steps are waited for"
+    loop.reply(second if busy is first else first, Load)
+    assert call.result(0) == 1
+
+
+def test_what_is_being_unloaded_is_not_loaded_again_by_late_news_or_by_who_joins():
+    loop = Turned()
+    first = loop.join("first")
+    loop.load("a", first)
+    call = loop.begin(loop.engine.unload_adapter("a"))
+    assert [type(request) for request, _ in first.calls] == [Unload]
+    loaded = worker_pb2.Notice(adapter_loaded=worker_pb2.AdapterState(name="a", generation=1))
+    loop.engine.worker_said(first, worker_pb2.StepResponse(epoch=1, notice=loaded).SerializeToString())
+    second = loop.join("second", epoch=2)
+    assert not second.calls
+    loop.reply(first, Unload)
+    assert call.result(0) == 1 and not first.calls and loop.engine.adapters.names() == []
+
+
 def test_unloading_waits_for_requests_that_run_and_that_wait_and_for_the_last_step():
     loop = Turned()
     link = loop.join(max_num_seqs=1)

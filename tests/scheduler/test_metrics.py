@@ -18,7 +18,9 @@ from scheduler_svc.errors import QueueFull, UnknownName
 from scheduler_svc.histogram import Histogram
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.sequence import FinishReason
+from tests.fakes import FakeWorker
 from tests.scheduler.hand_turned_loop import Loop
+from tests.scheduler.test_engine import client
 
 NAMES = {  # as dashboards know them; counters carry `_total` in the text
     "octavo:num_requests_running",
@@ -122,6 +124,30 @@ def test_times_between_tokens_are_those_between_answers_preempted_or_not() -> No
     histogram = loop.engine.metrics.inter_token_latency_s
     assert histogram.counts.sum() == 8, "the one across the preemption as well"
     assert before <= histogram.total <= elapsed
+
+
+def test_a_token_that_comes_after_a_preemption_is_generated_like_any_other() -> None:
+    loop = Loop()
+    link = loop.join()
+    loop.submit("one")
+    loop.turn()
+    loop.answer(link)
+    loop.turn()
+    (worker,) = loop.engine.workers
+    (group,) = worker.scheduler.running
+    assert worker.in_flight
+    worker.scheduler._preempt(group, _plan())
+    loop.run_to_end(link)
+    assert len(loop.token_ids["one"]) == loop.engine.metrics.num_generation_tokens == 9
+
+
+def test_tokens_of_beams_are_generated_too() -> None:
+    with FakeWorker() as worker, client(worker) as it:
+        it.submit("one", max_tokens=5, use_beam_search=True, best_of=3, ignore_eos=True)
+        it.finish("one")
+        samples = read(it.serving.engine)
+    assert samples["octavo:request_success_total length"] == samples["octavo:time_to_first_token_seconds_count"] == 1
+    assert samples["octavo:generation_tokens_total"] == 1 + 4 * 3, "they begin as one"
 
 
 def _plan() -> Any:

@@ -71,6 +71,27 @@ def test_a_draining_worker_gets_no_more_steps():
     assert len(link.steps) == num_steps and not link.is_closed
 
 
+def test_a_drained_worker_is_given_back_when_it_has_answered_and_nothing_is_lost():
+    loop = Loop()
+    first = loop.join("first")
+    loop.submit("one")
+    loop.turn()
+    assert len(first.steps) == 2
+    left = loop.engine.call(lambda: loop.engine._drain("first"))
+    loop.turn()
+    assert left.result(0) == 1
+    for num_tokens in (1, 2):
+        assert not first.is_closed
+        loop.answer(first)
+        loop.turn()
+        assert loop.token_ids == {"one": [7] * num_tokens}
+    assert first.is_closed and len(first.steps) == 2 and not loop.engine.workers
+    (group,) = loop.engine.live.all()
+    assert (group.num_moves, group.num_worker_losses, loop.engine.metrics.num_worker_losses) == (1, 0, 0)
+    loop.run_to_end(loop.join("second"))
+    assert loop.token_ids == {"one": [7] * 9}
+
+
 def test_prompt_tokens_that_wait_are_bounded():
     loop = Loop(max_waiting_tokens=20)
     loop.engine.submit(loop.group("one", num_tokens=12))

@@ -1,0 +1,85 @@
+"""Who belongs to the pool: addresses of a name that come and go, and workers that it has no place for."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler_svc import worker_client, worker_pool
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.serving import Serving
+from scheduler_svc.worker_pool import WorkerPool
+from tests.fakes import FakeWorker
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def pool_of(*addresses: str, **options: Any) -> Iterator[WorkerPool]:
+    serving = Serving(SchedulerConfig(worker=addresses, **options), lambda delivery: None)
+    serving.start()
+    try:
+        yield serving.pool
+    finally:
+        serving.stop()
+
+
+def _serving(pool: WorkerPool) -> set[str]:
+    return {worker.link.address for worker in pool.engine.workers}
+
+
+def test_addresses_of_a_name_come_and_go_and_who_serves_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "DNS_INTERVAL_S", 0.01)
+    found: set[str] = set()
+    monkeypatch.setattr(worker_pool, "_resolve", lambda name: set(found))
+    with FakeWorker() as first, FakeWorker() as second, pool_of("dns:///workers:1") as pool:
+        found.add(first.address)
+        until(lambda: _serving(pool) == {first.address})
+        found.add(second.address)
+        until(lambda: _serving(pool) == {first.address, second.address})
+        found.remove(first.address)
+        found.add("127.0.0.1:1")
+        until(lambda: "127.0.0.1:1" in pool.clients)  # so it has looked since
+        assert first.address in pool.clients, "no answer of a name server takes a worker that serves"
+        found.remove("127.0.0.1:1")
+        first.kill()
+        until(lambda: set(pool.clients) == _serving(pool) == {second.address})
+
+
+def test_no_more_workers_than_it_may_have_and_another_one_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.05)
+    with FakeWorker() as first, FakeWorker() as second, pool_of(first.address, max_workers=1) as pool:
+        until(lambda: _serving(pool) == {first.address})
+        pool._add(second.address)
+        refused = pool.clients[second.address]
+        until(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
+        assert "there are 1 workers already (--max-workers)" in refused.state.problem
+        first.kill()
+        until(lambda: _serving(pool) == {second.address})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("tokenizer_sha256", "another", "it sent a tokenizer .* and said another"),
+        ("schema_revision", 77, "speaks schema revision 77"),
+    ],
+)
+def test_a_worker_that_is_not_what_it_says_is_refused(field: str, value: Any, says: str) -> None:
+    with FakeWorker() as worker:
+        setattr(worker._info, field, value)
+        with pool_of(worker.address) as pool:
+            client = pool.clients[worker.address]
+            until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+            assert re.search(says, client.state.problem) and not _serving(pool)
