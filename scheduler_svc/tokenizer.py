@@ -1,7 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library, from files in memory as a worker sends them.
 
-No `transformers`: its import alone takes longer than a scheduler may take to be ready. A model whose repository has no
-tokenizer.json is refused by name. `spaces_between_special_tokens` has no effect with these tokenizers, here as
+No `transformers`: its import alone takes longer than a scheduler may take to be ready. A worker makes tokenizer.json
+where its model has another format. `spaces_between_special_tokens` has no effect with these tokenizers, here as
 elsewhere: it is a setting of the slow ones.
 """
 
@@ -42,7 +42,9 @@ class Tokenizer:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """`files`: name -> content; others than those known are ignored. Raises `TokenizerError`."""
         if "tokenizer.json" not in files:
-            raise TokenizerError("tokenizer.json is missing: only models that have one can be served")
+            raise TokenizerError(
+                "tokenizer.json is missing: only models that have one, or that a worker can make one for, are served"
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises plain Exception

@@ -22,6 +22,7 @@ SHARED = {
     "octavo.models.errors",
     "octavo.models.gguf_convert",
     "octavo.models.safetensors_stream",
+    "octavo.models.sentencepiece_tokenizer",
     "octavo.options",
     "octavo.rpc",
     "octavo.sampling_params",

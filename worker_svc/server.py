@@ -114,7 +114,7 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
         model = load_model(
             folder, model_config, config.device, config.load_format, config.seed, config.trust_remote_code
         )
-        files = TokenizerFiles.from_folder(folder)
+        files = TokenizerFiles.from_folder(folder, config.tokenizer_mode, config.trust_remote_code)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     cache_dtype = DTYPES.get(config.kv_cache_dtype)  # auto: none

@@ -1,6 +1,7 @@
 """The files of a model folder that a scheduler needs to speak to the model: tokenizer, template, generation config.
 
-They are read once, at the start, so that their hash and what is sent stay one thing. Parses nothing.
+They are read once, at the start, so that their hash and what is sent stay one thing. A folder without tokenizer.json
+gets one made of its other files here, so that no scheduler needs to know any other format.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protos import worker_pb2
+from worker_svc.models.errors import ModelError
+from worker_svc.slow_tokenizer import make_tokenizer_json
 
 FILE_NAMES = (
     "chat_template.jinja",
@@ -30,9 +33,15 @@ class TokenizerFiles:
         self.sha256 = hashlib.sha256(b"".join(self._contents.values())).hexdigest()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> TokenizerFiles:
-        """Those of FILE_NAMES that are there."""
-        return cls({name: (folder / name).read_bytes() for name in FILE_NAMES if (folder / name).is_file()})
+    def from_folder(cls, folder: Path, mode: str = "auto", trust_remote_code: bool = False) -> TokenizerFiles:
+        """Those of FILE_NAMES that are there; `mode` is the option tokenizer_mode. Raises ModelError."""
+        contents = {name: (folder / name).read_bytes() for name in FILE_NAMES if (folder / name).is_file()}
+        is_wanted = mode == "slow" or (mode == "auto" and "tokenizer.json" not in contents)
+        if is_wanted and (made := make_tokenizer_json(folder, trust_remote_code)) is not None:
+            contents["tokenizer.json"] = made.encode()
+        elif mode == "slow":
+            raise ModelError(f"{folder}: there are no files of a slow tokenizer; --tokenizer-mode auto takes others")
+        return cls(contents)
 
     def chunks(self) -> Iterator[worker_pb2.TokenizerChunk]:
         """All files in order, at most CHUNK_BYTES at a time; the last chunk carries the hash, and nothing else."""

@@ -13,3 +13,7 @@ class SourceUnavailable(FetchError):
 
 class GGUFError(FetchError):
     """This GGUF file cannot be converted; says what in it is the reason."""
+
+
+class SentencePieceError(ValueError):
+    """This sentencepiece model cannot be converted; says what in it is the reason."""

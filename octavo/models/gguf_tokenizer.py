@@ -63,7 +63,7 @@ def _build(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
         return _byte_level(tokens, merges, metadata.get("tokenizer.ggml.pre", "default"))
     if kind == "llama":
         unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-        merges = _merges_from_scores(tokens, metadata["tokenizer.ggml.scores"])
+        merges = merges_from_scores(tokens, metadata["tokenizer.ggml.scores"])
         return _sentencepiece(tokens, merges, unknown, metadata.get("tokenizer.ggml.add_space_prefix", True))
     raise GGUFError(f"tokenizer model {kind!r} cannot be converted; 'gpt2' and 'llama' can")
 
@@ -109,7 +109,7 @@ def _sentencepiece(tokens: list[str], merges: list[tuple[str, str]], unknown: st
     return tokenizer
 
 
-def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """The merges of a sentencepiece BPE vocabulary, which stores none: every way to cut a token into two others, best
     score first; among equal scores the longer left part first, as `transformers` orders them."""
     ids = {token: index for index, token in enumerate(tokens)}

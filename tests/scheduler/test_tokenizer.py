@@ -108,7 +108,7 @@ def test_equal_files_share_one_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"tokenizer.model": b""}, r"tokenizer\.json is missing: only models that have one can be served"),
+        ({"tokenizer.model": b""}, r"tokenizer\.json is missing: only models that have one, or that a worker"),
         ({"tokenizer.json": b"{}"}, r"tokenizer\.json is not readable: "),
         ({"tokenizer.json": b"\xff"}, r"tokenizer\.json is not readable: "),
         (files_of(KINDS["byte_level"]) | {"tokenizer_config.json": b"{"}, r"tokenizer_config\.json is not JSON"),
