@@ -22,7 +22,7 @@ from scheduler_svc.frontend import Frontend
 from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.model_description import encode_model
-from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
 
@@ -122,6 +122,18 @@ async def test_a_stop_string_ends_it_in_the_core(tmp_path):
             await until(lambda: not ends.serving.engine.live.all())  # though its reader is still there
             output = group.output.next_message().outputs[0]
             assert (output.text, output.finish_reason) == ("abc", pb.FINISH_REASON_STOP)
+            ends.leave(group)
+            await ends.keep_nothing()
+
+
+async def test_the_end_of_one_output_is_not_that_of_another(tmp_path):
+    with FakeWorker(delay_s=0.02) as worker:
+        async with both_ends(tmp_path, worker) as ends:
+            group = await ends.submit(n=2, max_tokens=100, ignore_eos=True)
+            (there,) = ends.serving.engine.live.all()
+            ends.link.finish_sequence(group.sequences[1])
+            await until(lambda: there.sequences[1].status is SequenceStatus.FINISHED)
+            assert there.unfinished() == [there.sequences[0]]
             ends.leave(group)
             await ends.keep_nothing()
 

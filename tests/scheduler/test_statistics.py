@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,36 +14,34 @@ from scheduler_svc import statistics
 from tests.scheduler.hand_turned_loop import Loop
 
 
+async def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
 async def test_throughput_is_that_of_the_interval_and_idle_ones_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "INTERVAL_S", 0.02)
     loop = Loop()
     link = loop.join()
+    loop.turn()
     with capture_logs() as logs:
         watching = asyncio.create_task(statistics.log_statistics(loop.engine))
-        started = time.monotonic()
-        await asyncio.sleep(0.1)
-        assert not _lines(logs), "nothing runs"
-        loop.submit("one", "two")
-        loop.turn()
-        while not _lines(logs):
-            assert time.monotonic() < started + 10
-            await asyncio.sleep(0.005)
-        loop.run_to_end(link)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and not any(line["generation_tokens_per_s"] for line in _lines(logs)):
-            await asyncio.sleep(0.005)
-        num_lines = len(_lines(logs))
-        await asyncio.sleep(0.1)
+        for request_ids in (("one", "two"), ("three", "four")):
+            await asyncio.sleep(0.1)
+            assert not logs, "nothing runs"
+            loop.submit(*request_ids)
+            loop.turn()
+            await until(lambda: logs)
+            assert logs[0]["event"] == "throughput"
+            assert (logs[0]["running"], logs[0]["pending"], logs[0]["workers"]) == (2, 0, 1)
+            assert logs[0]["gpu_cache_usage_percent"] == 6.2 and logs[0]["cpu_cache_usage_percent"] == 0.0
+            loop.run_to_end(link)
+            await until(lambda: logs[-1]["generation_tokens_per_s"])
+            *before, last = logs
+            assert not any(line["generation_tokens_per_s"] for line in before) and last["running"] == 0
+            expected = last["generation_tokens_per_s"] / 3
+            assert last["prompt_tokens_per_s"] == pytest.approx(expected, abs=0.1), "6 prompt tokens, 18 others"
+            logs.clear()
         watching.cancel()
-    lines = _lines(logs)
-    assert len(lines) == num_lines, "nothing runs any more"
-    assert (lines[0]["running"], lines[0]["pending"], lines[0]["workers"]) == (2, 0, 1)
-    assert lines[0]["gpu_cache_usage_percent"] == 6.2 and lines[0]["cpu_cache_usage_percent"] == 0.0
-    assert lines[-1]["running"] == 0
-    rates = [line["generation_tokens_per_s"] for line in lines]
-    assert [rate > 0 for rate in rates] == [False] * (len(rates) - 1) + [True]
-    assert lines[-1]["prompt_tokens_per_s"] == pytest.approx(rates[-1] / 3, abs=0.1), "6 prompt tokens, 18 others"
-
-
-def _lines(logs: Any) -> list[dict[str, Any]]:
-    return [line for line in logs if line["event"] == "throughput"]

@@ -67,9 +67,19 @@ PROCESSORS: dict[str, tuple[dict[str, Any], LogitsProcessor]] = {
     ),
     "logit bias": ({"logit_bias": {3: 2.5, 60: -7.0}}, SequenceBiasLogitsProcessor([[[3], 2.5], [[60], -7.0]])),
     "bad words": (
-        {"bad_words": [[2], [5, 30], [11, 5, 31], [3, 5, 32], [7, 11, 3, 11, 11, 5, 33], [0, 34], [1] * 12]},
+        {
+            "bad_words": [
+                [2],
+                [5, 30],
+                [11, 5, 31],
+                [3, 5, 32],
+                [7, 11, 3, 11, 11, 5, 33],
+                [0, 34],
+                [3, *PROMPT, *GENERATED, 36],
+            ]
+        },
         NoBadWordsLogitsProcessor(
-            [[2], [5, 30], [11, 5, 31], [3, 5, 32], [7, 11, 3, 11, 11, 5, 33], [0, 34], [1] * 12]
+            [[2], [5, 30], [11, 5, 31], [3, 5, 32], [7, 11, 3, 11, 11, 5, 33], [0, 34], [3, *PROMPT, *GENERATED, 36]]
         ),
     ),
 }
