@@ -114,6 +114,10 @@ class Generation:
         self._model = ""
         self._metrics = RequestMetrics(arrival_ns=now_ns)
         self.finished = False
+        params = request.sampling_params
+        # Ranked outputs come at the end, long ones in several messages, and begin anew after a loss between these.
+        self._is_ranked = params.use_beam_search or params.best_of > max(params.n, 1)
+        self._ranked = pb.GenerateResponse()
 
     @property
     def request(self) -> pb.GenerateRequest:
@@ -128,6 +132,9 @@ class Generation:
             self._model = response.model
             self._prompt_token_ids = tuple(response.prompt_token_ids)
             self._metrics.num_prompt_tokens = response.admission.num_prompt_tokens
+        if self._is_ranked:
+            self._ranked.MergeFrom(response)
+            response = self._ranked if response.HasField("usage") else pb.GenerateResponse()
         for delta in response.outputs:
             self._hold(delta, now_ns)
         if response.HasField("usage"):
@@ -160,6 +167,7 @@ class Generation:
         limit = self._policy.retries if self._admitted else self._policy.retries_before_admission
         if self._failures > limit:
             raise self._first_loss
+        self._ranked.Clear()
         self._request.attempt += 1
         del self._request.resume[:]
         self._request.resume.extend(self._held[index] for index in sorted(self._held))

@@ -201,6 +201,31 @@ def test_refusals_carry_status_fields_and_hint(server: FakeServer, generate: Any
     assert len(server.inference.requests) == 1
 
 
+@pytest.mark.parametrize(
+    "params", [SamplingParams(n=2, best_of=3), SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0)]
+)
+def test_ranked_outputs_begin_anew_after_a_loss_between_their_messages(params: SamplingParams) -> None:
+    generation = Generation(build_request("hello", params), QUICK, now_ns=0)
+    messages = [
+        pb.GenerateResponse(admission=pb.Admission(), model="fake"),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(index=0, token_ids=[1, 2], text="ab")]),
+        pb.GenerateResponse(
+            outputs=[
+                pb.OutputDelta(index=0, token_ids=[3], text="c", finish_reason=pb.FINISH_REASON_LENGTH),
+                pb.OutputDelta(index=1, token_ids=[4], text="d", finish_reason=pb.FINISH_REASON_STOP),
+            ],
+            usage=pb.Usage(completion_tokens=4),
+        ),
+    ]
+    for message in messages[:2]:
+        assert generation.receive(message, now_ns=1) is None
+    generation.retry_delay_s(RequestFailed(LOST, "gone"))
+    assert not generation.request.resume and generation.request.attempt == 1
+    received = [output for message in messages if (output := generation.receive(message, now_ns=2))]
+    assert (text_in(received, 0), text_in(received, 1), tokens_of(received, 0)) == ("abc", "d", [1, 2, 3])
+    assert generation.finished and received[-1].model == "fake"
+
+
 def test_a_full_queue_found_after_a_loss_is_tried_again_when_it_says() -> None:
     generation = Generation(build_request("hello", None), QUICK, now_ns=0)
     generation.receive(pb.GenerateResponse(admission=pb.Admission()), now_ns=1)
