@@ -50,11 +50,15 @@ async def serve(config: SchedulerConfig) -> None:
     serving.start()
     stopping.listen()
     log.info("scheduler is listening", host=config.host, port=port, workers=list(config.worker))
-    watches = [asyncio.create_task(_follow_readiness(serving, front))]
+    told = asyncio.create_task(stopping.told())
+    readiness = asyncio.create_task(_follow_readiness(serving, front))
+    watches = [told, readiness]
     if not config.disable_log_stats:
         watches.append(asyncio.create_task(log_statistics(serving.engine)))
     try:
-        await stopping.told()
+        await asyncio.wait([told, readiness], return_when=asyncio.FIRST_COMPLETED)
+        if readiness.done():
+            readiness.result()  # raises: nobody would be told of a worker any more
         log.info("scheduler is draining", requests=len(serving.engine.live.all()))
         await front.drain()
         await _drained(front, stopping, config.drain_timeout)

@@ -138,7 +138,9 @@ def test_a_token_that_comes_after_a_preemption_is_generated_like_any_other() -> 
     assert worker.in_flight
     worker.scheduler._preempt(group, _plan())
     loop.run_to_end(link)
-    assert len(loop.token_ids["one"]) == loop.engine.metrics.num_generation_tokens == 9
+    metrics = loop.engine.metrics
+    assert len(loop.token_ids["one"]) == metrics.num_generation_tokens == 9
+    assert metrics.inter_token_latency_s.counts.sum() == 7, "the slot that it came from may be another's by then"
 
 
 def test_tokens_of_beams_are_generated_too() -> None:

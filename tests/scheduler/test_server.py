@@ -1,4 +1,4 @@
-"""The order in which a scheduler ends."""
+"""How a scheduler ends: in which order, and when it has to by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from octavo.serving_plan import free_port
 from scheduler_svc import server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.front import InProcessFront
+from scheduler_svc.served_model import ServedModel
 from scheduler_svc.serving import Serving
+from tests.fakes import FakeWorker
 
 
 async def test_no_request_is_taken_once_those_who_wait_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,14 @@ async def test_no_request_is_taken_once_those_who_wait_are_sent_away(monkeypatch
     config = SchedulerConfig(worker=("127.0.0.1:1",), port=free_port(), metrics_port=free_port())
     await asyncio.wait_for(server.serve(config), 20)
     assert is_closed == [True]
+
+
+async def test_a_fault_in_telling_readiness_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(front: InProcessFront, is_ready: bool, model: ServedModel | None) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(InProcessFront, "show", fail)
+    with FakeWorker() as worker:
+        config = SchedulerConfig(worker=(worker.address,), port=free_port(), metrics_port=free_port())
+        with pytest.raises(OSError, match="no space left"):
+            await asyncio.wait_for(server.serve(config), 20)
