@@ -126,7 +126,7 @@ def test_times_between_tokens_are_those_between_answers_preempted_or_not() -> No
     assert before <= histogram.total <= elapsed
 
 
-def test_a_token_that_comes_after_a_preemption_is_generated_like_any_other() -> None:
+def test_tokens_that_come_after_a_preemption_are_generated_like_any_others() -> None:
     loop = Loop()
     link = loop.join()
     loop.submit("one")
@@ -135,12 +135,12 @@ def test_a_token_that_comes_after_a_preemption_is_generated_like_any_other() -> 
     loop.turn()
     (worker,) = loop.engine.workers
     (group,) = worker.scheduler.running
-    assert worker.in_flight
+    assert len(worker.in_flight) == 2
     worker.scheduler._preempt(group, _plan())
     loop.run_to_end(link)
     metrics = loop.engine.metrics
     assert len(loop.token_ids["one"]) == metrics.num_generation_tokens == 9
-    assert metrics.inter_token_latency_s.counts.sum() == 7, "the slot that it came from may be another's by then"
+    assert metrics.inter_token_latency_s.counts.sum() == 8 - 2, "the slot they come from may be another's by then"
 
 
 def test_tokens_of_beams_are_generated_too() -> None:
