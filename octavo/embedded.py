@@ -117,6 +117,7 @@ class GatheredOutput:
             while len(self.output.outputs) <= part.index:
                 self.output.outputs.append(CompletionOutput(len(self.output.outputs), token_ids=[]))
             _join(self.output.outputs[part.index], part)
+        self.output.prompt_logprobs = delta.prompt_logprobs or self.output.prompt_logprobs
         self.output.seed, self.output.model, self.output.metrics = delta.seed, delta.model, delta.metrics
         self.output.finished = delta.finished
         return delta.finished

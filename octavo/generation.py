@@ -148,7 +148,10 @@ class Generation:
             outputs=[_completion(delta, self._cumulative_logprob(delta)) for delta in response.outputs],
             finished=self.finished,
             metrics=self._metrics,
-            prompt_logprobs=[_token_logprobs(entry) for entry in response.prompt_logprobs] or None,
+            prompt_logprobs=[
+                _token_logprobs(entry) if entry.HasField("token") else None for entry in response.prompt_logprobs
+            ]
+            or None,
             seed=self._request.sampling_params.seed,
             model=self._model,
         )

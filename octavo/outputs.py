@@ -72,6 +72,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one a token, when asked for; None for the first
     seed: int | None = None
     model: str = ""

@@ -1,4 +1,4 @@
 """The seam: protobuf definitions and their generated stubs (`make protos` writes them; a test finds drift)."""
 
-SCHEMA_REVISION = 3
+SCHEMA_REVISION = 4
 """Rises with every change of the protos that one side must know of; scheduler and worker compare theirs."""

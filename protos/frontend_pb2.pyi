@@ -127,20 +127,22 @@ class CoreMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[CoreEvent, _Mapping]]] = ..., is_queue_full: bool = ...) -> None: ...
 
 class CoreEvent(_message.Message):
-    __slots__ = ("state", "admitted", "refused", "tokens", "beams", "end")
+    __slots__ = ("state", "admitted", "refused", "tokens", "beams", "end", "prompt_logprobs")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BEAMS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     state: CoreState
     admitted: Admitted
     refused: Refused
     tokens: TokenColumns
     beams: Beams
     end: GroupEnd
-    def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: GroupPromptLogprobs
+    def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[GroupPromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class CoreState(_message.Message):
     __slots__ = ("model", "is_ready", "is_draining", "is_broken_off")
@@ -243,6 +245,14 @@ class GroupCounters(_message.Message):
     num_preemptions: int
     num_moves: int
     def __init__(self, number: _Optional[int] = ..., first_scheduled_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_moves: _Optional[int] = ...) -> None: ...
+
+class GroupPromptLogprobs(_message.Message):
+    __slots__ = ("number", "logprobs")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    logprobs: _worker_pb2.SequenceOutputs
+    def __init__(self, number: _Optional[int] = ..., logprobs: _Optional[_Union[_worker_pb2.SequenceOutputs, _Mapping]] = ...) -> None: ...
 
 class Beams(_message.Message):
     __slots__ = ("hypotheses", "counters")

@@ -345,7 +345,7 @@ class StepError(_message.Message):
     def __init__(self, code: _Optional[_Union[StepErrorCode, str]] = ..., message: _Optional[str] = ..., block_operations_applied: bool = ...) -> None: ...
 
 class SequenceOutputs(_message.Message):
-    __slots__ = ("token_ids_i32", "num_tokens_u16", "logprobs_f32", "ranks_u32", "top_counts_u32", "top_token_ids_i32", "top_logprobs_f32", "row_errors")
+    __slots__ = ("token_ids_i32", "num_tokens_u16", "logprobs_f32", "ranks_u32", "top_counts_u32", "top_token_ids_i32", "top_logprobs_f32", "row_errors", "prompt_logprobs")
     TOKEN_IDS_I32_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_U16_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_F32_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +354,7 @@ class SequenceOutputs(_message.Message):
     TOP_TOKEN_IDS_I32_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_F32_FIELD_NUMBER: _ClassVar[int]
     ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids_i32: bytes
     num_tokens_u16: bytes
     logprobs_f32: bytes
@@ -362,7 +363,18 @@ class SequenceOutputs(_message.Message):
     top_token_ids_i32: bytes
     top_logprobs_f32: bytes
     row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
-    def __init__(self, token_ids_i32: _Optional[bytes] = ..., num_tokens_u16: _Optional[bytes] = ..., logprobs_f32: _Optional[bytes] = ..., ranks_u32: _Optional[bytes] = ..., top_counts_u32: _Optional[bytes] = ..., top_token_ids_i32: _Optional[bytes] = ..., top_logprobs_f32: _Optional[bytes] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, token_ids_i32: _Optional[bytes] = ..., num_tokens_u16: _Optional[bytes] = ..., logprobs_f32: _Optional[bytes] = ..., ranks_u32: _Optional[bytes] = ..., top_counts_u32: _Optional[bytes] = ..., top_token_ids_i32: _Optional[bytes] = ..., top_logprobs_f32: _Optional[bytes] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("row", "first_position", "logprobs")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    first_position: int
+    logprobs: SequenceOutputs
+    def __init__(self, row: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[_Union[SequenceOutputs, _Mapping]] = ...) -> None: ...
 
 class RowError(_message.Message):
     __slots__ = ("row", "message")

@@ -174,9 +174,12 @@ class BlockSpaceManager:
                 sequence.block_hashes.clear()
 
     def find(self, sequence: Sequence) -> BlockIds:
-        """The longest cached prefix of a sequence: at least one token is left to compute, or nothing could be drawn."""
+        """The longest cached prefix of a sequence: at least one token is left to compute, or nothing could be drawn.
+
+        None of it is of use while the logprobs of its prompt are still to come.
+        """
         most = (sequence.num_tokens - 1) // self.block_size
-        if not most or not len(self.cache):
+        if not most or not len(self.cache) or sequence.group.awaits_prompt_logprobs:
             return np.zeros(0, np.int32)
         return np.array(self.cache.find(sequence.hashes(most, self.block_size)), np.int32)
 

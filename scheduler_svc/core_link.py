@@ -21,7 +21,7 @@ from scheduler_svc.frontend_messages import (
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.model_description import decode_model
 from scheduler_svc.outbox import Outbox
-from scheduler_svc.output_processor import take_beams, take_end, take_tokens
+from scheduler_svc.output_processor import take_beams, take_end, take_prompt_logprobs, take_tokens
 from scheduler_svc.prepared_group import encode_group
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
@@ -150,6 +150,9 @@ class CoreLink:
                 self._apply(counters)
             tokens = decode_tokens(event.tokens, self._groups)
             self._mailboxes.ring(partial(take_tokens, tokens, event.tokens.logprobs))
+        elif kind == "prompt_logprobs":
+            if (group := self._groups.get(event.prompt_logprobs.number)) is not None:
+                self._mailboxes.ring(partial(take_prompt_logprobs, group, event.prompt_logprobs.logprobs))
         elif kind == "beams":
             if (group := self._apply(event.beams.counters)) is not None:
                 self._mailboxes.ring(partial(take_beams, group, decode_beams(event.beams)))

@@ -27,6 +27,7 @@ from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
 from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.policy import POLICIES
+from scheduler_svc.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.served_tokens import ServedTokens
@@ -46,6 +47,8 @@ WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when no
 
 class OutputSink(Protocol):
     """Where tokens and ends go, in order. Called on the step loop's thread: must not block."""
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None: ...
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None: ...
 
@@ -327,6 +330,8 @@ class Engine:
         answer = decode(result.outputs, sent.rows.num_answers)
         decoded_ns = time.monotonic_ns()
         self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
+        for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs):
+            self.sink.put_prompt_logprobs(group, logprobs)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
         self.metrics.generated(sent.rows, tokens)
         if len(tokens.sequences):

@@ -34,7 +34,9 @@ _NEUTRAL = {
     "min_tokens": 0,
 }
 _NOT_OF_BEAMS = ("logit_bias", "allowed_token_ids", "bad_words")
-_ABSENT = ("prompt_logprobs", "guided")  # that no worker here can do yet
+# Of a prompt, each with its alternatives: they are one message, some 2.5 MB, where plain clients take 4 MiB.
+MAX_PROMPT_LOGPROBS = 131_072
+_ABSENT = ("guided",)  # that no worker here can do yet
 
 
 class Frontend:
@@ -93,6 +95,7 @@ class Frontend:
             max_prompt_tokens=None if self._enable_chunked_prefill else model.max_num_batched_tokens,
         )
         max_num_tokens = limits.max_num_tokens(len(token_ids), params)
+        _check_prompt_logprobs(params, len(token_ids), model)
         streams = not request.HasField("stream") or request.stream
         is_gathered = not streams or params.use_beam_search or best_of(params) > num_outputs(params)
         resumed = read_resumed(request, model.vocab_size, num_outputs(params), is_gathered)
@@ -207,6 +210,15 @@ def _check_beams_supported(params: pb.SamplingParams) -> None:
         accepted = f"at most {MAX_STOP_TOKEN_IDS_OF_BEAMS} with use_beam_search"
         what = f"got {len(params.stop_token_ids)} ids; accepted: {accepted}"
         raise InvalidRequest(FieldViolation("sampling_params.stop_token_ids", what))
+
+
+def _check_prompt_logprobs(params: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> None:
+    if not params.HasField("prompt_logprobs"):
+        return
+    num_top = model.vocab_size if params.prompt_logprobs < 0 else params.prompt_logprobs
+    if (got := num_prompt_tokens * (1 + num_top)) > MAX_PROMPT_LOGPROBS:
+        what = f"{got} logprobs of {num_prompt_tokens} tokens; accepted: at most {MAX_PROMPT_LOGPROBS}"
+        raise InvalidRequest(FieldViolation("sampling_params.prompt_logprobs", what))
 
 
 def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:

@@ -53,6 +53,9 @@ class FrontendLinks:
     def stop(self) -> None:
         """Nothing to stop."""
 
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        self._soon(_send_prompt_logprobs, group, logprobs)
+
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         self._soon(_send_tokens, tokens, outputs)
 
@@ -173,6 +176,12 @@ class RemoteOutput:
             return None  # the others are set before its first token
         self.told = encode_counters(self.number, group)
         return self.told
+
+
+def _send_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+    remote: RemoteOutput = group.output
+    event = frontend_pb2.GroupPromptLogprobs(number=remote.number, logprobs=logprobs)
+    remote.link.outbox.put(frontend_pb2.CoreEvent(prompt_logprobs=event))
 
 
 def _send_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from octavo.sampling_params import WHOLE_VOCABULARY
 from protos import inference_pb2 as pb
 from protos import worker_pb2
 
@@ -22,6 +23,9 @@ class LogprobColumns:
         self._top_ends = np.cumsum(counts) if len(counts) else np.zeros(len(self._token_ids), np.int64)
         self._top_token_ids = np.frombuffer(outputs.top_token_ids_i32, "<i4")
         self._top_logprobs = np.frombuffer(outputs.top_logprobs_f32, "<f4")
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
 
     def select(self, entries: npt.NDArray[np.int64]) -> worker_pb2.SequenceOutputs:
         """The logprob columns of some entries, as an answer of their own."""
@@ -43,9 +47,10 @@ class LogprobColumns:
         return float(self._logprobs[entry])
 
     def at(self, entry: int, num_top: int, token_text: Callable[[int], str]) -> pb.TokenLogprobs:
-        """The drawn token and at most `num_top` of the most likely ones."""
-        first = int(self._top_ends[entry - 1]) if entry else 0
-        last = min(int(self._top_ends[entry]), first + num_top)
+        """The drawn token and at most `num_top` of the most likely ones, WHOLE_VOCABULARY for all there are."""
+        first, last = int(self._top_ends[entry - 1]) if entry else 0, int(self._top_ends[entry])
+        if num_top != WHOLE_VOCABULARY:
+            last = min(last, first + num_top)
 
         def logprob(token_id: np.integer, value: np.floating, rank: int | np.integer) -> pb.Logprob:
             text = token_text(int(token_id))

@@ -20,7 +20,7 @@ from functools import partial
 from protos import inference_pb2 as pb
 from protos import worker_pb2
 from scheduler_svc.beam_search import BeamHypothesis
-from scheduler_svc.output_processor import take_beams, take_end, take_tokens
+from scheduler_svc.output_processor import take_beams, take_end, take_prompt_logprobs, take_tokens
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_plan import NewTokens
@@ -52,6 +52,9 @@ class Mailboxes:
 
     def stop(self) -> None:
         """Nothing to stop."""
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        self._soon(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         self._soon(partial(take_tokens, tokens, outputs))

@@ -27,6 +27,17 @@ log = structlog.get_logger()
 Delivery = list[tuple[RequestStream, pb.GenerateResponse]]
 
 
+def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> list[RequestStream]:
+    """Nobody is woken for them: they go out with the first token."""
+    stream: RequestStream = group.output
+    try:
+        stream.take_prompt_logprobs(LogprobColumns(logprobs))
+    except Exception:
+        log.exception("output failed", request_id=group.request_id)
+        stream.fail()
+    return [stream] if stream.is_finished else []
+
+
 def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> list[RequestStream]:
     ready: list[RequestStream] = []
     logprobs: LogprobColumns | None = None
@@ -86,6 +97,9 @@ class OutputProcessor:
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        self._queue.put(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         self._queue.put(partial(take_tokens, tokens, outputs))

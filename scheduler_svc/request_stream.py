@@ -70,6 +70,10 @@ class RequestStream:
         self._outputs = [OutputStream(params, tokenizer) for _ in range(num_outputs)]
         self._num_unfinished = num_outputs
         self._num_beam_tokens = 0
+        self._tokenizer = tokenizer
+        self._num_top_of_prompt = params.prompt_logprobs
+        # Until they are sent; the first token has none.
+        self._prompt_logprobs = [pb.TokenLogprobs()] if params.HasField("prompt_logprobs") else []
         self._first_token_ns: int | None = None
         self._head = pb.GenerateResponse(
             request_id=group.request_id,
@@ -85,6 +89,8 @@ class RequestStream:
 
     def resume(self, outputs: AbstractSequence[ResumedOutput]) -> None:
         """What the client has already of each output, by index; before anything is taken. Raises InvalidRequest."""
+        if any(resumed.token_ids for resumed in outputs):
+            self._prompt_logprobs = []  # came with the first of them
         for index, (output, resumed) in enumerate(zip(self._outputs, outputs, strict=True)):
             try:
                 output.resume(resumed.token_ids, resumed.finish_reason, resumed.is_told)
@@ -95,10 +101,15 @@ class RequestStream:
                 self.group.sequences[index].status = SequenceStatus.FINISHED
         self.is_ready = self.is_finished or any(output.has_news for output in self._outputs)
 
+    def take_prompt_logprobs(self, columns: LogprobColumns) -> None:
+        """Those of the next tokens of the prompt, all of which come before the first token."""
+        for entry in range(len(columns)):
+            self._prompt_logprobs.append(columns.at(entry, self._num_top_of_prompt, self._tokenizer.token_text))
+
     def take(self, sequence: Sequence, token_id: int, reason: int) -> None:
         """One token; `reason` where it ended the sequence."""
         if self._first_token_ns is None:
-            self._first_token_ns = time.monotonic_ns()
+            self._note_first_token()
         output = self._outputs[sequence.index]
         if output.finish_reason:
             return  # drawn by a step in flight when a stop string was found
@@ -119,8 +130,7 @@ class RequestStream:
     def take_beams(self, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
         """All outputs at once, ranked."""
         self._num_beam_tokens = sum(len(hypothesis.token_ids) for hypothesis in hypotheses)
-        if self._first_token_ns is None:
-            self._first_token_ns = time.monotonic_ns()
+        self._note_first_token()
         for output, hypothesis in zip(self._outputs, hypotheses, strict=False):
             if not output.finish_reason:
                 output.take_beam(hypothesis)
@@ -152,6 +162,8 @@ class RequestStream:
         if not self.is_ready:
             return None
         response = pb.GenerateResponse()
+        if self._prompt_logprobs:
+            self._add_prompt_logprobs(response)
         room, chosen = self._max_tokens_a_message, self._chosen()
         for index, output in enumerate(chosen):
             if output.has_news and room > 0:
@@ -164,6 +176,11 @@ class RequestStream:
                 response.MergeFrom(self._head)
             self._add_summary(response)
         return response
+
+    def _note_first_token(self) -> None:
+        self._first_token_ns = time.monotonic_ns()
+        if self._prompt_logprobs and len(self._prompt_logprobs) != self.group.num_prompt_tokens:
+            raise ValueError(f"a token came after {len(self._prompt_logprobs)} logprobs of the prompt")
 
     def _note_end(self) -> None:
         self._num_unfinished -= 1
@@ -181,6 +198,12 @@ class RequestStream:
             output.fail()
             delta.Clear()
             return output.write(delta, max_tokens)
+
+    def _add_prompt_logprobs(self, response: pb.GenerateResponse) -> None:
+        """Whole or, of a request that ended before its first token, not at all."""
+        if len(self._prompt_logprobs) == self.group.num_prompt_tokens:
+            response.prompt_logprobs.extend(self._prompt_logprobs)
+        self._prompt_logprobs = []
 
     def _chosen(self) -> list[OutputStream]:
         """The outputs that the client gets, in its order."""

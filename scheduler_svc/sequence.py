@@ -226,6 +226,10 @@ class SequenceGroup:
         self.num_moves = 0
         self.num_worker_losses = 0  # losses of a worker that this group was in flight for
         self._trial_ends_at = 0  # tokens of its longest sequence
+        # Of the prompt, tokens whose logprobs have arrived or are not wanted: the first has none, and who resumes has
+        # got them with the first token.
+        has_them = not sampling_params.HasField("prompt_logprobs") or any(resumed_token_ids)
+        self.num_prompt_logprobs = len(prompt) if has_them else 1
         if resumed_token_ids:
             histories = [np.append(prompt, np.asarray(ids, np.int32)) for ids in resumed_token_ids]
         else:
@@ -254,6 +258,11 @@ class SequenceGroup:
         """Whether draws come with their logprobs: asked for, or what the best of them are chosen by."""
         is_ranked = self.best_of > self.num_outputs and not self.uses_beam_search
         return is_ranked or self.sampling_params.HasField("logprobs")
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be computed, not found, because logprobs of it are still to come."""
+        return self.num_prompt_logprobs < self.num_prompt_tokens
 
     @property
     def num_slots(self) -> int:

@@ -58,6 +58,8 @@ def _introduce(
         params.ClearField(name)
     if group.best_of > group.num_outputs and not params.HasField("logprobs"):
         params.logprobs = 0  # the best are chosen by the logprobs of what was drawn
+    if not group.awaits_prompt_logprobs:
+        params.ClearField("prompt_logprobs")  # computed again, it need not say again what it has said
     metadata[sequence] = step.groups.add(
         request_id=group.request_id,
         num_prompt_tokens=group.num_prompt_tokens,
@@ -120,11 +122,13 @@ def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
         num_tokens = np.frombuffer(outputs.num_tokens_u16, U16).astype(np.int64)
     logprobs = np.frombuffer(outputs.logprobs_f32, F32)
     if len(logprobs) or outputs.top_counts_u32:
-        _check_logprobs(outputs, len(token_ids))
+        check_logprobs(outputs)
     return Answer(token_ids, num_tokens, logprobs, {error.row: error.message for error in outputs.row_errors})
 
 
-def _check_logprobs(outputs: worker_pb2.SequenceOutputs, num_entries: int) -> None:
+def check_logprobs(outputs: worker_pb2.SequenceOutputs) -> None:
+    """Raises ValueError for logprob columns that contradict one another or the number of tokens."""
+    num_entries = len(outputs.token_ids_i32) // I32.itemsize
     counts = np.frombuffer(outputs.top_counts_u32, U32)
     num_top = int(counts.sum())
     sizes = {

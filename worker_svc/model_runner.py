@@ -19,6 +19,8 @@ from worker_svc.input_batch import build_input_batch
 from worker_svc.logit_adjustments import LogitAdjustments
 from worker_svc.memory import peak_bytes
 from worker_svc.models import ModelConfig
+from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE
+from worker_svc.prompt_logprobs import PromptLogprobs
 from worker_svc.row_samples import sample_rows
 from worker_svc.sequence_outputs import pack_outputs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
@@ -34,6 +36,7 @@ _SWAPPED_BYTES = 16 << 20  # one way, to measure it
 _SWAPS = 3  # of which the median counts
 # An entry of the vocabulary and row: logits, a sorted and an adjusted copy, weights, running sums, counts.
 _SAMPLING_BYTES = 4 + 8 + 8 + 8 + 8 + 5
+_READING_BYTES = 4 + 4 + 1  # likewise, for logprobs of a prompt: logits, log-softmax, comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +100,22 @@ class ModelRunner:
             return worker_pb2.SequenceOutputs()
         assert self._cache is not None, "a step before Initialize"
         batch = build_input_batch(states, rows, self.config.vocab_size, self._device)
+        of_prompts = PromptLogprobs(states, rows)
+        reader = of_prompts.reader(self._device)
         timer.end_phase("prepare_ns")
         logits = self._model.forward(
-            batch.token_ids, batch.positions, self._cache.layers, batch.attention, batch.logits_rows
+            batch.token_ids, batch.positions, self._cache.layers, batch.attention, batch.logits_rows, reader
         )
         timer.end_phase("forward_ns")
         if rows.sample_rows.size == 0:
-            return worker_pb2.SequenceOutputs()
+            outputs = worker_pb2.SequenceOutputs()
+            of_prompts.pack(outputs)
+            return outputs
         adjusted = self._adjustments.apply(logits, states, rows.slots[rows.num_samples > 0])
         sampled = sample_rows(adjusted, states.sampling, rows, raw_logits=logits)
         states.record_samples(rows, sampled.token_ids)
         outputs = pack_outputs(rows, sampled)
+        of_prompts.pack(outputs)
         timer.end_phase("sample_ns")
         return outputs
 
@@ -124,8 +132,8 @@ class ModelRunner:
         """The most memory that a step of this size takes besides weights and cache."""
         # What the head gives is converted to float32 where it is less.
         head_bytes = self.config.dtype.itemsize % 4
-        sampling_bytes = max_num_seqs * self.config.vocab_size * (_SAMPLING_BYTES + head_bytes)
-        return int(profile.bytes_per_token * max_num_batched_tokens) + sampling_bytes
+        row_bytes = max(max_num_seqs * (_SAMPLING_BYTES + head_bytes), MAX_ROWS_AT_ONCE * (_READING_BYTES + head_bytes))
+        return int(profile.bytes_per_token * max_num_batched_tokens) + self.config.vocab_size * row_bytes
 
     def measure_swap(self) -> float:
         """Bytes a second between device and host, one way, in the slower direction; 0 without host blocks."""

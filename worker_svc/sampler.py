@@ -23,8 +23,8 @@ import torch
 
 from worker_svc.random_bits import uniforms
 from worker_svc.sampled import Logprobs, Sampled
-from worker_svc.sampling_columns import WHOLE_VOCABULARY, SamplingRows
-from worker_svc.top_tokens import top_tokens
+from worker_svc.sampling_columns import SamplingRows
+from worker_svc.token_logprobs import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,6 @@ def _logprobs(
     drawn = np.zeros(len(token_ids), np.float32)
     ranks, top_counts = np.zeros(len(token_ids), np.int64), np.zeros(len(token_ids), np.int64)
     rows = draws.rows[samples]
-    logprobs = torch.log_softmax(logits[torch.from_numpy(rows)].float(), dim=-1)
-    of_drawn = logprobs.gather(1, torch.from_numpy(token_ids[samples])[:, None])
-    drawn[samples] = of_drawn[:, 0].numpy()
-    ranks[samples] = 1 + (logprobs > of_drawn).sum(dim=-1).numpy()
-    counts = params.num_logprobs[rows].astype(np.int64)
-    counts = np.where(counts == WHOLE_VOCABULARY, logits.shape[-1], np.minimum(counts, logits.shape[-1]))
-    top_counts[samples] = counts
-    top_token_ids, top_logprobs = top_tokens(logprobs, counts)
-    return Logprobs(drawn, ranks, top_counts, top_token_ids, top_logprobs)
+    found = token_logprobs(logits[torch.from_numpy(rows)], token_ids[samples], params.num_logprobs[rows])
+    drawn[samples], ranks[samples], top_counts[samples] = found.drawn, found.ranks, found.top_counts
+    return Logprobs(drawn, ranks, top_counts, found.top_token_ids, found.top_logprobs)

@@ -54,6 +54,8 @@ class SamplingColumns:
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int32)  # as num_logprobs
         self.use_beam_search = np.zeros(max_num_seqs, np.bool_)  # answers candidates and draws nothing
         self.adjusts_logits = np.zeros(max_num_seqs, np.bool_)
         self.is_penalised = np.zeros(max_num_seqs, np.bool_)
@@ -95,6 +97,8 @@ class SamplingColumns:
         self.seed[slot] = params.seed
         self.wants_logprobs[slot] = params.HasField("logprobs")
         self.num_logprobs[slot] = params.logprobs
+        self.wants_prompt_logprobs[slot] = params.HasField("prompt_logprobs")
+        self.num_prompt_logprobs[slot] = params.prompt_logprobs
         self.use_beam_search[slot] = params.use_beam_search
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
@@ -116,8 +120,9 @@ class SamplingColumns:
         """A forked slot samples as its parent does."""
         for values in self._columns:
             values[child] = values[parent]
-        for flags in (self.use_beam_search, self.adjusts_logits, self.is_penalised):
+        for flags in (self.wants_prompt_logprobs, self.use_beam_search, self.adjusts_logits, self.is_penalised):
             flags[child] = flags[parent]
+        self.num_prompt_logprobs[child] = self.num_prompt_logprobs[parent]
         for numbers in (self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.min_tokens):
             numbers[child] = numbers[parent]
         for column in self._lists:
@@ -139,7 +144,6 @@ class SamplingColumns:
 def check_supported(params: inference_pb2.SamplingParams) -> None:
     """Raises ProtocolError for a parameter that changes a draw and that this sampler does not know."""
     asked_for = {
-        "prompt_logprobs": params.HasField("prompt_logprobs"),
         "bad_words as text": len(params.bad_words) > 0,
         "guided": params.HasField("guided"),
     }

@@ -25,11 +25,12 @@ def pack_outputs(rows: AppliedRows, sampled: Sampled) -> worker_pb2.SequenceOutp
             outputs.row_errors.add(row=row, message="the model's logits for this row are not finite")
     outputs.token_ids_i32 = sampled.token_ids[keeps].astype("<i4").tobytes()
     if sampled.logprobs is not None:
-        _pack_logprobs(outputs, sampled.logprobs, keeps)
+        pack_logprobs(outputs, sampled.logprobs, keeps)
     return outputs
 
 
-def _pack_logprobs(outputs: worker_pb2.SequenceOutputs, logprobs: Logprobs, keeps: npt.NDArray[np.bool_]) -> None:
+def pack_logprobs(outputs: worker_pb2.SequenceOutputs, logprobs: Logprobs, keeps: npt.NDArray[np.bool_]) -> None:
+    """Fills the logprob columns from the entries that `keeps` names; what it leaves out has no candidates."""
     outputs.logprobs_f32 = logprobs.drawn[keeps].astype("<f4").tobytes()
     outputs.ranks_u32 = logprobs.ranks[keeps].astype("<u4").tobytes()
     if logprobs.top_token_ids.size:  # samples of a bad row have no candidates

@@ -102,7 +102,6 @@ def _may_lack(request: pb.GenerateRequest) -> bool:
     return bool(
         request.priority
         or request.resume
-        or params.HasField("prompt_logprobs")
         or params.HasField("guided")
         or (params.use_beam_search and (params.logprobs or _adjusts_logits(params)))
     )

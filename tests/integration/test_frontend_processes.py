@@ -112,6 +112,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "one message": {"sampling_params": pb.SamplingParams(**GREEDY), "stream": False},
     "stop strings": {"sampling_params": pb.SamplingParams(**GREEDY, n=1, stop=["no such", "e", "Q", "7"])},
     "logprobs": {"sampling_params": pb.SamplingParams(**GREEDY, logprobs=3)},
+    "prompt logprobs": {"sampling_params": pb.SamplingParams(n=2, prompt_logprobs=2, seed=5, max_tokens=20)},
     "n": {"sampling_params": pb.SamplingParams(n=3, seed=5, max_tokens=20, logprobs=0)},
     "best_of": {"sampling_params": pb.SamplingParams(n=2, best_of=4, seed=5, max_tokens=20)},
     "beams": {

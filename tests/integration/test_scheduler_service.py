@@ -418,3 +418,16 @@ async def test_without_a_worker_it_is_alive_but_not_ready(frontends):
         assert ready.messages == [{"status": "NOT_SERVING"}]
         refused = await it.call(GENERATE, {"prompt": "x"})
         assert refused.code == 64 + 14 and "no worker has joined" in refused.stderr
+
+
+async def test_the_whole_vocabulary_where_the_server_allows_it():
+    params = {"logprobs": -1, "prompt_logprobs": -1, "max_tokens": 2}
+    with FakeWorker(spell("Grüße")) as worker:
+        with scheduler(f"--worker={worker.address}", "--max-logprobs=-1") as it:
+            it.wait_until_ready()
+            answer = await it.call(GENERATE, {"prompt": "say|", "stream": False, "sampling_params": params})
+    (message,) = answer.messages
+    entries = [*message["prompt_logprobs"][1:], *message["outputs"][0]["logprobs"]]
+    assert message["prompt_logprobs"][0] == {} and len(entries) == 3 + 2
+    for entry in entries:
+        assert [top["rank"] for top in entry["top"]] == list(range(1, 401)), "all 400 tokens that there are"

@@ -43,7 +43,11 @@ class Loop:
     def __init__(self, **settings: Any) -> None:
         self.engine = Engine(EngineSettings(**settings), self)
         self.token_ids: dict[str, list[int]] = {}
+        self.prompt_token_ids: dict[str, list[int]] = {}  # whose logprobs have come
         self.ends: dict[str, tuple[FinishReason, str]] = {}
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        self.prompt_token_ids.setdefault(group.request_id, []).extend(np.frombuffer(logprobs.token_ids_i32, "<i4"))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
         for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
@@ -56,11 +60,18 @@ class Loop:
         assert group.request_id not in self.ends
         self.ends[group.request_id] = reason, message
 
-    def join(self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 0) -> FakeLink:
+    def join(
+        self,
+        name: str = "worker",
+        epoch: int = 1,
+        max_num_seqs: int = 4,
+        max_loras: int = 0,
+        max_model_len: int = 64,
+    ) -> FakeLink:
         link = FakeLink(name)
         info = worker_pb2.WorkerInfo(block_size=4, max_loras=max_loras)
         sizes = worker_pb2.InitializeResponse(
-            num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=64
+            num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=max_model_len
         )
         self.engine.worker_joined(link, info, sizes, worker_pb2.LeaseGranted(epoch=epoch))
         return link

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from protos import worker_pb2
 from tests.scheduler.fake_language import VOCAB_SIZE, extended, start_of
 from tests.scheduler.simulated_answers import ContentLanguage, History, Language, answer
+from worker_svc.prompt_logprobs import PromptLogprobs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations, Ints, ragged_offsets
 
@@ -149,7 +151,21 @@ class SimulatedWorker:
                 errors[row] = f"slot {rows.slots[row]} reads what is not finite"
         ends = (rows.context_lens + rows.query_lens)[rows.sample_rows] - 1
         contents = self._own[rows.slots[rows.sample_rows], ends].tolist()
-        return answer(self.states, rows, contents, self._language, errors)
+        outputs = answer(self.states, rows, contents, self._language, errors)
+        self._answer_prompts(rows, outputs)
+        return outputs
+
+    def _answer_prompts(self, rows: AppliedRows, outputs: worker_pb2.SequenceOutputs) -> None:
+        of_prompts = PromptLogprobs(self.states, rows)
+        if (reader := of_prompts.reader("cpu")) is None:
+            return
+        slots = np.repeat(rows.slots, rows.query_lens)
+        positions = np.repeat(rows.context_lens, rows.query_lens) + ragged_offsets(rows.query_lens)
+        for row in reader.rows.tolist():
+            slot, position = slots[row], positions[row]
+            history, content = self.states.token_ids[slot, : position + 1], int(self._own[slot, position])
+            reader.take(torch.from_numpy(self._language.logprobs(history, content))[None])
+        of_prompts.pack(outputs)
 
     def _write(self, rows: AppliedRows, rubbish: int | None = None) -> None:
         """The contents of the rows' new positions, in order of histories rather than rows, to the slots' blocks."""

@@ -9,7 +9,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest, Unsupported
-from scheduler_svc.frontend import Frontend
+from scheduler_svc.frontend import MAX_PROMPT_LOGPROBS, Frontend
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_model import ServedModel
 from tests.scheduler.tiny_served_model import tiny_served_model
@@ -155,3 +155,17 @@ def test_a_cache_salt_reaches_the_group_and_is_bounded(model: ServedModel) -> No
     assert salted.cache_salt == "s" * 256 and salted.hash_root != plain.hash_root
     with pytest.raises(InvalidRequest, match="cache_salt: got 257 characters; accepted: at most 256"):
         _prepare(model, {}, cache_salt="s" * 257)
+
+
+def test_prompt_logprobs_that_no_message_can_bring_are_refused(model: ServedModel) -> None:
+    def prepare(num_prompt_tokens: int, num_top: int) -> SequenceGroup:
+        request = pb.GenerateRequest(sampling_params=pb.SamplingParams(prompt_logprobs=num_top, max_tokens=1))
+        request.prompt_token_ids.ids.extend([65] * num_prompt_tokens)
+        served = dataclasses.replace(model, max_model_len=10_000, max_cached_tokens=10_000)
+        return Frontend(lambda: served, lambda sequence: None, max_logprobs=20).prepare(request)
+
+    assert prepare(MAX_PROMPT_LOGPROBS // 21, 20).awaits_prompt_logprobs
+    with pytest.raises(
+        InvalidRequest, match="prompt_logprobs: 131082 logprobs of 6242 tokens; accepted: at most 131072"
+    ):
+        prepare(MAX_PROMPT_LOGPROBS // 21 + 1, 20)

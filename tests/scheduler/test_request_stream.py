@@ -14,6 +14,7 @@ from scheduler_svc import request_stream
 from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.request_stream import RequestStream
+from scheduler_svc.resumed_outputs import ResumedOutput
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.tokenizer import Tokenizer
 from tests.tiny_models import IM_END, write_byte_tokenizer
@@ -316,3 +317,62 @@ def test_cached_tokens_are_reported(tokenizer):
     reader.group.num_cached_tokens = 2
     reader.take(b"x", LENGTH)
     assert reader.last is not None and reader.last.usage.cached_tokens == 2
+
+
+def of_prompt(*token_ids: int) -> LogprobColumns:
+    return LogprobColumns(
+        worker_pb2.SequenceOutputs(
+            token_ids_i32=np.array(token_ids, "<i4").tobytes(),
+            logprobs_f32=np.full(len(token_ids), -0.5, "<f4").tobytes(),
+            ranks_u32=np.ones(len(token_ids), "<u4").tobytes(),
+        )
+    )
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_logprobs_of_the_prompt_come_once_with_the_first_token(tokenizer, streams):
+    reader = Reader(tokenizer, streams, prompt_logprobs=0)
+    reader.stream.take_prompt_logprobs(of_prompt(2))
+    reader.read()
+    assert not reader.messages, "no message of their own"
+    reader.take(b"abc", LENGTH)
+    told = [message for message in reader.messages if message.prompt_logprobs]
+    assert told == reader.messages[:1] and reader.text == "abc"
+    first, second = told[0].prompt_logprobs
+    assert not first.HasField("token")
+    assert (second.token.token_id, second.token.logprob, second.token.rank) == (2, -0.5, 1)
+
+
+def test_logprobs_of_a_prompt_that_was_not_computed_whole_are_not_told(tokenizer):
+    reader = Reader(tokenizer, prompt_logprobs=0)
+    reader.stream.end(FinishReason.ABORT, "")
+    reader.read()
+    assert reader.reason == FinishReason.ABORT and not reader.messages[0].prompt_logprobs
+
+
+def test_a_token_before_the_logprobs_of_its_prompt_is_a_fault(tokenizer):
+    reader = Reader(tokenizer, prompt_logprobs=0)
+    with pytest.raises(ValueError, match="1 logprobs of the prompt"):
+        reader.take(b"a")
+
+
+def test_who_resumes_is_not_told_the_logprobs_of_the_prompt_again(tokenizer):
+    reader = Reader(tokenizer, prompt_logprobs=0)
+    reader.stream.resume([ResumedOutput([97], NONE, False)])
+    reader.take(b"b", LENGTH)
+    assert reader.text == "b" and not reader.messages[0].prompt_logprobs
+
+
+def test_minus_one_brings_every_logprob_there_is():
+    columns = LogprobColumns(
+        worker_pb2.SequenceOutputs(
+            token_ids_i32=np.array([1, 0], "<i4").tobytes(),
+            logprobs_f32=np.zeros(2, "<f4").tobytes(),
+            ranks_u32=np.ones(2, "<u4").tobytes(),
+            top_counts_u32=np.array([2, 3], "<u4").tobytes(),
+            top_token_ids_i32=np.array([1, 0, 0, 2, 1], "<i4").tobytes(),
+            top_logprobs_f32=np.zeros(5, "<f4").tobytes(),
+        )
+    )
+    assert [top.token_id for top in columns.at(1, -1, str).top] == [0, 2, 1]
+    assert [top.token_id for top in columns.at(1, 2, str).top] == [0, 2]

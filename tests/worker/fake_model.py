@@ -11,6 +11,7 @@ import torch
 from protos import inference_pb2, worker_pb2
 from worker_svc.attention import AttentionMetadata
 from worker_svc.models import ModelConfig
+from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.style import DecoderStyle
 
 VOCAB_SIZE = 31
@@ -42,6 +43,7 @@ class FakeModel:
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
+        reader: LogitReader | None = None,
     ) -> torch.Tensor:
         finished_s = time.monotonic() + self.delay_s
         while self.spins and time.monotonic() < finished_s:
@@ -51,8 +53,13 @@ class FakeModel:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        last, where = token_ids[logits_rows], positions[logits_rows]
-        logits = torch.zeros(len(logits_rows), VOCAB_SIZE)
+        if reader is not None:
+            for rows in reader.rows.split(3):
+                reader.take(self._logits(token_ids[rows], positions[rows]))
+        return self._logits(token_ids[logits_rows], positions[logits_rows])
+
+    def _logits(self, last: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(len(last), VOCAB_SIZE)
         logits[torch.arange(len(last)), (last * 7 + where * 3 + 1) % VOCAB_SIZE] = 5.0
         if self.poison is not None:
             logits[last == self.poison] = torch.nan

@@ -370,7 +370,6 @@ REFUSED = {
     "token beyond int32": _metadata(token_ids=[1 << 31]),
     "bad words as text": _params(bad_words=["x"]),
     "guided": _params(guided=inference_pb2.GuidedDecoding(regex="a")),
-    "prompt_logprobs": _params(prompt_logprobs=0),
     "copy source is destination": worker_pb2.Step(copies=_pairs(1, 2, 2, 3)),
     "copied to twice": worker_pb2.Step(copies=_pairs(1, 3, 2, 3)),
     "half a copy": worker_pb2.Step(copies=_pairs(1, 2, 3)),

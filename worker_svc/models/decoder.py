@@ -15,6 +15,7 @@ from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.linear import Linear
+from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import take_norm
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.weights import Weights
@@ -73,6 +74,7 @@ class Decoder:
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
+        reader: LogitReader | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
         num_tokens = token_ids.shape[0]
@@ -84,6 +86,9 @@ class Decoder:
         update = torch.zeros_like(residual)
         for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
             update = layer(update, key_cache, value_cache, step)
+        if reader is not None:
+            for rows in reader.rows.split(MAX_ROWS_AT_ONCE):
+                reader.take(self._logits(residual, update, rows))
         return self._logits(residual, update, logits_rows)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

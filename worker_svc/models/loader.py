@@ -13,6 +13,7 @@ from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, d
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.load_progress import LoadProgress
+from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 
@@ -33,11 +34,13 @@ class Model(Protocol):
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
+        reader: LogitReader | None = None,
     ) -> torch.Tensor:
         """Compute T tokens, write their keys and values to `caches`, and return logits of R rows: f32[R, vocab_size].
 
         token_ids, positions i64[T]; caches: a layer's (keys, values) as `CacheEngine.layers`; logits_rows i64[R] are
-        row numbers below T, R may be 0. A row's logits depend on its own sequence alone, on a CPU bit for bit.
+        row numbers below T, R may be 0. `reader` is given the logits of its own rows before this returns. A row's
+        logits depend on its own sequence alone, on a CPU bit for bit.
         """
 
 

@@ -20,6 +20,7 @@ from worker_svc.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import detect_format
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
+from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.transformers_config import read_config
 
 _INTERFACE = "octavo_paged"  # the name under which `transformers` knows our attention
@@ -82,8 +83,12 @@ class TransformersModel:
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
+        reader: LogitReader | None = None,
     ) -> torch.Tensor:
-        """See `Model.forward`."""
+        """See `Model.forward`. What `reader` wants is computed at once: the library's head runs once a step."""
+        num_rows = logits_rows.shape[0]
+        if reader is not None:
+            logits_rows = torch.cat([logits_rows, reader.rows])
         context = self._context
         context.caches, context.attention = caches, attention
         context.layers_seen.clear()
@@ -96,7 +101,11 @@ class TransformersModel:
         if len(context.layers_seen) != self.config.num_layers:
             seen, all_layers = len(context.layers_seen), self.config.num_layers
             raise context.refuse(f"{seen} of its {all_layers} layers attend where attention can be replaced")
-        return (logits if self._picks_rows else logits[logits_rows]).float()
+        logits = logits if self._picks_rows else logits[logits_rows]
+        if reader is not None:
+            for part in logits[num_rows:].split(MAX_ROWS_AT_ONCE):
+                reader.take(part.float())
+        return logits[:num_rows].float()
 
 
 def _attend(
