@@ -12,6 +12,7 @@ from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import Costs
+from scheduler_svc.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
@@ -65,6 +66,8 @@ class Simulation:
         self.row_error = row_error
         self.waiting = WaitingQueue(POLICIES[policy], served)
         self.groups: list[SequenceGroup] = []
+        self._to_be_told: dict[SequenceGroup, list[int]] = {}  # tokens of the prompt whose logprobs are wanted
+        self._told: dict[SequenceGroup, list[int]] = {}
         self.outputs: dict[SequenceGroup, dict[int, list[int]]] = {}  # tokens that came, by index
         self.hypotheses: dict[SequenceGroup, list[BeamHypothesis]] = {}
         self.errors: dict[SequenceGroup, str] = {}
@@ -114,11 +117,12 @@ class Simulation:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        asks_prompt_logprobs: bool = False,
         resumed: Sequence[Sequence[int]] = (),
     ) -> SequenceGroup:
         max_num_tokens = min(len(prompt) + max_tokens, self.max_model_len)
         search = None
-        params = inference_pb2.SamplingParams(seed=1)
+        params = inference_pb2.SamplingParams(seed=1, prompt_logprobs=0 if asks_prompt_logprobs else None)
         if beam_width:
             params.use_beam_search, params.best_of, params.n, params.temperature = True, beam_width, n, 0.0
             stops = stop_token_ids if eos_token_id is None else stop_token_ids | {eos_token_id}
@@ -148,6 +152,8 @@ class Simulation:
             resumed_token_ids=resumed,
         )
         self.groups.append(group)
+        self._to_be_told[group] = list(prompt[1:]) if asks_prompt_logprobs and not any(resumed) else []
+        self._told[group] = []
         self.outputs[group] = {index: list(tokens) for index, tokens in enumerate(resumed)}
         self.waiting.push(group)
         return group
@@ -213,6 +219,9 @@ class Simulation:
         rows, result = self.in_flight.popleft()
         if result.status == OK:
             tokens = self.scheduler.process_outputs(rows, decode(result.outputs, rows.num_answers))
+            for group, logprobs in take_prompt_logprobs(rows, result.outputs):
+                self._told[group] += np.frombuffer(logprobs.token_ids_i32, "<i4").tolist()
+            self._check_prompts_told(tokens)
             for sequence, token_id in zip(tokens.sequences, tokens.token_ids.tolist(), strict=True):
                 self.outputs[sequence.group].setdefault(sequence.index, []).append(token_id)
             self.hypotheses.update(tokens.beams)
@@ -224,6 +233,11 @@ class Simulation:
         if self.failed and not self.in_flight:
             self.scheduler.resume(self.failed[1])
         return None
+
+    def _check_prompts_told(self, tokens: NewTokens) -> None:
+        """Whoever has a token has been told all of the prompt before, each of its tokens once."""
+        for group in {*(sequence.group for sequence in tokens.sequences), *(group for group, _ in tokens.beams)}:
+            assert self._told[group] == self._to_be_told[group], group.request_id
 
     def run_to_end(self, fails: Callable[[], str | None] = lambda: None) -> None:
         """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send."""

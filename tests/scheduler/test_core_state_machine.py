@@ -61,6 +61,7 @@ class CoreStateMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         tenant=st.sampled_from("ab"),
         cache_salt=st.sampled_from(["", "", "salt"]),
+        asks_prompt_logprobs=st.booleans(),
         num_resumed=st.sampled_from([0, 0, 0, 1, 5]),
     )
     def add(

@@ -62,7 +62,7 @@ def test_a_worker_is_asked_until_it_has_told_them_and_no_longer():
 def test_what_is_computed_again_in_other_chunks_is_told_once():
     loop = Loop(steps_in_flight=1)
     prompt = list(range(100, 200))
-    link = loop.join(max_model_len=128)
+    link = loop.join()
     loop.engine.submit(asking("long", prompt))
     loop.turn()
     assert np.frombuffer(link.steps[-1].rows.query_lens_u32, "<u4").tolist() == [64]
@@ -70,7 +70,7 @@ def test_what_is_computed_again_in_other_chunks_is_told_once():
     assert loop.prompt_token_ids == {"long": prompt[1:65]}
 
     loop.engine.worker_lost(link, "gone")
-    other = loop.join("other", epoch=2, max_model_len=128)
+    other = loop.join("other", epoch=2)
     loop.turn()
     loop.turn()
     assert other.steps[-1].groups[0].sequences[0].num_computed_tokens == 0
