@@ -123,8 +123,10 @@ WRONG = {
 def test_a_worker_whose_prompt_logprobs_do_not_fit_is_given_up(wrong):
     loop = Loop(steps_in_flight=1)
     link = loop.join()
-    loop.engine.submit(asking("one"))
+    group = asking("one")
+    loop.engine.submit(group)
     loop.turn()
     answer(loop, link, 1, WRONG[wrong])
     assert link.is_closed and not loop.prompt_token_ids
+    assert loop.token_ids == {} and group.sequences[0].num_tokens == len(PROMPT), "its token is drawn again"
     assert FinishReason.ERROR not in {reason for reason, _ in loop.ends.values()}, "the request is not at fault"
