@@ -138,7 +138,7 @@ def main() -> int:
 
 
 def _measure(name: str, kind: Parameters, logits: torch.Tensor, rounds: int) -> dict[str, Any]:
-    batch = Batch(kind, *logits.shape, rounds)
+    batch = Batch(kind, logits.shape[0], logits.shape[1], rounds)
     batch.time_ns(logits)  # counts all tokens anew; in service once a sequence
     times_ns = [batch.time_ns(logits) for _ in range(rounds)]
     adjust_ms, sample_ms = (statistics.median(column) / 1e6 for column in zip(*times_ns, strict=True))
