@@ -261,3 +261,21 @@ def test_bad_words_of_one_sequence_after_another_are_its_own_and_take_no_more_ro
         forbidden = adjustments.apply(logits, states, np.array([0]))[0].isneginf().nonzero()[:, 0].tolist()
         assert forbidden == [[31], [33], [34, 35]][number % 3]
     assert len(states.sampling.bad_word_table._ends) == 2
+
+
+def test_blocks_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    penalised: dict[str, Any] = {
+        "prompt": PROMPT,
+        "generated": GENERATED,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+    }
+    plain: dict[str, Any] = {"prompt": PROMPT, "generated": GENERATED}
+    rows = [penalised, plain, penalised | {"logit_bias": {3: 2.5}}, penalised | {"presence_penalty": 0.7}, plain]
+    rows += [plain | {"bad_words": [[2], [5, 30]]}, penalised | {"generated": [1, 1, 2]}]
+    logits = logits_of(len(rows))
+    whole = adjusted(logits, *rows)
+    for rows_at_once in (1, 2, 3):
+        monkeypatch.setattr("worker_svc.logit_adjustments._NUMBERS_AT_ONCE", rows_at_once * VOCAB_SIZE)
+        assert torch.equal(adjusted(logits, *rows), whole)
+    assert not torch.equal(whole, logits)
