@@ -273,3 +273,9 @@ def _read_file(path: Path, known: frozenset[str]) -> dict[str, Any]:
     if unknown:
         raise OptionError(f"--config {path}: {', '.join(unknown)}: no option of this command has that name")
     return keys
+
+
+def check_port(name: str, port: int | None) -> None:
+    """Raises ValueError for what is no TCP port; gRPC would take it modulo 65,536."""
+    if port is not None and not 0 <= port <= 65535:
+        raise ValueError(f"{name} is {port}; 0 to 65535 is accepted")

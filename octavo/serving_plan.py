@@ -73,10 +73,13 @@ def _child(name: str, command: str, config: object, environment: Mapping[str, st
 
 def worker_environment(num_threads: int) -> dict[str, str]:
     """The environment of a worker that computes with `num_threads` threads; what the user has set stays as it is."""
-    chosen = {"OMP_NUM_THREADS": str(num_threads)}
-    if "OMP_WAIT_POLICY" not in os.environ:
-        chosen["GOMP_SPINCOUNT"] = SPIN_COUNT
-    return {**chosen, **environment_without_options()}
+    return {"OMP_NUM_THREADS": str(num_threads), **waiting_threads(), **environment_without_options()}
+
+
+def waiting_threads() -> dict[str, str]:
+    """How threads of a worker wait for one another, where the user has not said. Read when OpenMP is loaded."""
+    is_set = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+    return {} if is_set else {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
 def available_cores() -> int:

@@ -30,7 +30,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 
 @dataclass(frozen=True)
 class Child:
-    """What to start. An `essential` child's end is the end of all; any other is started again.
+    """What to start. An `essential` child's end is the end of all, a good one if its exit code is 0; any other child is
+    started again.
 
     `drain_s`: how long it may take to end after SIGTERM, beyond what any child gets; SIGINT is to end it at once.
     """
@@ -112,6 +113,10 @@ class Supervisor:
             code = await life.process.wait()
             life.ended.set()
             if self._stopping:
+                return
+            if life.child.essential and code == 0:
+                log.info("ending, as was asked of a child", child=life.child.name, pid=life.process.pid)
+                self._end_with(0)
                 return
             log.error("a child has ended", child=life.child.name, pid=life.process.pid, **_describe(code))
             if life.child.essential or not self._is_ready:

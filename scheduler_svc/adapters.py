@@ -294,4 +294,4 @@ def _check(name: str, path: str) -> None:
 
 
 def _unsupported() -> Unsupported:
-    return Unsupported("this server's workers take no adapters; start them with --max-loras N")
+    return Unsupported("no worker of this server takes adapters")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.log import LEVELS
-from octavo.options import option
+from octavo.options import check_port, option
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
 
@@ -70,6 +70,8 @@ class SchedulerConfig:
     disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
 
     def __post_init__(self) -> None:
+        check_port("port", self.port)
+        check_port("metrics_port", self.metrics_port)
         for address in self.worker:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or not port.isdecimal():

@@ -60,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 except BaseException:
                     self._core.abandon(group)
                     if self._is_broken_off:
-                        raise NotReady("this server is shutting down; another goes on with resume") from None
+                        raise NotReady("this server is shutting down; another can go on with `resume`") from None
                     log.info("client is gone")
                     raise
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import grpc
 import structlog
@@ -47,12 +48,26 @@ async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     except RequestRefused as error:
         code, message = STATUS_CODES[type(error)], _shortened(str(error))
         log.info("request refused", code=code.name, why=message)
-        await context.abort(code, message, trailing_metadata=((DETAILS_KEY, _details(code, message, error)),))
+        await _abort(context, code, message, ((DETAILS_KEY, _details(code, message, error)),))
     except (grpc.aio.AbortError, grpc.RpcError):
         raise
     except Exception:
         log.exception("request failed")
-        await context.abort(grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
+        await _abort(context, grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str, metadata: tuple[tuple[str, bytes], ...] = ()
+) -> NoReturn:
+    """Ends the call. It is no fault of ours where the client has not waited for that. Raises AbortError."""
+    try:
+        await context.abort(code, message, trailing_metadata=metadata)
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        log.info("client is gone before its refusal", why=str(error))
+        raise grpc.aio.AbortError("nobody is left to be told") from error
+    raise AssertionError("aborted calls do not come here")
 
 
 def _shortened(text: str) -> str:

@@ -18,6 +18,8 @@ from octavo.options import (
     parse,
     to_arguments,
 )
+from scheduler_svc.config import SchedulerConfig
+from worker_svc.config import WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -204,3 +206,12 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[
 
 def test_a_namespace_made_by_hand_works_too() -> None:
     assert from_namespace(Device, argparse.Namespace(block_size=2), {}) == Device(block_size=2)
+
+
+def test_a_port_out_of_range_is_refused_by_either_service() -> None:
+    for port in (-5, 65536):
+        for make in (SchedulerConfig, WorkerConfig):
+            with pytest.raises(ValueError, match=f"port is {port}; 0 to 65535 is accepted"):
+                make(port=port)
+        with pytest.raises(ValueError, match=f"metrics_port is {port}"):
+            SchedulerConfig(metrics_port=port)

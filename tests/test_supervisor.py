@@ -97,6 +97,14 @@ async def test_the_end_of_an_essential_child_ends_all(capfd: pytest.CaptureFixtu
     assert "scheduler" in said and "SIGKILL" in said
 
 
+async def test_an_essential_child_that_ends_well_ends_all_well(capfd: pytest.CaptureFixture[str]) -> None:
+    """As a scheduler does that was told to drain."""
+    draining = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    supervisor = Supervisor([child("scheduler", draining, True), child("worker", SLEEP)], ready_at_once)
+    assert await supervisor.run(lambda _: None) == 0
+    assert "error" not in "".join(capfd.readouterr())
+
+
 async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     log = tmp_path / "starts"
     program = """if True:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.log import LEVELS
-from octavo.options import option
+from octavo.options import check_port, option
 
 AUTO: Literal["auto"] = "auto"
 
@@ -67,6 +67,7 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
+        check_port("port", self.port)
         if self.device != "cpu":
             raise ValueError(f"device {self.device} is not supported yet, only cpu")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from octavo.options import add_arguments as add_options
 from octavo.options import from_namespace
@@ -15,9 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from octavo.serving_plan import waiting_threads
     from worker_svc.config import WorkerConfig
 
     config = from_namespace(WorkerConfig, arguments)
+    os.environ.update(waiting_threads())
     from worker_svc.server import main
 
     return main(config)

@@ -109,7 +109,7 @@ async def test_requests_that_cannot_finish_are_for_another_scheduler(flags, sign
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await read_last(call)
             assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "another goes on with resume" in raised.value.details()
+            assert "another can go on with `resume`" in raised.value.details()
         assert await asyncio.to_thread(it.process.wait, 5) == 0
 
 

@@ -78,9 +78,9 @@ def test_an_adapter_is_there_when_every_worker_that_takes_any_has_it():
 
 def test_what_cannot_be_named():
     loop = Turned()
-    with pytest.raises(Unsupported, match="start them with --max-loras"):
+    with pytest.raises(Unsupported, match="no worker of this server takes adapters"):
         loop.take("one", "a")
-    assert "Unsupported: this server's workers take no adapters" in refused(
+    assert "Unsupported: no worker of this server takes adapters" in refused(
         loop.begin(loop.engine.load_adapter("a", "/a"))
     )
     loop.join("plain", max_loras=0)
