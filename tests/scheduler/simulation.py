@@ -176,11 +176,9 @@ class Simulation:
 
     def send(self, fails: str | None = None) -> bool:
         """Schedules and sends one step, which the worker runs at once; False when there is none to send."""
-        if self.failed is not None and self.in_flight:
+        if not self.may_send():
             return False
         scheduler = self.scheduler
-        if self.in_flight and (scheduler.on_trial or scheduler.has_candidate_for_trial(self.waiting)):
-            return False
         running, suspects = set(scheduler.running), list(scheduler.suspects)
         outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=not self.in_flight)
         self.take_outgrown()
@@ -202,6 +200,13 @@ class Simulation:
         self.steps.append(worker_pb2.Step.FromString(data))
         self.in_flight.append((rows, self.worker.run(self.steps[-1], fails)))
         return True
+
+    def may_send(self) -> bool:
+        """Whether the loop around the scheduler would ask it for a step now."""
+        if not self.in_flight:
+            return True
+        is_of_trials = self.scheduler.on_trial or self.scheduler.has_candidate_for_trial(self.waiting)
+        return self.failed is None and not is_of_trials
 
     def take_outgrown(self) -> None:
         """There is no larger worker here."""

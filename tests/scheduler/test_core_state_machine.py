@@ -165,7 +165,7 @@ class CoreStateMachine(RuleBasedStateMachine):
         """Groups are preempted while a step is made; a suspect only by the one that makes it a suspect no longer."""
         simulation, scheduler = self.simulation, self.simulation.scheduler
         makes_steps = simulation.failed is None and len(simulation.in_flight) < simulation.depth
-        return makes_steps and bool(scheduler.running) and not scheduler.suspects
+        return makes_steps and simulation.may_send() and bool(scheduler.running) and not scheduler.suspects
 
 
 def chosen(groups: Any, number: int) -> SequenceGroup:
