@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from functools import partial
@@ -454,6 +455,7 @@ def _calls_of_a_steady_step(num_slots: int) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.disable()  # a collection calls whoever watches it
     sys.setprofile(count)
     try:
         outputs = simulation.scheduler.schedule(simulation.waiting, 0)
@@ -465,5 +467,6 @@ def _calls_of_a_steady_step(num_slots: int) -> int:
         simulation.scheduler.process_outputs(outputs.rows, decode(answer, outputs.rows.num_answers))
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert len(outputs.rows) == num_slots
     return calls
