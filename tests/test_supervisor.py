@@ -192,3 +192,13 @@ def test_worker_environment_keeps_what_the_user_has_set(monkeypatch: pytest.Monk
     assert environment["OMP_NUM_THREADS"] == "3" and "OCTAVO_MAX_NUM_SEQS" not in environment
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert serving_plan.worker_environment(3)["OMP_NUM_THREADS"] == "1"
+
+
+def test_how_threads_wait_is_chosen_only_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert serving_plan.waiting_threads() == {"GOMP_SPINCOUNT": serving_plan.SPIN_COUNT}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "7")
+            assert serving_plan.waiting_threads() == {}
