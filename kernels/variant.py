@@ -1,0 +1,24 @@
+"""A Triton kernel with everything fixed that it is compiled for: what `octavo bench kernels --compile-only` builds.
+
+Each module of a Triton operation has `variants()`, which yields those that a worker may launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One specialisation of a kernel."""
+
+    name: str  # "paged_attention decode bf16 head 128 block 16": unique, as it is printed
+    kernel: Any  # a function under `triton.jit`
+    signature: Mapping[str, str]  # type of each argument that is no constant, in Triton's words: "*bf16", "i32"
+    constants: Mapping[str, Any]  # value of each `tl.constexpr` argument
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible_by_16: tuple[str, ...] = field(default=())  # arguments that the launcher knows to be: addresses, strides
+    may_spill: bool = True  # False: a register spill is a defect
