@@ -51,7 +51,11 @@ class Embedded:
         worker_config = _build(WorkerConfig, options, besides=SchedulerConfig)
         scheduler_config = _build(SchedulerConfig, options, besides=WorkerConfig)
         self.worker = WorkerProcess(worker_config)
-        scheduler_config = dataclasses.replace(scheduler_config, worker=(self.worker.address,))
+        scheduler_config = dataclasses.replace(
+            scheduler_config,
+            worker=(self.worker.address,),
+            tokenizer=None,  # that of the worker, which finds it by name, too
+        )
         self._outputs = OutputProcessor(deliver)
         self.serving = Serving(scheduler_config, self._outputs)
         self.engine, self.frontend = self.serving.engine, self.serving.frontend

@@ -55,7 +55,10 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     threads = worker.num_threads or max(1, available_cores() // serve.workers)
     worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(
-        scheduler, port=port, worker=tuple(f"{LOOPBACK}:{worker_port}" for worker_port in ports)
+        scheduler,
+        port=port,
+        worker=tuple(f"{LOOPBACK}:{worker_port}" for worker_port in ports),
+        tokenizer=None,  # that of the workers, which find it by name, too
     )
     drained = _child("scheduler", "scheduler", scheduler, environment_without_options(), essential=True)
     children = [dataclasses.replace(drained, drain_s=scheduler.drain_timeout)]

@@ -157,7 +157,7 @@ class CoreState(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelDescription, _Mapping]] = ..., is_ready: bool = ..., is_draining: bool = ..., is_broken_off: bool = ...) -> None: ...
 
 class ModelDescription(_message.Message):
-    __slots__ = ("name", "model_hash", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_cached_tokens", "block_size", "max_logprobs", "eos_token_ids", "tokenizer_sha256", "tokenizer_folder")
+    __slots__ = ("name", "model_hash", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_cached_tokens", "block_size", "max_logprobs", "eos_token_ids", "tokenizer_sha256", "tokenizer_folder", "kv_cache_dtype", "quantization")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,8 @@ class ModelDescription(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_hash: str
     architecture: str
@@ -186,7 +188,9 @@ class ModelDescription(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     tokenizer_sha256: str
     tokenizer_folder: str
-    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_cached_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_sha256: _Optional[str] = ..., tokenizer_folder: _Optional[str] = ...) -> None: ...
+    kv_cache_dtype: str
+    quantization: str
+    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_cached_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_sha256: _Optional[str] = ..., tokenizer_folder: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("number",)

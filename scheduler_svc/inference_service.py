@@ -110,6 +110,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=model.eos_token_ids,
             has_chat_template=model.tokenizer.chat_template is not None,
             adapters=await self._core.adapters(),
+            kv_cache_dtype=model.kv_cache_dtype,
+            quantization=model.quantization,
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:

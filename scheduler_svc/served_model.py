@@ -16,6 +16,8 @@ class ServedModel:
     model_hash: str
     architecture: str
     dtype: str
+    kv_cache_dtype: str
+    quantization: str  # of the weights; empty: none
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
@@ -36,6 +38,8 @@ class ServedModel:
             model_hash=info.model_hash,
             architecture=info.architecture,
             dtype=info.dtype,
+            kv_cache_dtype=info.kv_cache_dtype,
+            quantization=info.quantization,
             vocab_size=info.vocab_size,
             max_model_len=sizes.max_model_len,
             max_num_seqs=sizes.max_num_seqs,
@@ -52,6 +56,10 @@ class ServedModel:
         """Why a worker cannot serve this model, if it cannot."""
         if info.model_hash != self.model_hash:
             return f"it serves {info.model} ({info.model_hash[:12]}), this pool {self.name} ({self.model_hash[:12]})"
+        for name in ("dtype", "kv_cache_dtype", "quantization"):
+            # A request that moves to another worker goes on with the same tokens only where it is computed alike.
+            if (theirs := getattr(info, name)) != (ours := getattr(self, name)):
+                return f"its {name} is {theirs or 'none'}, the pool's {ours or 'none'}"
         if info.tokenizer_sha256 != self.tokenizer_sha256:
             return f"its tokenizer ({info.tokenizer_sha256[:12]}) is not the pool's ({self.tokenizer_sha256[:12]})"
         if info.block_size != self.block_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +36,10 @@ def test_more_memory_than_there_is_for_all_of_them_is_refused_before_anything_st
     assert len(workers_of(2, kv_cache_memory=4.0, swap_space=1.0)) == 2
     with pytest.raises(PlanError, match=r"3 workers with 5 GiB of cache .* 10 GiB are free"):
         workers_of(3, kv_cache_memory=4.0, swap_space=1.0)
+
+
+def test_a_tokenizer_by_name_is_found_by_the_workers_alone():
+    named = SchedulerConfig(port=0, tokenizer=Path("other-model"))
+    _, (scheduler, worker) = plan(ServeConfig(), named, WorkerConfig(tokenizer="other-model"))
+    assert value(worker, "tokenizer") == "other-model"
+    assert not any(argument.startswith("--tokenizer") for argument in scheduler.command)

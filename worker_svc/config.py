@@ -23,6 +23,11 @@ class WorkerConfig:
     log_level: str = option("info", "least important log lines to show", choices=LEVELS)
     model: str = option("smollm2-135m-instruct", "model folder, GGUF file, or a name that `octavo model list` shows")
     download_dir: str = option("", "folder of models to look a name up in before the cache", metavar="DIR")
+    tokenizer: str = option(
+        "",
+        "folder, GGUF file or name of the model whose tokenizer is served in place of the model's own",
+        metavar="DIR_OR_NAME",
+    )
     tokenizer_mode: str = option(
         "auto",
         "auto: the folder's tokenizer.json, else one made of its other files; fast: never made; slow: always made",

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import grpc
 import structlog
@@ -114,11 +115,19 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
         model = load_model(
             folder, model_config, config.device, config.load_format, config.seed, config.trust_remote_code
         )
-        files = TokenizerFiles.from_folder(folder, config.tokenizer_mode, config.trust_remote_code)
+        files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     cache_dtype = DTYPES.get(config.kv_cache_dtype)  # auto: none
     return ModelRunner(model, model_config, config.block_size, config.device, cache_dtype), files
+
+
+def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:
+    mode, trusted = config.tokenizer_mode, config.trust_remote_code
+    if not config.tokenizer:
+        return TokenizerFiles.from_folder(folder, mode, trusted)
+    with model_folder(resolve_model(config.tokenizer, config.download_dir or None)) as other:
+        return TokenizerFiles.from_folder(folder, mode, trusted, other)
 
 
 async def _serve(

@@ -62,7 +62,8 @@ def _by_transformers(folder: Path, trust_remote_code: bool) -> str:
         from transformers import AutoTokenizer, TokenizersBackend
     except ImportError:
         raise ModelError(
-            f"{folder}: there is no tokenizer.json; making one needs the Python package `transformers` on the worker"
+            f"{folder}: there is no tokenizer.json; making one needs the Python package `transformers`: "
+            "install octavo[transformers] on the worker"
         ) from None
     with tempfile.TemporaryDirectory(prefix="octavo-tokenizer-") as parent:
         # The library would take a tokenizer.json that is there, and a folder's name is part of its messages.

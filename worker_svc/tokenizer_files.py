@@ -1,7 +1,8 @@
 """The files of a model folder that a scheduler needs to speak to the model: tokenizer, template, generation config.
 
 They are read once, at the start, so that their hash and what is sent stay one thing. A folder without tokenizer.json
-gets one made of its other files here, so that no scheduler needs to know any other format.
+gets one made of its other files here, so that no scheduler needs to know any other format. With `--tokenizer` the
+tokenizer's files come from another folder; what describes the model itself stays its own.
 """
 
 from __future__ import annotations
@@ -14,14 +15,8 @@ from protos import worker_pb2
 from worker_svc.models.errors import ModelError
 from worker_svc.slow_tokenizer import make_tokenizer_json
 
-FILE_NAMES = (
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+_OF_MODEL = ("config.json", "generation_config.json")
+_OF_TOKENIZER = ("chat_template.jinja", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 CHUNK_BYTES = 1 << 20
 
 
@@ -33,14 +28,22 @@ class TokenizerFiles:
         self.sha256 = hashlib.sha256(b"".join(self._contents.values())).hexdigest()
 
     @classmethod
-    def from_folder(cls, folder: Path, mode: str = "auto", trust_remote_code: bool = False) -> TokenizerFiles:
-        """Those of FILE_NAMES that are there; `mode` is the option tokenizer_mode. Raises ModelError."""
-        contents = {name: (folder / name).read_bytes() for name in FILE_NAMES if (folder / name).is_file()}
+    def from_folder(
+        cls, folder: Path, mode: str = "auto", trust_remote_code: bool = False, tokenizer_folder: Path | None = None
+    ) -> TokenizerFiles:
+        """The files that are there; `mode` is the option tokenizer_mode, `tokenizer_folder` the option tokenizer.
+
+        Raises ModelError, also where `tokenizer_folder` has no tokenizer: it was asked for.
+        """
+        source = tokenizer_folder or folder
+        contents = _read(folder, _OF_MODEL) | _read(source, _OF_TOKENIZER)
         is_wanted = mode == "slow" or (mode == "auto" and "tokenizer.json" not in contents)
-        if is_wanted and (made := make_tokenizer_json(folder, trust_remote_code)) is not None:
+        if is_wanted and (made := make_tokenizer_json(source, trust_remote_code)) is not None:
             contents["tokenizer.json"] = made.encode()
         elif mode == "slow":
-            raise ModelError(f"{folder}: there are no files of a slow tokenizer; --tokenizer-mode auto takes others")
+            raise ModelError(f"{source}: there are no files of a slow tokenizer; --tokenizer-mode auto takes others")
+        if tokenizer_folder is not None and "tokenizer.json" not in contents:
+            raise ModelError(f"{tokenizer_folder}: there is no tokenizer.json, nor anything to make one of")
         return cls(contents)
 
     def chunks(self) -> Iterator[worker_pb2.TokenizerChunk]:
@@ -49,3 +52,7 @@ class TokenizerFiles:
             for start in range(0, max(len(data), 1), CHUNK_BYTES):
                 yield worker_pb2.TokenizerChunk(file_name=name, data=data[start : start + CHUNK_BYTES])
         yield worker_pb2.TokenizerChunk(sha256=self.sha256)
+
+
+def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}

@@ -16,6 +16,7 @@ import structlog
 
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from worker_svc.cache_sizing import Limits
+from worker_svc.config import AUTO
 from worker_svc.errors import StartupError
 from worker_svc.lease import Lease, LeaseDesk, LeaseHeld
 from worker_svc.models import ModelConfig
@@ -61,7 +62,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             tokenizer_sha256=self._files.sha256,
             eos_token_ids=config.eos_token_ids,
             max_logprobs=config.vocab_size,
+            kv_cache_dtype=self._cache_dtype(),
         )
+
+    def _cache_dtype(self) -> str:
+        asked = self._worker.config.kv_cache_dtype
+        return str(self._model_config.dtype).removeprefix("torch.") if asked == AUTO else asked
 
     def _lifecycle(self) -> worker_pb2.WorkerLifecycle:
         if self._is_draining:

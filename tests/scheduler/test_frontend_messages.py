@@ -202,6 +202,8 @@ def test_the_model_and_its_tokenizer_arrive(tmp_path):
         model_hash="h",
         architecture="A",
         dtype="float32",
+        kv_cache_dtype="bfloat16",
+        quantization="int8",
         vocab_size=400,
         max_model_len=1,
         max_num_seqs=2,

@@ -17,6 +17,8 @@ def tiny_served_model(folder: Path) -> ServedModel:
         model_hash="",
         architecture="",
         dtype="float32",
+        kv_cache_dtype="float32",
+        quantization="",
         vocab_size=400,
         max_model_len=256,
         max_num_seqs=8,

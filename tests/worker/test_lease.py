@@ -290,6 +290,7 @@ async def test_handshake(setup: Setup) -> None:
     info = await stub.GetInfo(worker_pb2.GetInfoRequest())
     assert (info.model, info.vocab_size, info.block_size, info.max_num_seqs) == ("fake", 31, 4, 4)
     assert info.max_model_len == 64 and list(info.eos_token_ids) == [2]
+    assert (info.dtype, info.kv_cache_dtype) == ("float32", "float32")
     assert info.lifecycle == worker_pb2.WORKER_LIFECYCLE_INITIALIZED
     sizes = await stub.Initialize(worker_pb2.InitializeRequest(max_num_seqs=4, max_model_len=64))
     assert sizes.settings_id == setup.settings_id, "the worker's own bounds, spelled out"

@@ -103,7 +103,9 @@ def test_only_classes_whose_ids_are_the_models_own_are_taken_as_they_are(
     if is_taken:
         sent(folder)
         return
-    with pytest.raises(ModelError, match="making one needs the Python package `transformers` on the worker"):
+    with pytest.raises(
+        ModelError, match=r"making one needs the Python package `transformers`: install octavo\[transformers\]"
+    ):
         sent(folder)
 
 
@@ -170,16 +172,33 @@ def test_other_files_of_that_name_are_told_apart() -> None:
         tokenizer_json(b"IQ== 0\n", {}, {})
 
 
-def test_a_served_worker_without_tokenizer_json(tmp_path: Path) -> None:
+def test_the_tokenizer_may_lie_in_another_folder(tmp_path: Path) -> None:
+    """What describes the model stays the model's own."""
+    (model := tmp_path / "model").mkdir()
+    (other := tmp_path / "other").mkdir()
+    own = {"config__json": {"model_type": "llama"}, "chat_template__jinja": "own"}
+    folder_of(model, tokenizer__json=tiny_tokenizers.byte_level().to_str(), **own)
+    folder_of(other, tokenizer__model=sentencepiece_model(), tokenizer_config__json=LLAMA, config__json={"a": 1})
+    files = TokenizerFiles.from_folder(model, tokenizer_folder=other)
+    contents = {chunk.file_name: chunk.data for chunk in files.chunks()}
+    assert set(contents) == {"config.json", "tokenizer.json", "tokenizer_config.json", ""}
+    assert json.loads(contents["config.json"]) == {"model_type": "llama"}
+    assert contents["tokenizer.json"].decode() == tokenizer_json(sentencepiece_model(), LLAMA, {})
+    assert files.sha256 != TokenizerFiles.from_folder(model).sha256
+    (other / "tokenizer.model").unlink()
+    with pytest.raises(ModelError, match=r"other: there is no tokenizer\.json, nor anything to make one of"):
+        TokenizerFiles.from_folder(model, tokenizer_folder=other)
+
+
+def test_a_served_worker_whose_tokenizer_is_made_of_the_files_of_another_folder(tmp_path: Path) -> None:
     from octavo import LLM, SamplingParams
     from tests.tiny_models import make_tiny_llama
 
     folder = make_tiny_llama(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        (folder / name).unlink(missing_ok=True)
-    folder_of(folder, tokenizer__model=sentencepiece_model(), tokenizer_config__json=LLAMA)
-    with LLM(model=str(folder), max_model_len=64, kv_cache_memory=0.02) as llm:
+    (other := tmp_path / "tokenizer").mkdir()
+    folder_of(other, tokenizer__model=sentencepiece_model(), tokenizer_config__json=LLAMA)
+    with LLM(model=str(folder), tokenizer=str(other), max_model_len=64, kv_cache_memory=0.02) as llm:
         output = llm.generate("the quick fox", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
         tokenizer = llm.get_tokenizer()
-    assert tokenizer.encode("the quick fox") == sent(folder).encode("the quick fox") != []
+    assert tokenizer.encode("the quick fox") == sent(other).encode("the quick fox") != []
     assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,13 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, config: dict[s
     with pytest.raises(ModelError) as raised:
         load(tmp_path, load_format="dummy")
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"need the Python package `transformers`: install octavo\[transformers\]"):
+        ModelConfig.from_folder(tmp_path)
 
 
 def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:

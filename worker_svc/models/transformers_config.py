@@ -21,7 +21,10 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise ModelError("models outside Octavo's own families need the Python package `transformers`") from None
+        raise ModelError(
+            f"{folder}: models outside Octavo's own families need the Python package `transformers`: "
+            "install octavo[transformers] on the worker"
+        ) from None
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever a configuration's own code raises
