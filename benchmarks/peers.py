@@ -1,0 +1,185 @@
+"""Octavo beside other engines on the same token ids: `python -m benchmarks.peers --environments FOLDER`.
+
+Each engine lives in a virtual environment of its own (`--how-to-install` prints the commands) and is one process that
+answers workloads over its pipes (`benchmarks/peer_engines/`). All are loaded, one after the other; then they take
+turns, workload by workload and round by round, and those whose turn it is not are stopped, so that no spinning thread
+of one costs another. A round has token ids of its own, so that nobody finds a prompt in its cache. What is not
+installed is left out, by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.peer_engine import ENGINES, EngineFailed, PeerEngine
+from octavo.bench import workloads
+from octavo.cache import resolve_model
+
+RESULTS = Path(__file__).parent / "results"
+OURS = ("octavo", "octavo-int8")
+EIGHT_BIT = ("octavo-int8", "openvino-int8", "llamacpp-q8_0")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the same token ids through Octavo and other engines, in turns.")
+    parser.add_argument("--environments", type=Path, metavar="DIR", help="folder of the virtual environments")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
+    parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    parser.add_argument("--how-to-install", action="store_true", help="print the commands and end")
+    arguments = parser.parse_args()
+    if arguments.how_to_install:
+        print("\n\n".join(_instructions(arguments.engines)))
+        return 0
+    if arguments.environments is None:
+        parser.error("--environments is needed: the folder that --how-to-install speaks of")
+
+    facts = machine.describe()
+    folder = resolve_model(arguments.model)
+    rows = _measure(arguments, folder)
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": facts,
+        "model": arguments.model,
+        **rows,
+    }
+    if not arguments.no_results:
+        path = RESULTS / f"{result['date'][:10]}-peers-{machine.slug(facts)}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path}\n")
+    print(report(rows))
+    return 0
+
+
+def _instructions(names: Sequence[str]) -> Iterator[str]:
+    shown = set()
+    for name in names:
+        how = ENGINES[name].how_to_install
+        if how and how not in shown:
+            shown.add(how)
+            yield f"# {name}\n{how}"
+
+
+# ---- Measuring ------------------------------------------------------------------------------------------------------
+
+
+def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`engines`: what each said of itself; `runs`: one entry a round, workload and engine."""
+    engines: dict[str, dict[str, Any]] = {}
+    runs: list[dict[str, Any]] = []
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    with ExitStack() as stack:
+        running: dict[str, PeerEngine] = {}
+        for name in arguments.engines:
+            if (missing := ENGINES[name].missing(arguments.environments)) is not None:
+                engines[name] = {"missing": missing}
+                print(f"{name}: not here, {missing}", file=sys.stderr)
+                continue
+            try:
+                engine = stack.enter_context(PeerEngine(ENGINES[name], arguments.environments, folder))
+                engine.run(workloads.warm_up(vocab_size))
+            except EngineFailed as error:
+                engines[name] = {"failed": str(error)}
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            engine.pause()
+            running[name] = engine
+            engines[name] = {"version": engine.version, "ready_s": engine.ready_s}
+            print(f"{name}: {engine.version}, ready after {engine.ready_s:.1f} s", file=sys.stderr)
+        for number in range(arguments.rounds):
+            for workload_name in arguments.workloads:
+                workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
+                runs += _one_round(running, workload, number)
+        for name, engine in running.items():
+            engines[name]["peak_gib"] = engine.peak_bytes / 2**30
+    return {"engines": engines, "runs": runs}
+
+
+def _one_round(running: dict[str, PeerEngine], workload: workloads.Workload, number: int) -> list[dict[str, Any]]:
+    """Every engine once on these ids; how many of its requests have the tokens of transformers' static batch."""
+    rows, token_ids = [], {}
+    for name, engine in running.items():
+        row: dict[str, Any] = {"round": number, "workload": workload.name, "engine": name}
+        engine.resume()
+        try:
+            wall_s, token_ids[name] = engine.run(workload)
+            row |= {"wall_s": wall_s, "tokens_per_s": workload.num_output_tokens / wall_s}
+        except EngineFailed as error:
+            row["failed"] = str(error)
+        engine.pause()
+        rows.append(row)
+        print(f"round {number + 1}, {workload.name}, {name}: {row.get('tokens_per_s', 'failed')}", file=sys.stderr)
+    oracle = token_ids.get("transformers")
+    for row in rows:
+        if oracle is not None and row["engine"] in token_ids:
+            mine = token_ids[row["engine"]]
+            row["same_requests"] = sum(ours == theirs for ours, theirs in zip(mine, oracle, strict=True))
+            row["num_requests"] = len(oracle)
+    return rows
+
+
+# ---- Report ---------------------------------------------------------------------------------------------------------
+
+
+def report(rows: dict[str, Any]) -> str:
+    """Tokens/s as medians, and of each of ours the ratio to the best of the others: median and range over rounds."""
+    names = sorted({run["workload"] for run in rows["runs"]})
+    lines = [f"| engine | {' | '.join(f'{name}, tokens/s' for name in names)} | same tokens | ready | memory |"]
+    lines.append("| --- " * (len(names) + 4) + "|")
+    for engine, facts in rows["engines"].items():
+        if "ready_s" not in facts:
+            continue
+        speeds = [_median(_speeds(rows, engine, name).values()) for name in names]
+        runs = [run for run in rows["runs"] if run["engine"] == engine and "same_requests" in run]
+        same = f"{sum(run['same_requests'] for run in runs)} of {sum(run['num_requests'] for run in runs)}"
+        ready = f"{facts['ready_s']:.1f} s | {facts['peak_gib']:.2f} GiB"
+        lines.append(f"| {engine} | {' | '.join(speeds)} | {same} | {ready} |")
+    lines.append("")
+    for engine in OURS:
+        for name in names:
+            lines += _ratio(rows, engine, name)
+    return "\n".join(lines)
+
+
+def _ratio(rows: dict[str, Any], engine: str, workload: str) -> list[str]:
+    """One line: this engine against the best other of its kind, by medians; the spread is over rounds."""
+    others = [name for name in rows["engines"] if name not in OURS and (name in EIGHT_BIT) == (engine in EIGHT_BIT)]
+    found = {name: speeds for name in others if (speeds := _speeds(rows, name, workload))}
+    mine = _speeds(rows, engine, workload)
+    if not found or not mine:
+        return []
+    best = max(found, key=lambda name: statistics.median(found[name].values()))
+    ratios = [mine[number] / found[best][number] for number in mine if number in found[best]]
+    if not ratios:
+        return []
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return [f"{workload}: {engine} / {best} = {statistics.median(ratios):.2f} ({spread} over {len(ratios)} rounds)"]
+
+
+def _speeds(rows: dict[str, Any], engine: str, workload: str) -> dict[int, float]:
+    """Tokens/s by round."""
+    return {
+        run["round"]: run["tokens_per_s"]
+        for run in rows["runs"]
+        if run["engine"] == engine and run["workload"] == workload and "tokens_per_s" in run
+    }
+
+
+def _median(values: Any) -> str:
+    numbers = list(values)
+    return f"{statistics.median(numbers):.0f}" if numbers else "failed"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
