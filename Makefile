@@ -11,7 +11,7 @@ DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: setup model demo test lint protos bench chaos clean
+.PHONY: setup model demo test lint kernels protos bench chaos clean
 
 setup: .venv/.installed .venv/.warm
 
@@ -45,6 +45,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
+
+# Every variant to machine code, for three architectures; no GPU is needed. What was compiled once is kept.
+kernels: setup
+	$(BIN)/octavo bench kernels --compile-only
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \

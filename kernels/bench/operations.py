@@ -1,0 +1,30 @@
+"""Which operations there are: every module of the package that has `variants()` (`kernels/variant.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+
+from kernels.variant import Variant
+
+
+def variants(package: str = "kernels", op: str | None = None) -> Mapping[str, list[Variant]]:
+    """Each operation's variants, by the module's name.
+
+    Raises ValueError where `op` names none of them, or where two variants have one name.
+    """
+    found: dict[str, list[Variant]] = {}
+    for module in iter_modules(import_module(package).__path__):
+        if not module.ispkg:
+            listed = getattr(import_module(f"{package}.{module.name}"), "variants", None)
+            if listed is not None:
+                found[module.name] = list(listed())
+    names = [variant.name for of_one in found.values() for variant in of_one]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"more than one variant is called {sorted(twice)[0]!r}")
+    if op is None:
+        return found
+    if op not in found:
+        raise ValueError(f"no operation is called {op!r}; there are {', '.join(found)}")
+    return {op: found[op]}

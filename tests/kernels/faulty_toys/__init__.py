@@ -1,0 +1,1 @@
+"""Kernels with one thing wrong each, as operations of a package of their own."""

@@ -1,0 +1,163 @@
+"""Kernels are compiled without a GPU, and what is said of them is what the machine code has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.bench.compiled import Compiled, table
+from kernels.bench.compiler import read_log
+from kernels.bench.targets import TARGETS, parse
+from octavo.cli import main
+
+# In a process where Triton's interpreter is off: resources of a toy as reported, and as its machine code has them.
+_INSPECT = """
+import json, subprocess, sys, tempfile
+import triton
+from kernels.bench.compiler import compile_variant, source_of
+from kernels.bench.targets import TARGETS
+from triton.backends.compiler import GPUTarget
+
+op, name = sys.argv[1:]
+module = __import__(op, fromlist=["variants"])
+variant = next(variant for variant in module.variants() if variant.name == name)
+said = compile_variant("toy", variant, TARGETS["sm_90"])
+options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", 90, 32), options=options)
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(kernel.asm["cubin"])
+    file.flush()
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    code = subprocess.run([cuobjdump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+print(json.dumps({"said": said.as_dict(), "usage": usage, "local_stores": code.count("STL"), "error": said.error}))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of a process that compiles, with an empty cache."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**kept, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def compile_all(environment: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kernels.bench.compile_all", "--jobs", "2", *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("toy", "name", "spills"), [("toys.add", "add bf16", False), ("faulty_toys.spilling", "spilling, allowed", True)]
+)
+def test_what_is_reported_is_what_the_machine_code_has(
+    environment: dict[str, str], toy: str, name: str, spills: bool
+) -> None:
+    command = [sys.executable, "-c", _INSPECT, f"tests.kernels.{toy}", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", found["usage"]))
+    assert found["said"]["registers"] == int(usage["REG"]) > 0
+    assert (found["said"]["spill_bytes"] > 0) == (int(usage["STACK"]) > 0) == (found["local_stores"] > 0) == spills
+    assert found["said"]["fault"] == ""
+
+
+def test_kernels_without_fault_pass_and_a_second_run_compiles_nothing(environment: dict[str, str]) -> None:
+    first = compile_all(environment, "--package", "tests.kernels.toys", "--target", "sm_80,sm_90,sm_100", "--json")
+    assert first.returncode == 0, first.stderr
+    rows = json.loads(first.stdout)
+    targets = ["sm_80", "sm_90", "sm_100"]
+    assert [(row["variant"], row["target"]) for row in rows] == [
+        (f"add {dtype}", target) for dtype in ("bf16", "fp32") for target in targets
+    ]
+    assert all(0 < row["registers"] < 64 and row["spill_bytes"] == 0 for row in rows)
+    cubins = {path: path.stat().st_mtime_ns for path in Path(environment["TRITON_CACHE_DIR"]).rglob("*.cubin")}
+    assert len(cubins) == len(rows)
+    # What was kept says how long compiling took then: a second run would say something else.
+    second = compile_all(environment, "--package", "tests.kernels.toys", "--target", "sm_80,sm_90,sm_100", "--json")
+    assert json.loads(second.stdout) == rows
+    assert {path: path.stat().st_mtime_ns for path in cubins} == cubins
+
+
+def test_each_fault_is_named_and_the_others_are_reported_all_the_same(environment: dict[str, str]) -> None:
+    done = compile_all(environment, "--package", "tests.kernels.faulty_toys", "--target", "sm_90", "--json")
+    assert done.returncode == 1
+    rows = {row["variant"]: row for row in json.loads(done.stdout)}
+    faults = {name: row["fault"] for name, row in rows.items()}
+    assert "incompatible dimensions" in faults["two lengths"]
+    assert faults["nothing given"].startswith("ValueError: arguments are out; the variant gives")
+    assert faults["deadly"] == "the compiler died"
+    shared_bytes = rows["greedy"]["shared_bytes"]
+    assert faults["greedy"] == f"takes {shared_bytes} bytes of shared memory, 232448 is what a block can have"
+    assert shared_bytes > 4 * 2 * 128 * 128 * 2  # four stages of two tiles at least
+    spilled = rows["spilling, forbidden"]["spill_bytes"]
+    assert faults["spilling, forbidden"] == f"spills {spilled} bytes, and may spill none"
+    assert faults["spilling, allowed"] == "" and rows["spilling, allowed"]["spill_bytes"] == spilled > 0
+    assert [line.split(": ")[0] for line in done.stderr.splitlines() if line.startswith("sm_90, ")] == [
+        f"sm_90, {name}" for name, fault in faults.items() if fault
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--target", "sm_42"), "no target is called 'sm_42'; there are sm_80"),
+        (("--op", "division", "--package", "tests.kernels.toys"), "no operation is called 'division'; there are add"),
+    ],
+)
+def test_bad_usage_is_one_line(environment: dict[str, str], flags: tuple[str, ...], said: str) -> None:
+    done = compile_all(environment, *flags)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+def test_the_command_passes_its_flags_on_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        calls.append((command, env))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    flags = ["--compile-only", "--target", "sm_90", "--op", "add", "--jobs", "3", "--json"]
+    assert main(["bench", "kernels", *flags]) == 1
+    ((command, environment),) = calls
+    assert command[1:] == ["-m", "kernels.bench.compile_all", "--target=sm_90", "--op=add", "--jobs=3", "--json"]
+    assert "TRITON_INTERPRET" not in environment
+
+
+def test_what_ptxas_prints_is_read() -> None:
+    log = """ptxas info    : (C7511) Potential Performance Loss: products are serialized in the function 'f' in line 3
+ptxas info    : Function properties for f
+    24 bytes stack frame, 20 bytes spill stores, 28 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 24 bytes cumulative stack size
+"""
+    assert read_log(log) == {"registers": 255, "spill_bytes": 20, "remark": "products are serialized"}
+    with pytest.raises(RuntimeError, match="does not say"):
+        read_log("nothing of this kind")
+
+
+def test_the_table_marks_faults() -> None:
+    rows = [
+        Compiled("add", "plain", "sm_80", False, registers=17, shared_bytes=2048),
+        Compiled("add", "plain", "sm_90", False, registers=255, spill_bytes=8),
+        Compiled("add", "other", "sm_90", False, error="no"),
+        Compiled("add", "wide", "sm_100", True, tensor_memory_columns=513),
+    ]
+    lines = table(rows, ["sm_80", "sm_90"]).splitlines()
+    assert lines[2].split() == ["plain", "17", "0", "B", "2.0", "K", "255", "8", "B", "0.0", "K!"]
+    assert lines[3].split() == ["other", "does", "not", "compile"]
+    assert rows[3].fault == "takes 513 columns of tensor memory of 512"
+
+
+def test_targets_are_named_once_each() -> None:
+    assert parse("sm_90,sm_80,sm_90") == [TARGETS["sm_90"], TARGETS["sm_80"]]

@@ -1,0 +1,1 @@
+"""Kernels that compile, as operations of a package of their own."""
