@@ -21,6 +21,7 @@ class TokenCounts:
     def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
         self._generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._is_in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._states: SequenceStates | None = None  # whose slots and tenancies the rows belong to
         self._row_of: Ints = np.full(0, -1)  # by slot
         self._tenancy: Ints = np.full(0, -1)  # by row, of the slot's sequence that was counted
         self._num_counted: Ints = np.zeros(0, np.int64)  # by row, tokens with the prompt
@@ -53,8 +54,10 @@ class TokenCounts:
         self._is_in_prompt[row, token_ids[:num_prompt]] = True
 
     def _give_rows(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> None:
-        if not len(self._row_of):
-            self._row_of = np.full(states.max_num_seqs, -1)
+        if self._states is not states:  # of another lease: its tenancies count from the beginning
+            self._states, self._row_of = states, np.full(states.max_num_seqs, -1)
+            self._generated, self._is_in_prompt = self._generated[:0].clone(), self._is_in_prompt[:0].clone()
+            self._tenancy, self._num_counted = self._tenancy[:0], self._num_counted[:0]
         missing = slots[self._row_of[slots] < 0]
         if not missing.size:
             return

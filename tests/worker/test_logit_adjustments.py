@@ -236,6 +236,16 @@ def test_a_row_of_counts_begins_anew_with_another_slot() -> None:
     assert generated[0].nonzero()[:, 0].tolist() == [6] and is_in_prompt[0].nonzero()[:, 0].tolist() == [4, 5]
 
 
+def test_counts_begin_anew_with_another_lease() -> None:
+    """Its mirror counts tenancies from the beginning, so a slot, a number and a length say nothing."""
+    counts = TokenCounts(VOCAB_SIZE)
+    counts.of(states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0}), np.array([0]))
+    others = [{"prompt": [4, 5], "generated": [6], "presence_penalty": 1.0}] * 3
+    generated, is_in_prompt = counts.of(states_of(*others), np.array([0, 2]))
+    assert generated.nonzero().tolist() == [[0, 6], [1, 6]]
+    assert is_in_prompt.nonzero().tolist() == [[0, 4], [0, 5], [1, 4], [1, 5]]
+
+
 def test_a_forked_slot_is_adjusted_as_its_parent_is() -> None:
     numbers = np.random.default_rng(3)
     sequences = [{**random_sequence(numbers), "allowed_token_ids": list(range(0, 60, 2))} for _ in range(8)]
