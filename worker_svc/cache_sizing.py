@@ -36,20 +36,28 @@ class CacheSizes:
 
 
 def size_cache(
-    config: WorkerConfig, limits: Limits, block_bytes: int, available_bytes: int, step_bytes: int
+    config: WorkerConfig,
+    limits: Limits,
+    block_bytes: int,
+    available_bytes: int,
+    step_bytes: int,
+    host_bytes: int | None = None,
 ) -> CacheSizes:
     """`step_bytes` is the most that a step takes besides the cache. Raises StartupError with the numbers.
 
-    Defaults count on `memory_share` of what is free: a neighbour that starts as well has not taken its own part yet.
-    What was asked for only has to fit: a worker that is started again beside one that is full then finds its place.
-    Never more blocks than all sequences at their longest need, except on the host where they were asked for.
+    `available_bytes` are those of the device; `host_bytes` those of the host, None: the same memory.
+
+    Defaults count on `memory_share` of what is free of the host: a neighbour that starts as well has not taken its own
+    part yet. What was asked for only has to fit: a worker that is started again beside one that is full then finds its
+    place. Never more blocks than all sequences at their longest need, except on the host where they were asked for.
     """
-    free_bytes = available_bytes - step_bytes
-    own_bytes = config.memory_share * available_bytes - step_bytes
-    if config.kv_cache_memory is None:
-        cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * own_bytes))
-    else:
+    is_host = host_bytes is None
+    share = config.memory_share if is_host else 1.0  # of a GPU, gpu_memory_utilization has been taken off
+    own_bytes = share * available_bytes - step_bytes
+    if config.kv_cache_memory is not None:
         cache_bytes = int(config.kv_cache_memory * GIB)
+    else:
+        cache_bytes = min(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * own_bytes)) if is_host else int(own_bytes)
     most_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
     num_blocks = min(cache_bytes // block_bytes, most_blocks)
     if num_blocks < 1:
@@ -57,15 +65,20 @@ def size_cache(
             f"too little memory for the cache: {_gib(max(cache_bytes, 0))}, a block takes {_gib(block_bytes)}; "
             f"{_gib(available_bytes)} are free, of which a step takes up to {_gib(step_bytes)}"
         )
-    left_bytes = max(own_bytes - num_blocks * block_bytes, 0)
+    left_bytes = own_bytes - num_blocks * block_bytes if host_bytes is None else config.memory_share * host_bytes
     if config.swap_space is None:
-        host_bytes = min(SWAP_BYTES, int(SWAP_SHARE * left_bytes), most_blocks * block_bytes)
+        swap_bytes = min(SWAP_BYTES, int(SWAP_SHARE * max(left_bytes, 0)), most_blocks * block_bytes)
     else:
-        host_bytes = int(config.swap_space * GIB)
-    if num_blocks * block_bytes + host_bytes > free_bytes:
+        swap_bytes = int(config.swap_space * GIB)
+    if num_blocks * block_bytes + (swap_bytes if is_host else 0) > available_bytes - step_bytes:
+        swapped = f"swapped blocks {_gib(swap_bytes)}, " if is_host else ""
         raise StartupError(
-            f"too little memory: the cache takes {_gib(num_blocks * block_bytes)}, swapped blocks {_gib(host_bytes)}, "
+            f"too little memory: the cache takes {_gib(num_blocks * block_bytes)}, {swapped}"
             f"a step up to {_gib(step_bytes)}, but {_gib(available_bytes)} are free"
+        )
+    if host_bytes is not None and swap_bytes > host_bytes:
+        raise StartupError(
+            f"too little memory on the host: swapped blocks take {_gib(swap_bytes)}, but {_gib(host_bytes)} are free"
         )
     longest = num_blocks * config.block_size
     if longest < limits.max_model_len:
@@ -76,7 +89,7 @@ def size_cache(
                 f"--kv-cache-memory enlarges the cache)"
             )
         limits = Limits(limits.max_num_seqs, limits.max_num_batched_tokens, longest)
-    return CacheSizes(num_blocks, host_bytes // block_bytes, limits)
+    return CacheSizes(num_blocks, swap_bytes // block_bytes, limits)
 
 
 def _gib(num_bytes: int) -> str:

@@ -5,6 +5,7 @@ Imports nothing heavy: a command line is parsed, and refused, before torch is lo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,12 +50,21 @@ class WorkerConfig:
     kv_cache_dtype: str = option(
         "auto", "of keys and values in the cache; auto: as dtype", choices=("auto", "float32", "float16", "bfloat16")
     )
-    device: str = option("cpu", "where the model runs", metavar="DEVICE")
+    device: str = option(
+        "auto", "where the model runs: cpu, cuda, cuda:N; auto: the first GPU where there is one", metavar="DEVICE"
+    )
     num_threads: int = option(0, "threads that compute; 0 takes torch's own choice, one a core")
     block_size: int = option(16, "tokens in a block of the cache")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use; without meaning on the cpu")
+    enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps; without meaning on the cpu")
+    cuda_graph_memory: float = option(
+        1.0, "GiB of GPU memory that CUDA graphs may take; fewer batch sizes get one where it is too little"
+    )
     kv_cache_memory: float | None = option(
-        None, "GiB of cache (default on the cpu: 4, at most 0.4 of the memory that is free)", metavar="GIB"
+        None,
+        "GiB of cache (default on the cpu: 4, at most 0.4 of the memory that is free; on a GPU: what the model, its "
+        "steps and graphs leave)",
+        metavar="GIB",
     )
     swap_space: float | None = option(
         None,
@@ -73,8 +83,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
-        if self.device != "cpu":
-            raise ValueError(f"device {self.device} is not supported yet, only cpu")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device is {self.device!r}; auto, cpu, cuda and cuda:N are accepted")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
@@ -98,3 +108,5 @@ class WorkerConfig:
             raise ValueError(f"max_loras {self.max_loras} is not supported yet, only 0: adapters cannot be loaded")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, not within (0, 1]")
+        if self.cuda_graph_memory < 0:
+            raise ValueError(f"cuda_graph_memory is {self.cuda_graph_memory} GiB, at least 0 is accepted")

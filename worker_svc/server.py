@@ -23,6 +23,7 @@ from octavo.cache import ModelNotFound, resolve_model
 from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
+from worker_svc.devices import choose_device
 from worker_svc.errors import StartupError
 from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
@@ -95,7 +96,7 @@ def _give_up(why: str) -> int:
 
 
 def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
-    """The model of `config`, its weights loaded. Raises ModelNotFound, ModelError.
+    """The model of `config`, its weights loaded. Raises ModelNotFound, ModelError, StartupError.
 
     To be called on the thread that will run the model. Every thread that computes gets an OpenMP pool of its own, and
     with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
@@ -103,23 +104,23 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
     asked, started_s = config.max_model_len, time.monotonic()
     with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:
         model_config = ModelConfig.from_folder(
             folder,
             config.dtype,
             asked if isinstance(asked, int) else None,
+            str(device),
             impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
         )
-        model = load_model(
-            folder, model_config, config.device, config.load_format, config.seed, config.trust_remote_code
-        )
+        model = load_model(folder, model_config, device, config.load_format, config.seed, config.trust_remote_code)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     cache_dtype = DTYPES.get(config.kv_cache_dtype)  # auto: none
-    return ModelRunner(model, model_config, config.block_size, config.device, cache_dtype), files
+    return ModelRunner(model, model_config, config.block_size, device, cache_dtype), files
 
 
 def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:

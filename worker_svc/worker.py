@@ -18,10 +18,12 @@ import torch
 from protos import worker_pb2
 from worker_svc.cache_sizing import Limits, size_cache
 from worker_svc.config import WorkerConfig
+from worker_svc.device_memory import memory_of
 from worker_svc.errors import ProtocolError
 from worker_svc.memory import GIB, available_bytes
-from worker_svc.model_runner import ModelRunner, Profile
+from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
+from worker_svc.profile import Profile, Profiler
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_timer import StepTimer
 
@@ -38,6 +40,8 @@ class Worker:
         self.config = config
         self.thread = thread or ModelThread()
         self._runner = runner
+        self._memory = memory_of(runner.device, config.gpu_memory_utilization)
+        self._profiler = Profiler(runner, self._memory)
         self._profile: Profile | None = None
         self._limits: Limits | None = None  # that `_sizes` were made for
         self._sizes: worker_pb2.InitializeResponse | None = None
@@ -55,6 +59,11 @@ class Worker:
         asked = self.config.max_model_len
         max_model_len = asked if isinstance(asked, int) else self._runner.config.max_model_len
         return Limits(self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._runner.device
 
     @property
     def sizes(self) -> worker_pb2.InitializeResponse | None:
@@ -75,10 +84,16 @@ class Worker:
         runner = self._runner
         self._limits, self._sizes = None, None
         if self._profile is None:
-            self._profile = runner.profile(self.config.max_num_batched_tokens)
+            self._profile = self._profiler.measure(self.bounds)
         runner.release_cache()
-        step_bytes = runner.step_bytes(self._profile, limits.max_num_seqs, limits.max_num_batched_tokens)
-        sizes = size_cache(self.config, limits, runner.block_bytes, available_bytes(), step_bytes)
+        sizes = size_cache(
+            self.config,
+            limits,
+            runner.block_bytes,
+            self._memory.available_bytes(),
+            self._profiler.step_bytes(self._profile, limits),
+            None if self._memory.is_host else available_bytes(),
+        )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
         swap_gib = round(sizes.num_host_blocks * runner.block_bytes / GIB, 3)
         log.info(
@@ -91,7 +106,7 @@ class Worker:
             num_device_blocks=sizes.num_device_blocks,
             num_host_blocks=sizes.num_host_blocks,
             prefill_tokens_per_s=self._profile.prefill_tokens_per_s,
-            swap_bytes_per_s=runner.measure_swap(),
+            swap_bytes_per_s=self._profiler.swap_bytes_per_s(),
             max_num_seqs=sizes.limits.max_num_seqs,
             max_num_batched_tokens=sizes.limits.max_num_batched_tokens,
             max_model_len=sizes.limits.max_model_len,
@@ -198,11 +213,14 @@ class Worker:
         if rows is not None:
             self._states.roll_back(rows)
         self._failed_step_id = step.step_id
+        code = _error_code(error)
+        if code == worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY:
+            self._memory.give_back()  # what the step had got before it failed
         message = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
         first_line = message.splitlines()[0]
         return worker_pb2.StepResult(
             status=worker_pb2.STEP_STATUS_FAILED,
-            error=worker_pb2.StepError(code=_error_code(error), message=first_line, block_operations_applied=operated),
+            error=worker_pb2.StepError(code=code, message=first_line, block_operations_applied=operated),
         )
 
 
@@ -212,8 +230,12 @@ def _error_code(error: Exception) -> worker_pb2.StepErrorCode:
     return worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY if is_out_of_memory(error) else worker_pb2.STEP_ERROR_CODE_INTERNAL
 
 
+# What says so in words alone: torch's allocator on the CPU, cuBLAS, and Triton when it loads a kernel.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: on the CPU torch says so in the words of a RuntimeError only."""
+    """Whether memory ran out, on the device or the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

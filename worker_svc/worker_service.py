@@ -51,7 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             model_hash=config.model_hash,
             architecture=config.architecture,
             dtype=str(config.dtype).removeprefix("torch."),
-            device=self._worker.config.device,
+            device=str(self._worker.device),
             vocab_size=config.vocab_size,
             max_model_len=bounds.max_model_len,
             max_num_seqs=bounds.max_num_seqs,

@@ -21,6 +21,30 @@ def sizes(available: float, block_bytes: int = BLOCK, limits: Limits = LIMITS, *
     return size_cache(WorkerConfig(**options), limits, block_bytes, int(available * GIB), STEP)
 
 
+def on_gpu(available: float, host: float, **options: Any) -> CacheSizes:
+    return size_cache(WorkerConfig(**options), LIMITS, BLOCK, int(available * GIB), STEP, int(host * GIB))
+
+
+def test_a_gpus_cache_takes_all_that_steps_leave_and_swapped_blocks_the_hosts_memory():
+    found = on_gpu(available=25, host=6)
+    assert (found.num_device_blocks, found.num_host_blocks) == (24 * 1024, 3 * 1024)
+    assert on_gpu(available=60, host=100).num_device_blocks == MOST_BLOCKS
+
+
+def test_a_share_of_the_host_is_no_share_of_a_gpu():
+    found = on_gpu(available=25, host=6, memory_share=0.5)
+    assert (found.num_device_blocks, found.num_host_blocks) == (24 * 1024, 1536)
+
+
+def test_what_a_gpu_or_its_host_lacks_is_said():
+    with pytest.raises(StartupError, match=r"cache takes 9 GiB, a step up to 1 GiB, but 9.5 GiB are free"):
+        on_gpu(available=9.5, host=100, kv_cache_memory=9)
+    with pytest.raises(StartupError, match=r"on the host: swapped blocks take 7 GiB, but 6 GiB are free"):
+        on_gpu(available=25, host=6, swap_space=7)
+    with pytest.raises(StartupError, match=r"too little memory for the cache: 0 GiB"):
+        on_gpu(available=0.5, host=100)
+
+
 def test_the_default_is_4_gib_on_either_side():
     found = sizes(available=21)
     assert (found.num_device_blocks, found.num_host_blocks) == (4096, 4096)

@@ -239,7 +239,10 @@ def test_port_in_use(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "options",
     [
-        dict(device="cuda"),
+        dict(device="gpu"),
+        dict(device="cuda:"),
+        dict(cuda_graph_memory=-1.0),
+        dict(gpu_memory_utilization=0.0),
         dict(max_num_seqs=300, max_num_batched_tokens=200),
         dict(max_model_len="long"),
         dict(max_model_len=0),

@@ -1,0 +1,88 @@
+"""Which device is chosen and how much of it may be taken, on machines other than this: torch's answers are fakes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker_svc.device_memory import CudaMemory, HostMemory, memory_of
+from worker_svc.devices import choose_device
+from worker_svc.errors import StartupError
+from worker_svc.memory import GIB
+
+
+class FakeGpus:
+    """So many cards of one kind, in place of `torch.cuda`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int] = (9, 0)) -> None:
+        self.current: int | None = None
+        self.reserved, self.peak, self.free = 0, 0, 70 * GIB
+        answers = {
+            "is_available": lambda: count > 0,
+            "device_count": lambda: count,
+            "get_device_capability": lambda index: capability,
+            "get_device_name": lambda index: "a card",
+            "set_device": lambda index: setattr(self, "current", index),
+            "mem_get_info": lambda device: (self.free, 80 * GIB),
+            "empty_cache": lambda: setattr(self, "reserved", 10),
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.reserved),
+            "memory_reserved": lambda device: self.reserved,
+            "max_memory_reserved": lambda device: self.peak,
+            "synchronize": lambda device: None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "expected"),
+    [(0, "auto", "cpu"), (2, "auto", "cuda:0"), (2, "cpu", "cpu"), (2, "cuda", "cuda:0"), (2, "cuda:1", "cuda:1")],
+)
+def test_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, count: int, asked: str, expected: str) -> None:
+    gpus = FakeGpus(monkeypatch, count)
+    assert choose_device(asked) == torch.device(expected)
+    assert gpus.current == torch.device(expected).index
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_the_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpus(monkeypatch, 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(StartupError, match="built without CUDA"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(StartupError, match=r"device cuda:1 cannot be used: no GPU is visible"):
+        choose_device("cuda:1")
+    FakeGpus(monkeypatch, 2)
+    with pytest.raises(StartupError, match="2 GPUs are visible, counted from 0"):
+        choose_device("cuda:2")
+
+
+def test_a_gpu_that_is_too_old_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpus(monkeypatch, 1, capability=(7, 5))
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(StartupError, match=r"a card has compute capability 7\.5, at least 8\.0 is needed"):
+        choose_device("cuda")
+
+
+def test_others_on_a_gpu_count_against_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeGpus(monkeypatch, 1)
+    memory = memory_of(torch.device("cuda", 0), 0.75)
+    assert memory.available_bytes() == 50 * GIB  # 60 of 80, of which others have 10
+    gpus.free = 5 * GIB
+    assert memory.available_bytes() == 0
+
+
+def test_the_peak_is_what_the_allocator_takes_beyond_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeGpus(monkeypatch, 1)
+    gpus.reserved = gpus.peak = 500  # of which 490 are not used any more
+
+    def work() -> None:
+        gpus.peak = max(gpus.peak, 42)
+
+    assert CudaMemory(torch.device("cuda", 0), 1.0).peak_bytes(work) == 32
+
+
+def test_a_cpu_has_the_hosts_memory() -> None:
+    memory = memory_of(torch.device("cpu"), 0.9)
+    assert isinstance(memory, HostMemory) and memory.is_host and memory.available_bytes() > 0
+    assert memory.peak_bytes(lambda: bytearray(8 << 20)) >= 0

@@ -1,0 +1,78 @@
+"""What is measured at the start, on a device whose memory is its own and on one whose memory is the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.worker.fake_model import FakeModel, fake_config
+from worker_svc.attention import AttentionMetadata
+from worker_svc.cache_sizing import Limits
+from worker_svc.device_memory import HostMemory
+from worker_svc.model_runner import ModelRunner
+from worker_svc.profile import Profile, Profiler
+
+LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=64)
+
+
+class OwnMemory(HostMemory):
+    """Of a device that is not the host, whose peak is known."""
+
+    is_host = False
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 1000
+
+
+class Recorder(FakeModel):
+    """Remembers the shape of each step: tokens of each row, rows of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[list[int], int]] = []
+
+    def forward(self, token_ids, positions, caches, attention: AttentionMetadata, logits_rows, reader=None):
+        self.steps.append((attention.query_starts.diff().tolist(), len(logits_rows)))
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return Recorder()
+
+
+def test_a_device_of_its_own_is_measured_with_the_largest_step(model: Recorder) -> None:
+    profiler = Profiler(ModelRunner(model, fake_config(), 4), OwnMemory())
+    profile = profiler.measure(LIMITS)
+    assert model.steps[2:] == [([6, 6, 5, 5, 5, 5], 6), ([1] * 6, 6)]
+    assert (profile.num_tokens, profile.peak_bytes, profile.is_whole) == (32, 1000, True)
+    assert profiler.step_bytes(profile, LIMITS) == 1000
+
+
+def test_no_profiled_sequence_is_longer_than_the_model_takes(model: Recorder) -> None:
+    profiler = Profiler(ModelRunner(model, fake_config(), 4), OwnMemory())
+    assert profiler.measure(Limits(2, 256, 64)).num_tokens == 124
+    assert model.steps[2] == ([62, 62], 2)
+
+
+def test_on_the_host_a_small_prefill_is_scaled_up(model: Recorder) -> None:
+    profiler = Profiler(ModelRunner(model, fake_config(), 4), HostMemory())
+    assert profiler.measure(LIMITS).num_tokens == 32
+    assert model.steps == [([8], 1), ([1], 1), ([32], 1), ([1], 1)]
+    one, two = (profiler.step_bytes(Profile(10, 500, False, 1.0), Limits(6, num_tokens, 64)) for num_tokens in (10, 20))
+    assert two - one == 500
+    rows = [profiler.step_bytes(Profile(10, 0, False, 1.0), Limits(n, 512, 64)) for n in (1, 256)]
+    assert rows[0] < rows[1]
+
+
+def test_swaps_are_timed_where_there_are_host_blocks(model: Recorder) -> None:
+    runner = ModelRunner(model, fake_config(), 4)
+    profiler = Profiler(runner, HostMemory())
+    runner.allocate_cache(8, 0)
+    assert profiler.swap_bytes_per_s() == 0
+    runner.allocate_cache(8, 5)
+    assert profiler.swap_bytes_per_s() > 0

@@ -1,0 +1,36 @@
+"""Which device a worker computes on: what `--device` asks for, against what this machine and this torch have."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_svc.errors import StartupError
+
+LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in its matrix units, and asynchronous copies to shared memory
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device, made current where it is a GPU. Raises StartupError where it cannot be had, and says why.
+
+    auto is the first GPU where there is one that can be used, else the CPU.
+    """
+    if asked == "cpu" or (asked == "auto" and _why_not(0)):
+        return torch.device("cpu")
+    index = torch.device(asked).index or 0 if asked != "auto" else 0
+    if why := _why_not(index):
+        raise StartupError(f"device {asked} cannot be used: {why}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _why_not(index: int) -> str:
+    """What keeps a GPU from being used; empty: nothing."""
+    if not torch.cuda.is_available():
+        has_cuda = torch.version.cuda is not None
+        return "no GPU is visible" if has_cuda else f"this torch ({torch.__version__}) is built without CUDA"
+    if index >= (count := torch.cuda.device_count()):
+        return f"{count} GPU{'s are' if count > 1 else ' is'} visible, counted from 0"
+    if (capability := torch.cuda.get_device_capability(index)) < LEAST_CAPABILITY:
+        has, least = (".".join(map(str, numbers)) for numbers in (capability, LEAST_CAPABILITY))
+        return f"{torch.cuda.get_device_name(index)} has compute capability {has}, at least {least} is needed"
+    return ""
