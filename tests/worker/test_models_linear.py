@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker_svc.models.linear import Linear
+from worker_svc.models.float_linear import FloatLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -20,7 +20,7 @@ def test_rows_are_bit_equal_for_every_number_of_rows_from_two(
         for shape in ((out_features, in_features), (out_features,), (300, in_features))
     )
     weight /= in_features**0.5
-    linear = Linear(weight, bias)
+    linear = FloatLinear(weight, bias)
     with torch.inference_mode():
         whole = linear(x)
         for rows in (2, 3, 5, 8, 17, 32, 33, 64, 129, 256):
@@ -31,5 +31,5 @@ def test_rows_are_bit_equal_for_every_number_of_rows_from_two(
 
 
 def test_bytes_are_those_of_weight_and_bias() -> None:
-    assert Linear(torch.ones(3, 5)).weight_bytes == 60
-    assert Linear(torch.ones(3, 5), torch.ones(3)).weight_bytes == 72
+    assert FloatLinear(torch.ones(3, 5)).weight_bytes == 60
+    assert FloatLinear(torch.ones(3, 5), torch.ones(3)).weight_bytes == 72

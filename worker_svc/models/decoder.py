@@ -14,7 +14,7 @@ from worker_svc.attention import AttentionMetadata
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
-from worker_svc.models.linear import Linear
+from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import take_norm
 from worker_svc.models.rope import rotary_table
@@ -52,7 +52,7 @@ class Decoder:
             head = self._embedding
         else:
             head = weights.take(f"{names.head}.weight", config.vocab_size, hidden)
-        self._head = Linear(head)
+        self._head = FloatLinear(head)
 
     @property
     def weights_bytes(self) -> int:
@@ -78,7 +78,7 @@ class Decoder:
     ) -> torch.Tensor:
         """See `Model.forward`."""
         num_tokens = token_ids.shape[0]
-        if num_tokens == 1:  # a product of one row may round differently from the same row among others: see Linear
+        if num_tokens == 1:  # one row may round differently from the same row among others: see FloatLinear
             token_ids, positions = token_ids.repeat(2), positions.repeat(2)
         residual = self._embed(token_ids, positions)
         attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)

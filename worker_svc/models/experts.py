@@ -35,5 +35,5 @@ class Experts:
 
 
 def _in_company(expert: Mlp, x: torch.Tensor) -> torch.Tensor:
-    """One row is computed as two: see `Linear`."""
+    """One row is computed as two: see `FloatLinear`."""
     return expert(x) if x.shape[0] > 1 else expert(x.repeat(2, 1))[:1]
