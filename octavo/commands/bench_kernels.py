@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -30,13 +31,45 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from octavo.cli import CommandError
+    return _compile(arguments) if arguments.compile_only else _measure(arguments)
 
-    if not arguments.compile_only:
-        raise CommandError("timing kernels needs a GPU; --compile-only needs none")
+
+def _compile(arguments: argparse.Namespace) -> int:
     flags = [f"--{name}={value}" for name in ("target", "op", "jobs") if (value := getattr(arguments, name))]
     flags += ["--json"] if arguments.json else []
     # Where Triton's interpreter is on, kernels cannot be compiled, and it counts when they are imported.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "kernels.bench.compile_all", *flags]
     return subprocess.run(command, env=environment).returncode
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from octavo.cli import CommandError
+    from octavo.options import OptionError
+
+    if arguments.target or arguments.jobs:
+        raise OptionError("--target and --jobs go with --compile-only")
+    if not torch.cuda.is_available():
+        raise CommandError("there is no GPU to time kernels on; --compile-only needs none")
+    from kernels.bench import all_cases
+    from kernels.bench.case import Setting
+    from kernels.bench.clock import GraphClock
+    from kernels.bench.measure import measure, table
+
+    device = torch.device("cuda")
+    try:
+        cases = all_cases.cases(Setting(device), arguments.op)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    failures: list[str] = []
+    rows = list(measure(cases, GraphClock(device), failures.append))
+    if arguments.json:
+        name = torch.cuda.get_device_name(device)
+        print(json.dumps({"gpu": name, "rows": [row.as_dict() for row in rows], "failures": failures}, indent=1))
+    else:
+        print(table(rows))
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
