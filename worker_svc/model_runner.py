@@ -18,7 +18,7 @@ from worker_svc.prompt_logprobs import PromptLogprobs
 from worker_svc.row_samples import sample_rows
 from worker_svc.sequence_outputs import pack_outputs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
-from worker_svc.step_columns import BlockOperations, Ints
+from worker_svc.step_columns import BlockOperations
 from worker_svc.step_timer import StepTimer
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class ModelRunner:
     def operate(self, operations: BlockOperations) -> None:
         """Swaps and copies of a step, in the protocol's order."""
         if operations.swap_out.size:
-            self.cache.swap_out(self._pairs(operations.swap_out))
+            self.cache.swap_out(torch.from_numpy(operations.swap_out))
         if operations.swap_in.size:
-            self.cache.swap_in(self._pairs(operations.swap_in))
+            self.cache.swap_in(torch.from_numpy(operations.swap_in))
         if operations.copies.size:
-            self.cache.copy(self._pairs(operations.copies))
+            self.cache.copy(torch.from_numpy(operations.copies))
 
     @torch.inference_mode()
     def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
@@ -100,6 +100,3 @@ class ModelRunner:
         of_prompts.pack(outputs)
         timer.end_phase("sample_ns")
         return outputs
-
-    def _pairs(self, pairs: Ints) -> torch.Tensor:
-        return torch.from_numpy(pairs).to(self.device)
