@@ -8,20 +8,51 @@ word that is not there is refused, because splitting text in another way gives w
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from octavo.models.errors import GGUFError
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS_ALONE = ("smollm", "starcoder")
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitting:
+    """How text is cut before bytes are merged."""
+
+    split: str = ""  # a pattern of pieces; empty: GPT-2's
+    has_digits_alone: bool = False
+    ignores_merges: bool = False  # whether a piece that is a token stays whole
+    is_composed: bool = False  # whether text is brought into Unicode's form NFC
+
+
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"  # said twice: a mark of a letter may be it or a part of the word
+_CASED_WORDS = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|"
+
+_GPT2, _DIGITS = _Splitting(), _Splitting(has_digits_alone=True)
+_LLAMA3 = _Splitting(_CONTRACTED + _WORDS + r"\p{N}{1,3}|" + _SIGNS + _SPACES, ignores_merges=True)
+_QWEN2 = _Splitting(_CONTRACTED + _WORDS + r"\p{N}|" + _SIGNS + _SPACES, is_composed=True)
+_TEKKEN = _Splitting(_CASED_WORDS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES, ignores_merges=True)
+_BLOOM = _Splitting(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+")
+_SPLITTINGS = {
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "gpt-2": _GPT2,
+    "qwen2": _QWEN2,
+    "tekken": _TEKKEN,
+    "bloom": _BLOOM,
+}
 
 
 def tokenizer_files(metadata: dict[str, Any], model_max_length: int) -> dict[str, str]:
@@ -74,25 +105,20 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _byte_level(tokens: list[str], merges: list[tuple[str, str]], pre: str) -> Tokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    splitter: pre_tokenizers.PreTokenizer
-    if pre in _DIGITS_ALONE:
-        splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif pre in _LLAMA3:
-        splitter = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    elif pre == "gpt-2":
-        splitter = byte_level
-    else:
-        known = ", ".join((*_DIGITS_ALONE, *_LLAMA3, "gpt-2"))
-        raise GGUFError(f"pre-tokenizer {pre!r} is not known; known are {known}")
+    if pre not in _SPLITTINGS:
+        raise GGUFError(f"pre-tokenizer {pre!r} is not known; known are {', '.join(_SPLITTINGS)}")
+    splitting = _SPLITTINGS[pre]
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if splitting.has_digits_alone:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.split:
+        steps.append(pre_tokenizers.Split(Regex(splitting.split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.split))
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
-    tokenizer.pre_tokenizer = splitter
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=splitting.ignores_merges))
+    if splitting.is_composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

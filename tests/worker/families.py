@@ -85,13 +85,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_family(name: str, folder: Path, seed: int = 5) -> Path:
-    """Writes the tiny model of that name to `folder`."""
+def make_family(name: str, folder: Path, seed: int = 5, **changes: Any) -> Path:
+    """Writes the tiny model of that name to `folder`; `changes` of its configuration."""
     import transformers
 
     kind, differences = FAMILIES[name]
     config_class: Callable[..., Any] = getattr(transformers, kind)
-    return make_tiny_model(folder, config_class(**_sizes_of(kind) | differences), seed)
+    return make_tiny_model(folder, config_class(**_sizes_of(kind) | differences | changes), seed)
 
 
 def _sizes_of(kind: str) -> dict[str, Any]:

@@ -1,0 +1,210 @@
+"""GGUF files of every architecture that can be read, against the models that they were made of."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from octavo.models.errors import GGUFError
+from octavo.models.gguf_convert import read_tensors
+from tests.worker.families import VOCAB_SIZE, make_family
+from tests.worker.gguf_files import write_gguf
+from tests.worker.model_cases import Stepper
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.gguf_folder import model_folder
+from worker_svc.models.loader import load_model
+
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_PHI3 = {"rope__scaling__original_context_length": 192, "rope__dimension_count": 10}
+_YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
+_LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+# Family in `families` -> architecture, what the file says besides, what the model is made with besides.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral-all": ("llama", {}, {}),
+    "llama-yarn": ("llama", _YARN, {}),
+    "llama-gelu": ("llama", {}, {"hidden_act": "silu", "rope_parameters": _LLAMA3}),
+    "mixtral": ("llama", {}, {}),
+    "qwen2": ("qwen2", {}, {"use_sliding_window": False, "sliding_window": None}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3-moe": ("qwen3moe", {}, {"norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None}),
+    "phi3": ("phi3", _PHI3, {}),
+    "phi3-partial": ("phi3", {"rope__dimension_count": 6}, {}),
+    "starcoder2": ("starcoder2", {}, {}),
+    "gemma": ("gemma", {}, {}),
+    "gemma2": ("gemma2", {}, {"query_pre_attn_scalar": 12}),
+    "gemma3": ("gemma3", _LINEAR | {"attention__sliding_window_pattern": 2}, {"query_pre_attn_scalar": 12}),
+    "gpt2": ("gpt2", {}, {}),
+    "bloom": ("bloom", {}, {}),
+}
+READ_BY_TRANSFORMERS = [name for name in CASES if name not in ("mistral-all", "mixtral", "gemma")]
+
+
+@contextmanager
+def case(name: str, folder: Path, **metadata: Any) -> Iterator[tuple[Path, Path]]:
+    """The model's folder, and that of its GGUF file as a worker sees it."""
+    kind, told, made = CASES[name]
+    original = make_family(name, folder / "model", **made)
+    extra: dict[str, np.ndarray] = {}
+    rope = json.loads((original / "config.json").read_text()).get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        extra["rope_freqs.weight"] = _divisors(rope, 10)
+    for length in ("short", "long"):
+        if factors := rope.get(f"{length}_factor"):
+            extra[f"rope_factors_{length}.weight"] = np.array(factors, np.float32)
+    path = write_gguf(original, folder / f"{name}.gguf", kind, extra, **told | metadata)
+    with model_folder(path) as read:
+        yield original, read
+
+
+def _divisors(rope: dict[str, Any], head_size: int) -> np.ndarray:
+    """By what llama.cpp's converter says that Llama 3.1's frequencies are divided."""
+    trained, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for i in range(head_size // 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * i / head_size)
+        if wavelength < trained / high:
+            divisors.append(1.0)
+        elif wavelength > trained / low:
+            divisors.append(factor)
+        else:
+            smooth = (trained / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    assert 1.0 in divisors and factor in divisors
+    return np.array(divisors, np.float32)
+
+
+def tokens(length: int = 90) -> list[int]:
+    return random.Random(length).choices(range(VOCAB_SIZE), k=length)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu")
+    return Stepper(model, [tokens()]).step({0: (0, len(tokens()))})[0]
+
+
+def expected(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    return _computed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager"))
+
+
+def read_by_transformers(path: Path, original: Path) -> torch.Tensor:
+    """With the weights as the library reads them; of sizes and windows it leaves much to defaults."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(original)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    report = model.load_state_dict(state, strict=False)
+    assert not report.unexpected_keys and set(report.missing_keys) <= {"lm_head.weight"}
+    return _computed(model)
+
+
+def _computed(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens()]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_model_that_the_file_was_made_of(name: str, tmp_path: Path) -> None:
+    with case(name, tmp_path) as (original, read):
+        assert json.loads((read / "config.json").read_text())["architectures"] == (
+            ["LlamaForCausalLM"] if name == "mistral-all"
+            else json.loads((original / "config.json").read_text())["architectures"]
+        )  # fmt: skip
+        torch.testing.assert_close(logits(read), expected(original), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_same_out_of_these_files(name: str, tmp_path: Path) -> None:
+    """So that the order of their rows is llama.cpp's, and not one that writer and reader here agree upon."""
+    with case(name, tmp_path) as (original, read):
+        oracle = read_by_transformers(tmp_path / f"{name}.gguf", original)
+        torch.testing.assert_close(logits(read), oracle, rtol=1e-4, atol=1e-4)
+
+
+_TYPES = [
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+]
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+def test_weights_of_every_type_are_expanded_as_the_gguf_package_does(kind: str, tmp_path: Path) -> None:
+    """Experts, too, which lie in one tensor and are read one by one. Any bytes are blocks; these have finite scales."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
+    original = make_family("mixtral", tmp_path / "model", **sizes)
+    written: dict[str, np.ndarray] = {}
+    type_of = gguf.GGMLQuantizationType[kind]
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[type_of]
+
+    def stored(name: str, values: np.ndarray) -> np.ndarray:
+        width = values.shape[-1] // per_block * block_bytes
+        written[name] = np.random.default_rng(len(name)).integers(0, 0x3C, (*values.shape[:-1], width), np.uint8)
+        return written[name]
+
+    path = write_gguf(original, tmp_path / "q.gguf", "llama", quantised=(type_of, stored))
+    read = {tensor.name: tensor.load() for tensor in read_tensors(path)}
+    for name, part in (("attn_output", "self_attn.o_proj"), ("attn_v", "self_attn.v_proj")):
+        expected = gguf.dequantize(written[f"blk.0.{name}.weight"], type_of)
+        np.testing.assert_array_equal(read[f"model.layers.0.{part}.weight"], expected)
+    for name, part in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        expected = gguf.dequantize(written[f"blk.0.ffn_{name}_exps.weight"], type_of)
+        for expert in range(5):
+            got = read[f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"]
+            assert np.abs(got).max() > 0
+            np.testing.assert_array_equal(got, expected[expert])
+
+
+def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
+    with case("qwen2", tmp_path, token_ids={"eos": 260, "eot": 261}) as (_, read):
+        assert ModelConfig.from_folder(read).eos_token_ids == (260, 261)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "why"),
+    [
+        ("qwen2", {"expert_shared_count": 1}, "qwen2.expert_shared_count is 1; such a model cannot be converted"),
+        ("qwen3", {"rope__scaling__type": "spiral"}, "qwen3.rope.scaling.type is 'spiral'; such a model cannot"),
+        ("qwen3", {"rope__dimension_count": 8}, "rotary embedding over a part of each head cannot be converted"),
+        ("qwen3", {"attention__sliding_window": 8}, "qwen3.attention.sliding_window is 8; such a model cannot"),
+        ("qwen2", {"attention__key_length": 10, "attention__value_length": 8}, "keys and values of different sizes"),
+        ("gpt2", {"feed_forward_length": 7}, r"tensor 'blk.0.ffn_up.bias' has shape \(131,\), not \(7,\)"),
+        ("bloom", {"block_count": 4}, "the file lacks 12 tensors, 'blk.3.attn_norm.bias' among them"),
+        ("bloom", {"block_count": 2}, "tensor 'blk.2.attn_norm.bias' is not part of a plain BloomForCausalLM"),
+        ("gemma2", {"block_count": 0}, r"gemma2\.block_count is 0, not one positive number for all layers"),
+    ],
+)
+def test_what_cannot_be_converted_is_said_in_one_line(
+    name: str, metadata: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ModelError, GGUFError), match=why) as caught:
+        with case(name, tmp_path, **metadata):
+            list(read_tensors(tmp_path / f"{name}.gguf"))
+    assert "\n" not in str(caught.value)
