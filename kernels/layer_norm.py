@@ -22,7 +22,7 @@ from kernels.tiles import whole_rows
 from kernels.variant import Variant
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # one kernel for every number of rows
 def _layer_norm_kernel(  # type: ignore[no-untyped-def]
     out,
     x,

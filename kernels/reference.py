@@ -155,6 +155,12 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
         turned.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
 
 
+def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """out = x weight^T + bias: x [T, n], weight [m, n], bias [m], out [T, m]."""
+    compute = _compute_dtype(x)
+    out.copy_(torch.nn.functional.linear(x.to(compute), weight.to(compute), None if bias is None else bias.to(compute)))
+
+
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """out = silu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
