@@ -4,7 +4,8 @@
 
 Each alone means what the processor of that name in `transformers` does; frequency and presence, which it does not
 have, are logit - frequency * count - presence * (count > 0) over generated tokens. Whole batches are adjusted by
-indexing and elementwise operations alone, so that a row's result does not depend on the batch it is in.
+indexing and elementwise operations alone, so that a row's result does not depend on the batch it is in, and without
+waiting for the device: what is forbidden is known on the host.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.select import kernels_for
 from worker_svc.sequence_states import SequenceStates
 from worker_svc.step_columns import Ints
 from worker_svc.token_counts import TokenCounts
-
-# Rows are adjusted in blocks of so many logits, so that temporaries are not fresh memory each time: penalties of 128
-# rows of 128,256 took 500 to 670 ms in one block on one core, and 170 to 260 ms in blocks of 32 rows.
-_NUMBERS_AT_ONCE = 1 << 22
+from worker_svc.uploads import upload
 
 
 class LogitAdjustments:
@@ -28,25 +27,20 @@ class LogitAdjustments:
     def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
         self._counts = TokenCounts(vocab_size, device)
 
-    def apply(self, logits: torch.Tensor, states: SequenceStates, slots: npt.NDArray[np.integer]) -> torch.Tensor:
-        """`logits` f32[R, vocab] of the next token of each of `slots` [R], adjusted in a copy; as they are, and the
-        same tensor, where nobody asks for anything."""
+    def apply(
+        self,
+        logits: torch.Tensor,
+        states: SequenceStates,
+        slots: npt.NDArray[np.integer],
+        *,
+        keeps_logits: bool = True,
+    ) -> torch.Tensor:
+        """`logits` f32[R, vocab] of the next token of each of `slots` [R], adjusted: in a copy where `keeps_logits`,
+        else in place. The same tensor, untouched, where nobody asks for anything."""
         sampling = states.sampling
-        rows = np.flatnonzero(sampling.adjusts_logits[slots])
-        if not rows.size:
+        if not sampling.adjusts_logits[slots].any():
             return logits
-        adjusted = logits.clone()
-        at_once = max(_NUMBERS_AT_ONCE // logits.shape[-1], 1)
-        for first in range(0, rows.size, at_once):
-            block = rows[first : first + at_once]
-            where = torch.from_numpy(block)
-            chosen = logits[where]
-            self._adjust(chosen, states, slots[block])
-            adjusted[where] = chosen
-        return adjusted
-
-    def _adjust(self, logits: torch.Tensor, states: SequenceStates, slots: npt.NDArray[np.integer]) -> None:
-        sampling = states.sampling
+        logits = logits.clone() if keeps_logits else logits
         _keep_allowed(logits, *sampling.allowed_token_ids.take(slots))
         _forbid(logits, *_ends_of_bad_words(states, slots))
         num_generated = states.num_tokens[slots] - states.num_prompt_tokens[slots]
@@ -57,39 +51,41 @@ class LogitAdjustments:
         owners, token_ids = sampling.bias_token_ids.take(slots)
         if owners.size:
             _, biases = sampling.biases.take(slots)
-            where = (torch.from_numpy(owners), torch.from_numpy(token_ids))
-            logits.index_put_(where, torch.from_numpy(biases.astype(np.float32)).to(logits), accumulate=True)
+            rows, columns, added = upload(logits.device, owners, token_ids.astype(np.int64), biases.astype(np.float32))
+            logits[rows, columns] += added  # every token of a row is named once
         self._penalise(logits, states, slots)
+        return logits
 
     def _penalise(self, logits: torch.Tensor, states: SequenceStates, slots: npt.NDArray[np.integer]) -> None:
-        rows = np.flatnonzero(states.sampling.is_penalised[slots])
+        sampling = states.sampling
+        rows = np.flatnonzero(sampling.is_penalised[slots])
         if not rows.size:
             return
-        slots, where = slots[rows], torch.from_numpy(rows)
-        generated, is_in_prompt = self._counts.of(states, slots)
-        chosen = logits[where]
-        sampling = states.sampling
-        repetition = _column(sampling.repetition_penalty[slots])
-        repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-        chosen = torch.where(is_in_prompt | (generated > 0), repeated, chosen)
-        chosen -= _column(sampling.frequency_penalty[slots]) * generated
-        chosen -= _column(sampling.presence_penalty[slots]) * (generated > 0)
-        logits[where] = chosen
+        slots = slots[rows]
+        count_rows = self._counts.rows_of(states, slots)
+        where, count_rows_there, *penalties = upload(
+            logits.device,
+            rows,
+            count_rows,
+            sampling.repetition_penalty[slots],
+            sampling.frequency_penalty[slots],
+            sampling.presence_penalty[slots],
+        )
+        kernels_for(logits.device).penalize(logits, where, self._counts.counts, count_rows_there, *penalties)
 
 
 def _keep_allowed(logits: torch.Tensor, owners: Ints, token_ids: npt.NDArray[np.generic]) -> None:
-    if not owners.size:
-        return
-    rows, owners = np.unique(owners, return_inverse=True)
-    is_allowed = torch.zeros(rows.size, logits.shape[1], dtype=torch.bool)
-    is_allowed[torch.from_numpy(owners), torch.from_numpy(token_ids)] = True
-    where = torch.from_numpy(rows)
-    logits[where] = logits[where].masked_fill(~is_allowed, -torch.inf)
+    if owners.size:
+        restricted, rows, columns = upload(logits.device, np.unique(owners), owners, token_ids.astype(np.int64))
+        allowed = logits[rows, columns]
+        logits[restricted] = -torch.inf
+        logits[rows, columns] = allowed
 
 
 def _forbid(logits: torch.Tensor, owners: Ints, token_ids: npt.NDArray[np.generic]) -> None:
     if owners.size:
-        logits[torch.from_numpy(owners), torch.from_numpy(token_ids)] = -torch.inf
+        rows, columns = upload(logits.device, owners, token_ids.astype(np.int64))
+        logits[rows, columns] = -torch.inf
 
 
 def _ends_of_bad_words(states: SequenceStates, slots: npt.NDArray[np.integer]) -> tuple[Ints, npt.NDArray[np.int64]]:
@@ -103,7 +99,3 @@ def _ends_of_bad_words(states: SequenceStates, slots: npt.NDArray[np.integer]) -
     stands = states.token_ids[slots[owners][:, None], np.maximum(positions, 0)]
     is_begun = ((begins < 0) | ((stands == begins) & (positions >= 0))).all(axis=1)
     return owners[is_begun], ends[is_begun]
-
-
-def _column(values: npt.NDArray[np.float32]) -> torch.Tensor:
-    return torch.from_numpy(values)[:, None]

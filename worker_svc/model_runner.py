@@ -93,7 +93,9 @@ class ModelRunner:
             outputs = worker_pb2.SequenceOutputs()
             of_prompts.pack(outputs)
             return outputs
-        adjusted = self._adjustments.apply(logits, states, rows.slots[rows.num_samples > 0])
+        slots = rows.slots[rows.num_samples > 0]
+        keeps_logits = bool(states.sampling.wants_logprobs[slots].any())
+        adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
         sampled = sample_rows(adjusted, states.sampling, rows, raw_logits=logits)
         states.record_samples(rows, sampled.token_ids)
         outputs = pack_outputs(rows, sampled)

@@ -28,9 +28,10 @@ _CPU_TOKENS = 128  # of one prefill
 _WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
 _SWAPPED_BYTES = 16 << 20  # one way, to measure it
 _SWAPS = 3  # of which the median counts
-# An entry of the vocabulary and row: logits, a sorted and an adjusted copy, weights, running sums, counts.
-_SAMPLING_BYTES = 4 + 8 + 8 + 8 + 8 + 5
-_READING_BYTES = 4 + 4 + 1  # likewise, for logprobs of a prompt: logits, log-softmax, comparison
+# An entry of the vocabulary and row: logits, those of the rows that draw, an adjusted copy, counts, and where all
+# tokens' logprobs are wanted their ids and logprobs.
+_SAMPLING_BYTES = 4 + 4 + 4 + 4 + 8 + 4
+_READING_BYTES = 4 + 8 + 4  # likewise, for logprobs of a prompt: logits, and ids and logprobs of all tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,77 +1,150 @@
 """The samples of all rows of a step, in the order of the rows: draws from most, candidates of those in a beam search.
 
 Candidates are the most likely tokens by the raw log-softmax in float32, whatever temperature and filters say: which of
-them a beam goes on with is decided elsewhere, by sums of these numbers.
+them a beam goes on with is decided elsewhere, by sums of these numbers. Nothing waits for the device before `on_host`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.errors import ProtocolError
+from worker_svc.row_maxima import RowMaxima
 from worker_svc.sampled import Logprobs, Sampled
-from worker_svc.sampler import Draws, sample
+from worker_svc.sampler import Drawn, Draws, draw
 from worker_svc.sampling_columns import SamplingColumns
 from worker_svc.sequence_states import AppliedRows
 from worker_svc.step_columns import Ints, ragged_offsets
-from worker_svc.top_tokens import top_tokens
+from worker_svc.token_logprobs import FoundLogprobs, find_logprobs
+from worker_svc.uploads import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The most likely tokens of some rows, on the device of the logits."""
+
+    found: FoundLogprobs
+    largest: torch.Tensor  # f32[R], logits
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is to be copied to the host."""
+        return self.largest, *self.found.tensors[2:]
+
+    def on_host(self, arrays: tuple[npt.NDArray[Any], ...]) -> Sampled:
+        """From copies of `tensors`. Rows that are not finite have as many candidates as others, which mean nothing."""
+        largest, token_ids, logprobs = arrays
+        is_wanted = np.arange(token_ids.shape[1]) < self.found.counts[:, None]
+        token_ids, logprobs = token_ids[is_wanted], logprobs[is_wanted]
+        ranks, nothing = ragged_offsets(self.found.counts) + 1, np.zeros(token_ids.size, np.int64)
+        found = Logprobs(logprobs, ranks, nothing, np.zeros(0, np.int64), np.zeros(0, np.float32))
+        return Sampled(token_ids, np.flatnonzero(~np.isfinite(largest)), found)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSamples:
+    """What was sampled of a step, on the device of the logits."""
+
+    drawn: Drawn | None  # None: nothing was drawn
+    ranked: Ranked | None  # None: there is no beam search
+    ranks: npt.NDArray[np.bool_]  # [L], rows of logits that are ranked
+    is_candidate: npt.NDArray[np.bool_]  # [N], samples
+    device: torch.device
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Of all N samples, i64[N], on the device; what stands for a candidate says nothing."""
+        if self.ranked is None and self.drawn is not None:
+            return self.drawn.token_ids
+        (draws,) = upload(self.device, np.flatnonzero(~self.is_candidate))
+        token_ids = draws.new_zeros(self.is_candidate.size)
+        if self.drawn is not None:
+            token_ids[draws] = self.drawn.token_ids
+        return token_ids
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is to be copied to the host."""
+        return tuple(tensor for part in (self.drawn, self.ranked) if part is not None for tensor in part.tensors)
+
+    def on_host(self, arrays: tuple[npt.NDArray[Any], ...]) -> Sampled:
+        """From copies of `tensors`; `bad_rows` are among the L rows of logits."""
+        num_drawn = 0 if self.drawn is None else len(self.drawn.tensors)
+        drawn = None if self.drawn is None else self.drawn.on_host(arrays[:num_drawn])
+        ranked = None if self.ranked is None else self.ranked.on_host(arrays[num_drawn:])
+        if drawn is None or ranked is None:
+            one = drawn or ranked
+            assert one is not None, "rows that sample nothing"
+            return one
+        return _merged(drawn, ranked, self.ranks, self.is_candidate)
 
 
 def sample_rows(
     logits: torch.Tensor, sampling: SamplingColumns, rows: AppliedRows, raw_logits: torch.Tensor | None = None
 ) -> Sampled:
-    """Samples from `logits` f32[L, vocab], one row for each of `rows` that samples; `bad_rows` are among these L.
+    """`draw_rows`, and its result on the host."""
+    samples = draw_rows(logits, sampling, rows, raw_logits)
+    return samples.on_host(tuple(tensor.cpu().numpy() for tensor in samples.tensors))
+
+
+def draw_rows(
+    logits: torch.Tensor, sampling: SamplingColumns, rows: AppliedRows, raw_logits: torch.Tensor | None = None
+) -> RowSamples:
+    """Samples from `logits` f32[L, vocab], one row for each of `rows` that samples.
 
     `raw_logits` are those before adjustments, of which logprobs are taken; None: the same. Raises ProtocolError for
     more candidates than there are tokens.
     """
     sampling_rows = np.flatnonzero(rows.num_samples)
     logits_rows = np.searchsorted(sampling_rows, rows.sample_rows)  # [N], the row of logits of each sample
-    draws = Draws(logits_rows, rows.sample_indices, rows.sample_positions)
-    if not rows.is_candidate.any():
-        return sample(logits, sampling.take(rows.slots[sampling_rows]), draws, raw_logits)
-
     ranks = sampling.use_beam_search[rows.slots[sampling_rows]]  # [L], rather than draws
-    ranked = candidates(logits[torch.from_numpy(ranks)], rows.num_samples[sampling_rows[ranks]])
-    if ranks.all():
-        return ranked
     is_draw = ~rows.is_candidate
-    row_of_draws = np.cumsum(~ranks) - 1  # [L], among the rows that draw
-    drawn = sample(
-        logits[torch.from_numpy(~ranks)],
-        sampling.take(rows.slots[sampling_rows[~ranks]]),
-        Draws(row_of_draws[logits_rows[is_draw]], rows.sample_indices[is_draw], rows.sample_positions[is_draw]),
-        None if raw_logits is None else raw_logits[torch.from_numpy(~ranks)],
-    )
-    return _merged(drawn, ranked, ranks, rows)
+    drawn, ranked = None, None
+    if ranks.any():
+        ranked = candidates(_rows_of(logits, ranks), rows.num_samples[sampling_rows[ranks]])
+    if is_draw.any():
+        row_of_draws = np.cumsum(~ranks) - 1  # [L], among the rows that draw
+        draws = Draws(row_of_draws[logits_rows[is_draw]], rows.sample_indices[is_draw], rows.sample_positions[is_draw])
+        raw = None if raw_logits is None or raw_logits is logits else _rows_of(raw_logits, ~ranks)
+        drawn = draw(_rows_of(logits, ~ranks), sampling.take(rows.slots[sampling_rows[~ranks]]), draws, raw)
+    return RowSamples(drawn, ranked, ranks, rows.is_candidate, logits.device)
 
 
-def candidates(logits: torch.Tensor, counts: Ints) -> Sampled:
+def candidates(logits: torch.Tensor, counts: Ints) -> Ranked:
     """The counts[r] most likely tokens of every row of `logits` f32[R, vocab], best first, ties by token id."""
     if int(counts.max()) > logits.shape[-1]:
         raise ProtocolError(f"{counts.max()} candidates asked for, of a vocabulary of {logits.shape[-1]}")
-    is_bad = ~torch.isfinite(logits.max(dim=-1).values)
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    logprobs[is_bad] = 0.0  # no token is better than another; nobody reads them
-    token_ids, values = top_tokens(logprobs, counts)
-    nothing = np.zeros(token_ids.size, np.int64)
-    found = Logprobs(values, ragged_offsets(counts) + 1, nothing, np.zeros(0, np.int64), np.zeros(0, np.float32))
-    return Sampled(token_ids, np.flatnonzero(is_bad.numpy()), found)
+    maxima = RowMaxima.of(logits)
+    rows, any_token_ids = upload(logits.device, np.arange(len(counts)), np.zeros(len(counts), np.int64))
+    return Ranked(find_logprobs(logits, maxima, rows, any_token_ids, counts), maxima.largest)
 
 
-def _merged(drawn: Sampled, ranked: Sampled, ranks: np.ndarray, rows: AppliedRows) -> Sampled:
+def _rows_of(logits: torch.Tensor, is_wanted: npt.NDArray[np.bool_]) -> torch.Tensor:
+    if is_wanted.all():
+        return logits
+    (rows,) = upload(logits.device, np.flatnonzero(is_wanted))
+    return logits[rows]
+
+
+def _merged(
+    drawn: Sampled, ranked: Sampled, ranks: npt.NDArray[np.bool_], is_candidate: npt.NDArray[np.bool_]
+) -> Sampled:
     """Both in the order of the step's rows. `ranks` [L] says which rows of logits candidates came from."""
-    size = rows.is_candidate.size
+    size = is_candidate.size
     token_ids, logprobs = np.zeros(size, np.int64), np.zeros(size, np.float32)
     token_ranks, top_counts = np.zeros(size, np.int64), np.zeros(size, np.int64)
     top_token_ids, top_logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
-    for part, where in ((drawn, ~rows.is_candidate), (ranked, rows.is_candidate)):
+    for part, where in ((drawn, ~is_candidate), (ranked, is_candidate)):
         token_ids[where] = part.token_ids
         if part.logprobs is not None:
             logprobs[where], token_ranks[where] = part.logprobs.drawn, part.logprobs.ranks
     if drawn.logprobs is not None:  # candidates name no others
-        top_counts[~rows.is_candidate] = drawn.logprobs.top_counts
+        top_counts[~is_candidate] = drawn.logprobs.top_counts
         top_token_ids, top_logprobs = drawn.logprobs.top_token_ids, drawn.logprobs.top_logprobs
     bad_rows = np.concatenate([np.flatnonzero(~ranks)[drawn.bad_rows], np.flatnonzero(ranks)[ranked.bad_rows]])
     return Sampled(

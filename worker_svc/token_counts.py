@@ -13,22 +13,24 @@ import torch
 
 from worker_svc.sequence_states import SequenceStates
 from worker_svc.step_columns import Ints
+from worker_svc.uploads import upload
+
+_GENERATED, _IN_PROMPT = 2, 1  # what a token adds to its count
 
 
 class TokenCounts:
-    """Counts over one vocabulary. Memory: 5 bytes a token of the vocabulary for each slot that was ever penalised."""
+    """Counts over one vocabulary. Memory: 4 bytes a token of the vocabulary for each slot that was ever penalised."""
 
     def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
-        self._generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._is_in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        # i32[rows, vocab]: twice how often a token was generated, and 1 more where it stands in the prompt
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._states: SequenceStates | None = None  # whose slots and tenancies the rows belong to
         self._row_of: Ints = np.full(0, -1)  # by slot
         self._tenancy: Ints = np.full(0, -1)  # by row, of the slot's sequence that was counted
         self._num_counted: Ints = np.zeros(0, np.int64)  # by row, tokens with the prompt
 
-    def of(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> tuple[torch.Tensor, torch.Tensor]:
-        """For every one of `slots` [R], which are different: how often each token was generated, i32[R, vocab], and
-        whether it stands in the prompt, bool[R, vocab]."""
+    def rows_of(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> Ints:
+        """Brings `counts` up to date for `slots` [R], which are different; the row of each."""
         self._give_rows(states, slots)
         rows = self._row_of[slots]
         num_tokens, tenancy = states.num_tokens[slots], states.tenancy[slots]
@@ -38,25 +40,24 @@ class TokenCounts:
         for entry in np.flatnonzero(~(is_one_behind | is_current)).tolist():
             self._count_anew(states, int(slots[entry]), int(rows[entry]))
         if is_one_behind.any():
-            last = states.token_ids[slots[is_one_behind], num_tokens[is_one_behind] - 1].astype(np.int64)
-            where = (torch.from_numpy(rows[is_one_behind]), torch.from_numpy(last))
-            self._generated.index_put_(where, torch.ones((), dtype=torch.int32), accumulate=True)
+            last = states.token_ids[slots[is_one_behind], num_tokens[is_one_behind] - 1]
+            (places,) = upload(self.counts.device, rows[is_one_behind] * self.counts.shape[1] + last)
+            self.counts.view(-1).index_add_(0, places, self.counts.new_full(places.shape, _GENERATED))
         self._tenancy[rows], self._num_counted[rows] = tenancy, num_tokens
-        index = torch.from_numpy(rows)
-        return self._generated[index], self._is_in_prompt[index]
+        return rows
 
     def _count_anew(self, states: SequenceStates, slot: int, row: int) -> None:
-        token_ids = torch.from_numpy(states.token_ids[slot, : states.num_tokens[slot]].astype(np.int64))
+        (token_ids,) = upload(self.counts.device, states.token_ids[slot, : states.num_tokens[slot]].astype(np.int64))
         num_prompt = int(states.num_prompt_tokens[slot])
-        vocab_size = self._generated.shape[1]
-        self._generated[row] = torch.bincount(token_ids[num_prompt:], minlength=vocab_size).to(self._generated)
-        self._is_in_prompt[row] = False
-        self._is_in_prompt[row, token_ids[:num_prompt]] = True
+        counts = self.counts[row].zero_()
+        counts[token_ids[:num_prompt]] = _IN_PROMPT
+        generated = token_ids[num_prompt:]
+        counts.index_add_(0, generated, counts.new_full(generated.shape, _GENERATED))
 
     def _give_rows(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> None:
         if self._states is not states:  # of another lease: its tenancies count from the beginning
             self._states, self._row_of = states, np.full(states.max_num_seqs, -1)
-            self._generated, self._is_in_prompt = self._generated[:0].clone(), self._is_in_prompt[:0].clone()
+            self.counts = self.counts[:0].clone()
             self._tenancy, self._num_counted = self._tenancy[:0], self._num_counted[:0]
         missing = slots[self._row_of[slots] < 0]
         if not missing.size:
@@ -73,8 +74,6 @@ class TokenCounts:
             self._grow(num_new)
 
     def _grow(self, num_rows: int) -> None:
-        vocab_size = self._generated.shape[1]
-        self._generated = torch.cat([self._generated, self._generated.new_zeros(num_rows, vocab_size)])
-        self._is_in_prompt = torch.cat([self._is_in_prompt, self._is_in_prompt.new_zeros(num_rows, vocab_size)])
+        self.counts = torch.cat([self.counts, self.counts.new_zeros(num_rows, self.counts.shape[1])])
         self._tenancy = np.append(self._tenancy, np.full(num_rows, -1))
         self._num_counted = np.append(self._num_counted, np.zeros(num_rows, np.int64))

@@ -9,21 +9,35 @@ from __future__ import annotations
 from kernels.cpu.activation import silu_and_mul
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.cache import reshape_and_cache
+from kernels.cpu.chunk_maxima import chunk_maxima
+from kernels.cpu.draw_tokens import draw_tokens
 from kernels.cpu.gelu import gelu, gelu_and_mul
+from kernels.cpu.kept_range import kept_range
 from kernels.cpu.norm import rms_norm
+from kernels.cpu.penalties import penalize
+from kernels.cpu.random_bits import uniforms
 from kernels.cpu.rotary import rotary
+from kernels.cpu.token_logprobs import token_logprobs
+from kernels.cpu.top_logits import top_logits
 
 # What torch does well already: its indexing moves whole blocks at the speed of memory, its norm takes each row alone.
 from kernels.reference import copy_blocks, layer_norm
 
 __all__ = [
+    "chunk_maxima",
     "copy_blocks",
+    "draw_tokens",
     "gelu",
     "gelu_and_mul",
+    "kept_range",
     "layer_norm",
     "paged_attention",
+    "penalize",
     "reshape_and_cache",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "token_logprobs",
+    "top_logits",
+    "uniforms",
 ]

@@ -37,8 +37,24 @@ def warm_up(dtype: torch.dtype) -> None:
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 
 
+def warm_up_sampling() -> None:
+    """Run each kernel of sampling once: logits are float32 whatever the model is."""
+    logits, row = torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)
+    zero, half, one = torch.zeros(1), torch.full((1,), 0.5), torch.ones(1)
+    cpu.penalize(logits, row, torch.zeros(1, 3, dtype=torch.int32), row, one, zero, zero)
+    maxima, token_ids = torch.empty(1, 1), torch.empty_like(row)
+    cpu.chunk_maxima(maxima, logits)
+    cpu.kept_range(zero, logits, maxima, maxima[:, 0], one, half, row + 1, half)
+    cpu.draw_tokens(token_ids, logits, maxima, maxima[:, 0], zero, one, row, row, row, row)
+    cpu.token_logprobs(zero, torch.empty_like(row), half, logits, maxima[:, 0], row, token_ids)
+    cpu.top_logits(token_ids[:, None], half[:, None], logits, maxima, row)
+
+
 if __name__ == "__main__":
     for dtype in (torch.float32, torch.bfloat16):
         start = time.perf_counter()
         warm_up(dtype)
         print(f"CPU kernels for {dtype}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    start = time.perf_counter()
+    warm_up_sampling()
+    print(f"CPU kernels of sampling: {time.perf_counter() - start:.1f} s", file=sys.stderr)

@@ -211,7 +211,9 @@ def test_counts_follow_the_mirror_whatever_happens_to_a_slot(data: st.DataObject
         penalised = np.flatnonzero(states.occupied & states.sampling.is_penalised)
         if not penalised.size or data.draw(st.booleans()):
             continue
-        generated_counts, is_in_prompt = counts.of(states, penalised)
+        count_rows = counts.rows_of(states, penalised)
+        found = counts.counts[torch.from_numpy(count_rows)]
+        generated_counts, is_in_prompt = found >> 1, found & 1
         for row, each in enumerate(penalised.tolist()):
             history = states.token_ids[each, : states.num_tokens[each]]
             num_prompt = states.num_prompt_tokens[each]
@@ -224,26 +226,26 @@ def test_a_row_of_counts_begins_anew_with_another_slot() -> None:
     """Though its sequence is as many tokens long, and the same in number in its slot, as the one counted before."""
     states = states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0})
     counts = TokenCounts(VOCAB_SIZE)
-    counts.of(states, np.array([0]))
+    counts.rows_of(states, np.array([0]))
     step = worker_pb2.Step(step_id=2, released_slots_u16=np.array([0], "<u2").tobytes())
     for slot, penalty in ((0, 0.0), (1, 1.0)):
         params = inference_pb2.SamplingParams(seed=1, presence_penalty=penalty)
         group = step.groups.add(request_id=f"next {slot}", num_prompt_tokens=2, sampling_params=params)
         group.sequences.add(slot=slot, token_ids=[4, 5, 6])
     states.apply_blocks(step)
-    generated, is_in_prompt = counts.of(states, np.array([1]))
-    assert len(counts._generated) == 1, "a row is given on"
-    assert generated[0].nonzero()[:, 0].tolist() == [6] and is_in_prompt[0].nonzero()[:, 0].tolist() == [4, 5]
+    assert counts.rows_of(states, np.array([1])).tolist() == [0] and len(counts.counts) == 1, "a row is given on"
+    found = counts.counts[0]
+    assert (found > 1).nonzero()[:, 0].tolist() == [6] and (found == 1).nonzero()[:, 0].tolist() == [4, 5]
 
 
 def test_counts_begin_anew_with_another_lease() -> None:
     """Its mirror counts tenancies from the beginning, so a slot, a number and a length say nothing."""
     counts = TokenCounts(VOCAB_SIZE)
-    counts.of(states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0}), np.array([0]))
+    counts.rows_of(states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0}), np.array([0]))
     others = [{"prompt": [4, 5], "generated": [6], "presence_penalty": 1.0}] * 3
-    generated, is_in_prompt = counts.of(states_of(*others), np.array([0, 2]))
-    assert generated.nonzero().tolist() == [[0, 6], [1, 6]]
-    assert is_in_prompt.nonzero().tolist() == [[0, 4], [0, 5], [1, 4], [1, 5]]
+    assert sorted(counts.rows_of(states_of(*others), np.array([0, 2]))) == [0, 1]
+    assert (counts.counts > 1).nonzero().tolist() == [[0, 6], [1, 6]]
+    assert (counts.counts == 1).nonzero().tolist() == [[0, 4], [0, 5], [1, 4], [1, 5]]
 
 
 def test_a_forked_slot_is_adjusted_as_its_parent_is() -> None:
@@ -273,19 +275,12 @@ def test_bad_words_of_one_sequence_after_another_are_its_own_and_take_no_more_ro
     assert len(states.sampling.bad_word_table._ends) == 2
 
 
-def test_blocks_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    penalised: dict[str, Any] = {
-        "prompt": PROMPT,
-        "generated": GENERATED,
-        "repetition_penalty": 1.3,
-        "frequency_penalty": 0.5,
-    }
-    plain: dict[str, Any] = {"prompt": PROMPT, "generated": GENERATED}
-    rows = [penalised, plain, penalised | {"logit_bias": {3: 2.5}}, penalised | {"presence_penalty": 0.7}, plain]
-    rows += [plain | {"bad_words": [[2], [5, 30]]}, penalised | {"generated": [1, 1, 2]}]
-    logits = logits_of(len(rows))
-    whole = adjusted(logits, *rows)
-    for rows_at_once in (1, 2, 3):
-        monkeypatch.setattr("worker_svc.logit_adjustments._NUMBERS_AT_ONCE", rows_at_once * VOCAB_SIZE)
-        assert torch.equal(adjusted(logits, *rows), whole)
-    assert not torch.equal(whole, logits)
+def test_in_place_or_in_a_copy_makes_no_difference() -> None:
+    numbers = np.random.default_rng(5)
+    sequences = [random_sequence(numbers) for _ in range(20)]
+    logits, states, slots = logits_of(20), states_of(*sequences), np.arange(20)
+    before = logits.clone()
+    copied = LogitAdjustments(VOCAB_SIZE).apply(logits, states, slots)
+    assert torch.equal(logits, before) and not torch.equal(copied, before)
+    assert LogitAdjustments(VOCAB_SIZE).apply(logits, states, slots, keeps_logits=False) is logits
+    assert torch.equal(logits, copied)

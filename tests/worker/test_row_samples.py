@@ -12,6 +12,7 @@ from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import slots_u16, u32
 from worker_svc.errors import ProtocolError
 from worker_svc.row_samples import candidates, sample_rows
+from worker_svc.sampled import Sampled
 from worker_svc.sequence_outputs import pack_outputs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 
@@ -56,6 +57,11 @@ def answer(logits: torch.Tensor, *asked: tuple[inference_pb2.SamplingParams, int
     return pack_outputs(rows, sampled)
 
 
+def ranked(logits: torch.Tensor, counts: list[int]) -> Sampled:
+    found = candidates(logits, np.array(counts))
+    return found.on_host(tuple(tensor.numpy() for tensor in found.tensors))
+
+
 def i32(data: bytes) -> list[int]:
     return np.frombuffer(data, "<i4").tolist()
 
@@ -70,12 +76,12 @@ def u32s(data: bytes) -> list[int]:
 
 def test_candidates_are_the_most_likely_tokens_of_every_row() -> None:
     logits = logits_of(5)
-    counts = np.array([8, 1, 203, 4, 16])
-    found = candidates(logits, counts)
+    counts = [8, 1, 203, 4, 16]
+    found = ranked(logits, counts)
     assert found.logprobs is not None and found.bad_rows.size == 0
     exact = torch.log_softmax(logits.double(), dim=-1).numpy()
     start = 0
-    for row, count in enumerate(counts.tolist()):
+    for row, count in enumerate(counts):
         best = np.argsort(-exact[row], kind="stable")[:count]
         assert found.token_ids[start : start + count].tolist() == best.tolist()
         assert np.abs(found.logprobs.drawn[start : start + count] - exact[row, best]).max() < 1e-5
@@ -86,7 +92,7 @@ def test_candidates_are_the_most_likely_tokens_of_every_row() -> None:
 
 def test_equal_candidates_are_named_by_token_id() -> None:
     logits = torch.tensor([[1.0, 5.0, 2.0, 5.0, 2.0, 5.0, 2.0], [4.0] * 7, [-torch.inf] * 5 + [3.0, 3.0]])
-    found = candidates(logits, np.array([5, 4, 3]))
+    found = ranked(logits, [5, 4, 3])
     assert found.token_ids.tolist() == [1, 3, 5, 2, 4, 0, 1, 2, 3, 5, 6, 0]
 
 

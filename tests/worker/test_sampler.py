@@ -15,9 +15,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from worker_svc.random_bits import philox4x32, uniforms
+from kernels.cpu import kept_range
+from worker_svc.row_maxima import RowMaxima
 from worker_svc.sampled import Sampled
-from worker_svc.sampler import Draws, kept_weights, sample
+from worker_svc.sampler import Draws, sample
 from worker_svc.sampling_columns import SamplingRows
 
 OFF: dict[str, Any] = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=None)
@@ -51,39 +52,6 @@ def draws_of(positions: Any, rows: Any = None, index: Any = None) -> Draws:
 
 def sample_one(logits: torch.Tensor, position: int = 0, **params: Any) -> Sampled:
     return sample(logits[None], params_of([params]), draws_of([position]))
-
-
-# ---- Random numbers -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [  # the known-answer test of Random123 (kat_vectors), philox4x32 10
-        ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
-    ],
-)
-def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
-    words = philox4x32(*(tuple(np.array([word], np.uint64) for word in part) for part in (counter, key)))  # type: ignore[arg-type]
-    assert [int(word[0]) for word in words] == expected
-
-
-def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
-    seeds = np.arange(20, dtype=np.uint64) + np.uint64(2**63)
-    seed, position = (grid.ravel() for grid in np.meshgrid(seeds, np.arange(2000)))
-    numbers = uniforms(seed, np.zeros(position.size, np.int64), position.astype(np.int64))
-    assert numbers.min() >= 0 and numbers.max() < 1
-    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
-    by_seed = numbers.reshape(2000, 20)
-    assert abs(np.corrcoef(by_seed, rowvar=False) - np.eye(20)).max() < 0.1
-    assert len(np.unique(uniforms(np.zeros(9, np.uint64), np.arange(9), np.zeros(9, np.int64)))) == 9
-    alone = uniforms(seed[777:778], np.zeros(1, np.int64), position[777:778].astype(np.int64))
-    assert alone[0] == numbers[777]
 
 
 # ---- Draws ----------------------------------------------------------------------------------------------------------
@@ -173,8 +141,11 @@ def test_row_without_finite_maximum_touches_no_other(bad: float, temperature: fl
 
 
 def kept_by_octavo(logits: torch.Tensor, **params: Any) -> torch.Tensor:
-    rows = params_of([params] * len(logits))
-    return kept_weights(logits, logits.max(dim=-1).values, rows) > 0
+    rows, maxima = params_of([params] * len(logits)), RowMaxima.of(logits)
+    smallest = torch.empty(len(logits))
+    columns = (torch.from_numpy(column) for column in (rows.temperature, rows.min_p, rows.top_k, rows.top_p))
+    kept_range(smallest, logits, maxima.of_chunks, maxima.largest, *columns)
+    return logits >= smallest[:, None]
 
 
 def kept_by_transformers(logits: torch.Tensor, *processors: Any) -> torch.Tensor:

@@ -1,0 +1,47 @@
+"""The largest logit of every chunk of tokens, in one pass over the logits; see `kernels.reference.chunk_maxima`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from kernels.cpu.runtime import num_threads
+from kernels.reference_sampling import CHUNK_SIZE
+
+
+def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
+    """See `kernels.reference.chunk_maxima`; both contiguous."""
+    _chunk_maxima(out.numpy(), logits.numpy(), num_threads())
+
+
+@njit(nogil=True, fastmath={"nsz"})  # so that a maximum is one instruction
+def _largest(x, first):  # type: ignore[no-untyped-def]
+    """Of a whole chunk; as if NaN were no number."""
+    largest = x[first]
+    for i in range(CHUNK_SIZE):
+        value = x[first + i]
+        largest = value if value > largest else largest
+    return largest
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def _chunk_maxima(out, logits, num_threads):  # type: ignore[no-untyped-def]
+    count, vocab_size = logits.shape
+    num_whole = vocab_size // CHUNK_SIZE
+    lanes = min(num_threads, count)
+    for lane in prange(lanes):
+        for row in range(lane, count, lanes):
+            x, maxima = logits[row], out[row]
+            is_bad = False
+            for chunk in range(num_whole):
+                first = chunk * CHUNK_SIZE
+                maxima[chunk] = _largest(x, first)
+            for i in range(vocab_size):
+                is_bad |= x[i] != x[i]
+            if num_whole < maxima.size:
+                maxima[num_whole] = x[num_whole * CHUNK_SIZE :].max()
+            if is_bad:
+                for i in range(vocab_size):
+                    if np.isnan(x[i]):
+                        maxima[i // CHUNK_SIZE] = np.nan
