@@ -12,6 +12,7 @@ import time
 import torch
 
 from kernels import cpu
+from kernels.cpu.matmul import matmul, pack
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -34,6 +35,7 @@ def warm_up(dtype: torch.dtype) -> None:
     )
     cpu.rms_norm(torch.empty(2, 4, dtype=dtype), out[0], torch.ones(4, dtype=dtype), eps=1e-5)
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), out[0])
+    matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 
 

@@ -97,7 +97,7 @@ def test_files_without_the_name_of_the_base_are_read(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt2", "bloom", "opt", "qwen3-moe-mixed"])
-def test_weights_bytes_counts_what_is_held(name: str, tmp_path: Path) -> None:
+def test_weights_bytes_counts_what_is_held(name: str, tmp_path: Path, without_padding: None) -> None:
     folder = make_family(name, tmp_path / "model")
     model = load(folder)
     on_disk = (folder / "model.safetensors").stat().st_size

@@ -225,7 +225,7 @@ def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch:
     assert "too little memory for tiny: its weights take 0.000" in refusal(folder)
 
 
-def test_the_estimate_of_memory_is_near_what_is_held(folder: Path) -> None:
+def test_the_estimate_of_memory_is_near_what_is_held(folder: Path, without_padding: None) -> None:
     model = load(folder)
     assert model.config.weights_bytes == pytest.approx(model.weights_bytes, rel=0.1)
 

@@ -142,7 +142,7 @@ def test_only_the_rows_asked_for_get_logits(uneven: Path, rows: list[int]) -> No
     assert torch.equal(picked, full[rows])
 
 
-def test_weights_bytes_counts_what_is_held(uneven: Path) -> None:
+def test_weights_bytes_counts_what_is_held(uneven: Path, without_padding: None) -> None:
     on_disk = (uneven / "model.safetensors").stat().st_size
     assert on_disk < load(uneven).weights_bytes < on_disk + 2048 * 10 * 4 + 2**16  # rotary table; the file has a header
 

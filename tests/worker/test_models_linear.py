@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from worker_svc.models.dense import dense
 from worker_svc.models.float_linear import FloatLinear
+from worker_svc.models.packed_linear import PackedLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -33,3 +35,20 @@ def test_rows_are_bit_equal_for_every_number_of_rows_from_two(
 def test_bytes_are_those_of_weight_and_bias() -> None:
     assert FloatLinear(torch.ones(3, 5)).weight_bytes == 60
     assert FloatLinear(torch.ones(3, 5), torch.ones(3)).weight_bytes == 72
+
+
+def test_packed_bytes_are_those_of_whole_panels_and_half_where_nothing_is_lost() -> None:
+    assert PackedLinear(torch.ones(50, 5) / 3).weight_bytes == 2 * 48 * 5 * 4
+    assert PackedLinear(torch.ones(50, 5), torch.ones(50)).weight_bytes == 2 * 48 * 5 * 2 + 50 * 4
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_both_forms_compute_the_same_layer(is_biased: bool) -> None:
+    weight, x = torch.randn(50, 20), torch.randn(7, 20)
+    bias = torch.randn(50) if is_biased else None
+    torch.testing.assert_close(PackedLinear(weight, bias)(x), FloatLinear(weight, bias)(x), rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_keeps_the_processors_own_instructions() -> None:
+    assert isinstance(dense(torch.ones(3, 5, dtype=torch.bfloat16)), FloatLinear)
+    assert isinstance(dense(torch.ones(3, 5)), PackedLinear) == PackedLinear.is_fastest(torch.ones(3, 5))

@@ -14,7 +14,7 @@ from worker_svc.attention import AttentionMetadata
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
-from worker_svc.models.float_linear import FloatLinear
+from worker_svc.models.dense import dense
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import take_norm
 from worker_svc.models.rope import rotary_table
@@ -52,7 +52,7 @@ class Decoder:
             head = self._embedding
         else:
             head = weights.take(f"{names.head}.weight", config.vocab_size, hidden)
-        self._head = FloatLinear(head)
+        self._head = dense(head)
 
     @property
     def weights_bytes(self) -> int:

@@ -9,7 +9,8 @@ from torch.nn import functional
 class FloatLinear:
     """See `Linear`.
 
-    On a CPU the weight is packed for oneDNN at load. Measured on two Zen 5 cores in float32, weight 3072 x 576, in us:
+    On a CPU the weight is packed for oneDNN at load. Measured on two Zen 5 cores in float32, weight 3072 x 576, in us
+    (where the processor allows it, `PackedLinear` is faster still):
 
         rows                 1     2     4     8    16    32    64   512
         F.linear           404   611   542   497   673   849  1329  8356

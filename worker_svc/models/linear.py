@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from worker_svc.models.float_linear import FloatLinear
+from worker_svc.models.dense import dense
 from worker_svc.models.weights import Weights
 
 
@@ -54,4 +54,4 @@ def take_linear(
     biases = [
         in_order(weights.take(f"{name}.bias", size)) for name, size in zip(names, whole, strict=True) if is_biased
     ]
-    return FloatLinear(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+    return dense(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)

@@ -1,0 +1,31 @@
+"""y = x W^T + b by the compiled product of `kernels.cpu.matmul`, the same bits for one row as for thousands."""
+
+from __future__ import annotations
+
+import torch
+
+
+class PackedLinear:
+    """See `Linear`; on a CPU, in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        from kernels.cpu import matmul  # here, so that a worker with a GPU does not wait for a compiler of CPU code
+
+        self._matmul = matmul.matmul
+        self._packed, self._bias = matmul.pack(weight), bias
+        self._out_features = weight.shape[0]
+        self.weight_bytes = self._packed.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self._out_features)
+        self._matmul(out, x, self._packed, self._bias)
+        return out
+
+    @staticmethod
+    def is_fastest(weight: torch.Tensor) -> bool:
+        """Whether this form is worth while: with registers of 16 numbers; bfloat16 has instructions of its own."""
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return False
+        from kernels.cpu.registers import HAS_WIDE_REGISTERS
+
+        return HAS_WIDE_REGISTERS
