@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
+from worker_svc.models.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.loader import Model, load_model
@@ -106,6 +108,35 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     assert f"cannot read {path}" in refusal(folder)
+
+
+def test_a_file_that_is_shortened_while_it_is_read_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = open_checkpoint([path], "safetensors")
+    path.write_bytes(path.read_bytes()[:-1000])
+    last = max(tensors.values(), key=lambda tensor: tensor._offset)  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=r"model\.safetensors has become shorter while it was read"):
+        last.read_into(torch.empty(last.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float32])
+def test_numbers_of_any_type_are_converted_piece_by_piece(
+    folder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.models.stored_tensor._PIECE_BYTES", 104)  # no whole rows
+    written = torch.randn(1031, 60).to(dtype)
+    rewrite(folder, {"model.embed_tokens.weight": written})
+    stored = open_checkpoint([folder / "model.safetensors"], "safetensors")["model.embed_tokens.weight"]
+    for wanted in (torch.float32, torch.bfloat16):
+        out = torch.full(stored.shape, torch.nan, dtype=wanted)
+        stored.read_into(out)
+        assert torch.equal(out, written.to(wanted))
+
+
+def test_a_checkpoint_is_closed_when_it_is_loaded(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    load(folder)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"not tensors at all"])

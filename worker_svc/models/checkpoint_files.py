@@ -1,7 +1,7 @@
 """The files of a checkpoint, opened: every tensor by the name that the model knows it by, read when it is asked for.
 
-safetensors and pickled files are memory-mapped; a GGUF file is too, and its tensors are expanded to float32. All raise
-`ModelError` with one line that names the file.
+Of safetensors only the header is read at first; pickled files and GGUF files are memory-mapped, and the tensors of the
+latter expanded to float32. All raise `ModelError` with one line that names the file.
 """
 
 from __future__ import annotations
@@ -9,20 +9,36 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.models.errors import ModelError
+from worker_svc.models.stored_tensor import FileTensor, MadeTensor, OpenFile, StoredTensor
 
 if TYPE_CHECKING:
     from octavo.models.safetensors_stream import PendingTensor
 
-Tensors = dict[str, Callable[[], torch.Tensor]]
+Tensors = dict[str, StoredTensor]
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "bin", "dummy")
 
@@ -68,10 +84,10 @@ def open_checkpoint(paths: list[Path], load_format: str) -> Tensors:
     read = {"safetensors": _safetensors, "bin": _pickled, "gguf": _gguf}[load_format]
     tensors: Tensors = {}
     for path in paths:
-        for name, load in read(path):
+        for name, tensor in read(path):
             if name in tensors:
                 raise ModelError(f"{path.parent}: tensor {name} is in more than one file")
-            tensors[name] = load
+            tensors[name] = tensor
     return tensors
 
 
@@ -82,16 +98,26 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ModelError(f"{index} has no readable weight_map") from None
 
 
-def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+def _safetensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The library checks the file; where each tensor lies is then read from the same header."""
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="pt", device="cpu"):
+            file = OpenFile(path)
+        with path.open("rb") as start:
+            size = int.from_bytes(start.read(8), "little")
+            header: dict[str, Any] = json.loads(start.read(size))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
-    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping and cannot be iterated
-        yield name, partial(file.get_tensor, name)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _SAFETENSORS_DTYPES:
+            raise ModelError(f"{path}: tensor {name} is of type {entry['dtype']}, which is not supported")
+        offset, dtype = 8 + size + entry["data_offsets"][0], _SAFETENSORS_DTYPES[entry["dtype"]]
+        yield name, FileTensor(file, offset, tuple(entry["shape"]), dtype)
 
 
-def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+def _pickled(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         # Files of before torch 1.6 are no archives and cannot be mapped.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -104,10 +130,10 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
-        yield name, tensor.detach  # a view, as plain as any other tensor
+        yield name, MadeTensor(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
-def _gguf(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+def _gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     from octavo.models.errors import GGUFError
     from octavo.models.gguf_convert import read_tensors
 
@@ -116,7 +142,7 @@ def _gguf(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     except GGUFError as error:
         raise ModelError(f"{path}: {error}") from None
     for tensor in pending:
-        yield tensor.name, partial(_expanded, tensor)
+        yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor))
 
 
 def _expanded(tensor: PendingTensor) -> torch.Tensor:

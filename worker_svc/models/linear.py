@@ -34,8 +34,8 @@ def take_linear(
 ) -> Linear:
     """One product whose outputs are parts of these sizes: the checkpoint has each under its name, or all under one.
 
-    `is_transposed`: stored [in, out]. `num_turns`: stored as so many equal shares of the first part, the second, ...,
-    and again, as one head's query, key and value may lie before the next one's.
+    `is_transposed`: stored [in, out], all under one name. `num_turns`: stored as so many equal shares of the first
+    part, the second, ..., and again, as one head's query, key and value may lie before the next one's.
     """
     whole = [sum(sizes)] if len(names) == 1 else sizes
 
@@ -45,13 +45,10 @@ def take_linear(
         turns = x.unflatten(0, (num_turns, -1)).split([size // num_turns for size in sizes], dim=1)
         return torch.cat([part.flatten(0, 1) for part in turns])
 
-    def weight(name: str, size: int) -> torch.Tensor:
-        if is_transposed:
-            return in_order(weights.take(f"{name}.weight", in_features, size).t())
-        return in_order(weights.take(f"{name}.weight", size, in_features))
-
-    parts = [weight(name, size) for name, size in zip(names, whole, strict=True)]
-    biases = [
-        in_order(weights.take(f"{name}.bias", size)) for name, size in zip(names, whole, strict=True) if is_biased
-    ]
-    return dense(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+    if is_transposed:
+        (name,), (size,) = names, whole
+        weight = weights.take(f"{name}.weight", in_features, size).t()
+    else:
+        weight = weights.take_parts([f"{name}.weight" for name in names], whole, in_features)
+    bias = in_order(weights.take_parts([f"{name}.bias" for name in names], whole)) if is_biased else None
+    return dense(in_order(weight), bias)

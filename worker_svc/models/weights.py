@@ -6,6 +6,7 @@ that a checkpoint is understood whole or refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.load_progress import LoadProgress
+from worker_svc.models.stored_tensor import StoredTensor, num_bytes
 
 
 class Weights(Protocol):
@@ -24,6 +26,9 @@ class Weights(Protocol):
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor, in the model's dtype and on its device; raises `ModelError` if missing or of another shape."""
+
+    def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
+        """The tensors [size, *rest] of these names, one after the other in one; raises `ModelError` as `take` does."""
 
     def ignore(self, name: str) -> None:
         """This tensor may exist and is not needed."""
@@ -45,16 +50,27 @@ class CheckpointWeights:
         return name in self._left
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
+        return self.take_parts([name], shape[:1], *shape[1:])
+
+    def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
+        # All are looked at before memory is taken for them.
+        stored = [self._pop(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
+        out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
+        for part, tensor in zip(out.split(list(sizes)), stored, strict=True):
+            tensor.read_into(part)
+            self._progress.add(num_bytes(tensor))
+        return out
+
+    def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         if name not in self._left:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
-        tensor = self._left.pop(name)()
-        if tuple(tensor.shape) != shape:
+        tensor = self._left.pop(name)
+        if tensor.shape != shape:
             raise ModelError(f"{self._folder}: tensor {name} is {list(tensor.shape)}, config.json says {list(shape)}")
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(f"{self._folder}: tensor {name} is {dtype}; quantised checkpoints are not supported")
-        self._progress.add(tensor.nbytes)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor
 
     def ignore(self, name: str) -> None:
         self._left.pop(name, None)
@@ -82,6 +98,9 @@ class DummyWeights:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         numbers = torch.empty(shape, dtype=torch.float32).uniform_(-1, 1, generator=self._generator)
         return (numbers / shape[-1] ** 0.5).to(device=self._device, dtype=self._dtype)
+
+    def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
+        return torch.cat([self.take(name, size, *rest) for name, size in zip(names, sizes, strict=True)])
 
     def ignore(self, name: str) -> None:
         pass
