@@ -84,11 +84,14 @@ class CheckpointWeights:
 
 
 class DummyWeights:
-    """Small random numbers for any shape, the same for the same model and seed: load tests need no checkpoint."""
+    """Small random numbers for any shape, the same for the same model, seed and kind of device: load tests need no
+    checkpoint. A GPU draws its own, since billions of them take a minute on one core.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self._dtype, self._device = dtype, device
-        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
+        self._generator = torch.Generator(self._drawn_on).manual_seed(seed)
 
     def has(self, name: str) -> bool:
         return True
@@ -96,7 +99,7 @@ class DummyWeights:
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if len(shape) == 1 and name.endswith(".weight"):  # of a norm
             return torch.ones(shape, dtype=self._dtype, device=self._device)
-        numbers = torch.empty(shape, dtype=torch.float32).uniform_(-1, 1, generator=self._generator)
+        numbers = torch.empty(shape, device=self._drawn_on).uniform_(-1, 1, generator=self._generator)
         return (numbers / shape[-1] ** 0.5).to(device=self._device, dtype=self._dtype)
 
     def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:

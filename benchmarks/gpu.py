@@ -1,0 +1,168 @@
+"""Everything that is measured on a GPU, in under nine minutes: `python -m benchmarks.gpu`.
+
+The kernels' tests come first; then every operation over its shapes, a decode step of a Llama 3 8B, the whole service
+beside it, and a Qwen3 0.6B over the service beside `transformers`. Each section is a process of its own with a time
+limit: whatever happens in one, figures that were found before stay, and the next one finds the card's memory free.
+`--check` lists what must be installed; `--dry-run` runs every section on a CPU, at sizes whose figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.gpu_sections import figure, requirements
+
+RESULTS = Path(__file__).parent / "results"
+# Module of `benchmarks.gpu_sections`, and the most seconds it may take.
+SECTIONS = {
+    "correctness": 120.0,
+    "kernels": 150.0,
+    "decode_step": 80.0,
+    "service": 80.0,
+    "continuous_batching": 100.0,
+}
+_WHOLE_S = 530.0  # of all sections together; the rest of nine minutes is for starting and writing
+_LAST_LINES = 8  # of what a section that failed printed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures everything that needs a GPU.")
+    parser.add_argument("--check", action="store_true", help="list what is missing on this machine, and end")
+    parser.add_argument("--dry-run", action="store_true", help="every section on the CPU, at sizes that mean nothing")
+    parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    parser.add_argument("--section", choices=tuple(SECTIONS), help=argparse.SUPPRESS)  # in the process of one
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.section:
+        return _run_section(arguments.section, arguments.figures, arguments.dry_run)
+    if absent := requirements.missing():
+        print(requirements.how_to_bring(absent), file=sys.stderr)
+        return 1
+    if arguments.check:
+        print("nothing is missing")
+        return 0
+    if not (arguments.dry_run or _has_gpu()):
+        print("there is no GPU here; --dry-run shows that every section runs", file=sys.stderr)
+        return 1
+    return _measure(arguments)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    facts = machine.describe() | {"gpu": "none: a dry run" if arguments.dry_run else _gpu()}
+    started = time.monotonic()
+    endings: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.jsonl"
+        for section in arguments.sections:
+            limit_s = min(SECTIONS[section], started + _WHOLE_S - time.monotonic())
+            print(f"{section} ...", end=" ", file=sys.stderr, flush=True)
+            endings[section] = _in_a_process(section, path, limit_s, arguments.dry_run)
+            print(f"{endings[section]['ended']}, {endings[section]['seconds']:.0f} s", file=sys.stderr)
+        figures = figure.read(path)
+    print(figure.table(figures))
+    for section, ending in endings.items():
+        if ending["ended"] != "well":
+            print(f"\n{section}: {ending['ended']}\n{ending['last_lines']}")
+    if not arguments.no_results:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        result = {"date": date, "machine": facts, "is_dry_run": arguments.dry_run, "sections": endings}
+        result["figures"] = [asdict(one) for one in figures]
+        name = "dry-run" if arguments.dry_run else _slug(facts["gpu"]["name"])
+        written = arguments.results / f"{date[:10]}-gpu-{name}.json"
+        written.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"\nwritten: {written}")
+    return 0 if all(ending["ended"] == "well" for ending in endings.values()) else 1
+
+
+# ---- A section in its process ---------------------------------------------------------------------------------------
+
+
+def _in_a_process(section: str, figures: Path, limit_s: float, is_dry_run: bool) -> dict[str, Any]:
+    """How it ended. Whatever it started ends with it."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--section", section, "--figures", str(figures)]
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
+    if is_dry_run:
+        command.append("--dry-run")
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = time.monotonic()
+    if limit_s <= 0:
+        return {"ended": "no time was left", "seconds": 0.0, "last_lines": ""}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(timeout=limit_s)
+            ended = "well" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"not within {limit_s:.0f} s"
+        finally:
+            _end_group(process)
+        log.seek(0)
+        last_lines = "" if ended == "well" else "\n".join(log.read().splitlines()[-_LAST_LINES:])
+    return {"ended": ended, "seconds": time.monotonic() - started, "last_lines": last_lines}
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """A server that the section started may still run when the section does not."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def _run_section(section: str, path: Path, is_dry_run: bool) -> int:
+    module = importlib.import_module(f"benchmarks.gpu_sections.{section}")
+    try:
+        module.run(lambda one: figure.write(path, one), figure.read(path), is_dry_run)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+# ---- The card -------------------------------------------------------------------------------------------------------
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _slug(name: str) -> str:
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

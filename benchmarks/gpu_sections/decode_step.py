@@ -1,0 +1,61 @@
+"""A whole decode step of a Llama 3 8B with made-up weights, in a bare worker, against the sum over its operations."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_sections import shapes
+from benchmarks.gpu_sections.bare_worker import BareWorker
+from benchmarks.gpu_sections.figure import Figure, Report
+from benchmarks.gpu_sections.launch_gaps import gap_share
+from benchmarks.gpu_sections.step_floor import floor_us, operations
+from kernels.bench.ceilings import Ceilings
+from kernels.bench.clock import GraphClock, HostClock
+
+SECTION = "decode step"
+STEP_US = "decode step of a bare worker"
+BATCH, CONTEXT = 256, 1024
+MAX_NUM_BATCHED_TOKENS = 8192
+_WARM_UP_STEPS, _STEPS, _PROFILED_STEPS = 8, 48, 16
+_OVER_FLOOR, _GAPS = 1.15, 0.03
+
+
+def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
+    device, dtype = ("cpu", torch.float32) if is_dry_run else ("cuda", torch.bfloat16)
+    batch, context = (3, 40) if is_dry_run else (BATCH, CONTEXT)
+    with tempfile.TemporaryDirectory() as folder:
+        config = shapes.write_model(
+            Path(folder), shapes.LLAMA_3_8B, str(dtype).removeprefix("torch."), is_tiny=is_dry_run
+        )
+        # First, while the card's memory is free.
+        ceilings = Ceilings(HostClock() if is_dry_run else GraphClock(torch.device(device)))
+        floors = {op.name: floor_us(op, ceilings, dtype) for op in operations(config, batch, context, dtype.itemsize)}
+        del ceilings
+        torch.cuda.empty_cache()
+        floor = sum(floors.values())
+        report(Figure(SECTION, "sum over a decode step's operations", floor, "us", detail=floors))
+        tokens = max(batch, 64 if is_dry_run else MAX_NUM_BATCHED_TOKENS)
+        small = {"kv_cache_memory": 0.05, "swap_space": 0.0} if is_dry_run else {}
+        worker = BareWorker(Path(folder), device=device, max_num_seqs=batch, max_num_batched_tokens=tokens, **small)
+    num_steps = _WARM_UP_STEPS + _STEPS + _PROFILED_STEPS
+    worker.start(batch, context - num_steps // 2, num_steps)
+    worker.decode(_WARM_UP_STEPS)
+    times = worker.decode(_STEPS)
+    step_us = statistics.median(times)
+    detail = {"batch": batch, "context": context, "us": [round(us, 1) for us in times]}
+    report(Figure(SECTION, STEP_US, step_us, "us", detail=detail))
+    over = step_us / floor
+    goal = f"<= {_OVER_FLOOR}"
+    report(Figure(SECTION, "decode step over that sum", over, goal=goal, is_goal_met=over <= _OVER_FLOOR))
+    goal = f"< {100 * _GAPS:.0f} %"
+    if is_dry_run:
+        report(Figure(SECTION, "launch gaps", None, "%", goal, detail={"error": "nothing is launched on a CPU"}))
+    else:
+        share = gap_share(lambda: worker.decode(_PROFILED_STEPS))
+        report(Figure(SECTION, "launch gaps", 100 * share, "%", goal, share < _GAPS))
+    worker.close()

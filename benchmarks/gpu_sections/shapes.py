@@ -1,0 +1,63 @@
+"""Models that exist as a `config.json` alone: the sizes of real ones, weights made up at the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.byte_tokenizer import END_OF_TEXT, IM_END, write_byte_tokenizer
+
+_TOKENIZER_SIZE = 1024  # the ids above decode to nothing, as the padding rows of a vocabulary do
+
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+SMALL = ["--kv-cache-memory=0.05", "--swap-space=0"]  # flags of a worker for a tiny model on a CPU
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1031,
+}
+
+
+def write_model(folder: Path, config: dict[str, Any], dtype: str, is_tiny: bool = False) -> dict[str, Any]:
+    """Writes a folder for `--load-format dummy` and returns its configuration; `is_tiny`: the same, but small."""
+    config = {**config, **(_TINY if is_tiny else {}), "dtype": dtype, "torch_dtype": dtype}
+    config |= {"bos_token_id": END_OF_TEXT, "eos_token_id": IM_END, "pad_token_id": END_OF_TEXT}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_byte_tokenizer(folder, _TOKENIZER_SIZE)
+    return config
