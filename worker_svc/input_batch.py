@@ -1,6 +1,7 @@
 """What the model takes for one step, built from the resolved rows and the mirror, without a loop over sequences.
 
-R rows compute T tokens together. Slot mappings are derived here from block tables, never sent. Decides nothing.
+R rows compute T tokens together. Slot mappings are derived here from block tables, never sent. First as arrays on the
+host, then as tensors on the model's device, which all arrays reach in one copy. Decides nothing.
 """
 
 from __future__ import annotations
@@ -8,12 +9,59 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.attention import AttentionMetadata
 from worker_svc.errors import ProtocolError
-from worker_svc.sequence_states import AppliedRows, SequenceStates
-from worker_svc.step_columns import ragged_offsets
+from worker_svc.last_tokens import LastTokens
+from worker_svc.sequence_states import UNKNOWN, AppliedRows, SequenceStates
+from worker_svc.step_columns import Ints, ragged_offsets
+from worker_svc.uploads import upload
+
+
+@dataclass(frozen=True, slots=True)
+class InputArrays:
+    """Of one step, on the host."""
+
+    token_ids: Ints  # i64[T], row after row; -1 - slot: the token that this slot drew last, see `LastTokens`
+    positions: Ints  # i64[T], absolute
+    slot_mapping: Ints  # i64[T], block_id * block_size + offset
+    query_starts: npt.NDArray[np.int32]  # [R + 1]
+    seq_lens: npt.NDArray[np.int32]  # [R]
+    block_tables: npt.NDArray[np.int32]  # [R, blocks of the longest]
+    logits_rows: Ints  # i64[L], of the T tokens: the last one of each row that samples
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether some are known to the device alone."""
+        return bool((self.token_ids < 0).any())
+
+    def to_device(self, device: torch.device, last_tokens: LastTokens | None = None) -> InputBatch:
+        """The tensors; `last_tokens` is needed where tokens are lacking."""
+        token_ids, positions, slot_mapping, logits_rows, query_starts, seq_lens, block_tables = upload(
+            device,
+            self.token_ids,
+            self.positions,
+            self.slot_mapping,
+            self.logits_rows,
+            self.query_starts,
+            self.seq_lens,
+            self.block_tables,
+        )
+        if last_tokens is not None and self.lacks_tokens:
+            token_ids = last_tokens.fill_in(token_ids)
+        attention = AttentionMetadata(
+            slot_mapping=slot_mapping,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+        )
+        return InputBatch(token_ids, positions, attention, logits_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +71,11 @@ class InputBatch:
     token_ids: torch.Tensor  # i64[T], row after row
     positions: torch.Tensor  # i64[T], absolute
     attention: AttentionMetadata
-    logits_rows: torch.Tensor  # i64[L], of the T tokens: the last one of each row that samples
+    logits_rows: torch.Tensor  # i64[L], of the T tokens
 
 
-def build_input_batch(
-    states: SequenceStates, rows: AppliedRows, vocab_size: int, device: str | torch.device = "cpu"
-) -> InputBatch:
-    """The batch of `rows`, which `states.apply_rows` has just resolved; there is at least one row.
+def build_input_arrays(states: SequenceStates, rows: AppliedRows, vocab_size: int) -> InputArrays:
+    """The input of `rows`, which `states.apply_rows` has just resolved; there is at least one row.
 
     Raises ProtocolError for a token id that the model has no embedding for: on a GPU it would take the others along.
     """
@@ -40,25 +86,25 @@ def build_input_batch(
     token_slots = np.repeat(slots, query_lens)
     positions = np.repeat(rows.context_lens, query_lens) + ragged_offsets(query_lens)
     token_ids = states.token_ids[token_slots, positions].astype(np.int64)
-    if (is_wrong := (token_ids < 0) | (token_ids >= vocab_size)).any():
+    if (is_negative := token_ids < 0).any():
+        is_on_device = (token_ids == UNKNOWN) & np.repeat(rows.uses_last_sampled, query_lens)
+        token_ids = np.where(is_on_device, -1 - token_slots, token_ids)
+        is_negative &= ~is_on_device
+    if (is_wrong := is_negative | (token_ids >= vocab_size)).any():
         raise ProtocolError(
             f"token {token_ids[is_wrong][0]} of slot {token_slots[is_wrong][0]} is outside {vocab_size}"
         )
-
     max_seq_len = int(seq_lens.max())
     num_columns = -(-max_seq_len // states.block_size)
     block_ids = states.block_tables[token_slots, positions // states.block_size].astype(np.int64)
-    attention = AttentionMetadata(
-        slot_mapping=_tensor(block_ids * states.block_size + positions % states.block_size, device),
-        query_starts=_tensor(query_starts, device),
-        seq_lens=_tensor(seq_lens.astype(np.int32), device),
-        block_tables=_tensor(states.block_tables[slots, :num_columns], device),
+    return InputArrays(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=block_ids * states.block_size + positions % states.block_size,
+        query_starts=query_starts,
+        seq_lens=seq_lens.astype(np.int32),
+        block_tables=states.block_tables[slots, :num_columns],
+        logits_rows=query_starts[1:][rows.num_samples > 0].astype(np.int64) - 1,
         max_query_len=int(query_lens.max()),
         max_seq_len=max_seq_len,
     )
-    logits_rows = query_starts[1:][rows.num_samples > 0].astype(np.int64) - 1
-    return InputBatch(_tensor(token_ids, device), _tensor(positions, device), attention, _tensor(logits_rows, device))
-
-
-def _tensor(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

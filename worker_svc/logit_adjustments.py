@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from kernels.select import kernels_for
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.last_tokens import LastTokens
+from worker_svc.sequence_states import UNKNOWN, SequenceStates
 from worker_svc.step_columns import Ints
 from worker_svc.token_counts import TokenCounts
 from worker_svc.uploads import upload
@@ -24,8 +25,20 @@ from worker_svc.uploads import upload
 class LogitAdjustments:
     """Keeps the counts that penalties need; everything else lies in the mirror's columns."""
 
-    def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
-        self._counts = TokenCounts(vocab_size, device)
+    def __init__(self, vocab_size: int, last_tokens: LastTokens | None = None) -> None:
+        """`last_tokens` None: every token is known on the host, which computes."""
+        self._counts = TokenCounts(vocab_size, last_tokens)
+
+    def waits_for_tokens(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> bool:
+        """Whether `apply` would read tokens of `slots` [R] that are still on their way to the mirror.
+
+        Bad words are looked for on the host. Counts take the last token from the device.
+        """
+        slots = slots[states.token_ids[slots, states.num_tokens[slots] - 1] == UNKNOWN]
+        sampling = states.sampling
+        return bool(sampling.bad_words.counts[slots].any()) or self._counts.waits_for_tokens(
+            states, slots[sampling.is_penalised[slots]]
+        )
 
     def apply(
         self,

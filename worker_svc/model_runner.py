@@ -11,15 +11,20 @@ import torch
 
 from protos import worker_pb2
 from worker_svc.cache_engine import CacheEngine
-from worker_svc.input_batch import build_input_batch
+from worker_svc.device_marks import DeviceMarks
+from worker_svc.input_batch import InputArrays, build_input_arrays
+from worker_svc.last_tokens import LastTokens
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.logit_adjustments import LogitAdjustments
 from worker_svc.models import ModelConfig
+from worker_svc.models.logit_reader import LogitReader
+from worker_svc.output_copies import OutputCopies, output_copies
 from worker_svc.prompt_logprobs import PromptLogprobs
-from worker_svc.row_samples import sample_rows
-from worker_svc.sequence_outputs import pack_outputs
-from worker_svc.sequence_states import AppliedRows, SequenceStates
+from worker_svc.row_samples import draw_rows
+from worker_svc.sequence_states import UNKNOWN, AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations
 from worker_svc.step_timer import StepTimer
+from worker_svc.uploads import upload
 
 if TYPE_CHECKING:
     from worker_svc.models.loader import Model
@@ -35,15 +40,18 @@ class ModelRunner:
         block_size: int,
         device: str | torch.device = "cpu",
         cache_dtype: torch.dtype | None = None,
+        outputs: OutputCopies | None = None,
     ) -> None:
-        """`cache_dtype` is that of keys and values; None: that of the model."""
+        """`cache_dtype` is that of keys and values; None: that of the model. `outputs` None: as the device has it."""
         self.config = config
         self.block_size = block_size
         self.device = torch.device(device)
         self._cache_dtype = cache_dtype or config.dtype
         self._model = model
         self._cache: CacheEngine | None = None
-        self._adjustments = LogitAdjustments(config.vocab_size, self.device)
+        self._outputs = outputs or output_copies(self.device)
+        self._last_tokens = LastTokens(self.device)
+        self._adjustments = LogitAdjustments(config.vocab_size, self._last_tokens)
 
     @property
     def cache(self) -> CacheEngine:
@@ -76,29 +84,64 @@ class ModelRunner:
         if operations.copies.size:
             self.cache.copy(torch.from_numpy(operations.copies))
 
+    @property
+    def is_late(self) -> bool:
+        """Whether `launch` returns before the outputs are here, and may be called again meanwhile."""
+        return self._outputs.is_late
+
+    def waits_for_outputs(self, states: SequenceStates, rows: AppliedRows) -> bool:
+        """Whether `launch` would read tokens that steps on their way have yet to bring to the mirror.
+
+        The token that a row begins with is filled in on the device, where it counts for penalties as well.
+        """
+        others = ~rows.uses_last_sampled
+        last_inputs = (rows.context_lens + rows.query_lens)[others] - 1
+        if (states.token_ids[rows.slots[others], last_inputs] == UNKNOWN).any():
+            return True
+        return self._adjustments.waits_for_tokens(states, rows.slots[rows.num_samples > 0])
+
     @torch.inference_mode()
-    def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
-        """Computes the rows, draws their samples, records them in `states` and packs the answer."""
+    def launch(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> LaunchedStep:
+        """Has the rows computed and their samples drawn; gives each its place in `states`.
+
+        What raises here has left `states` as `apply_rows` did.
+        """
         if rows.slots.size == 0:
-            return worker_pb2.SequenceOutputs()
-        batch = build_input_batch(states, rows, self.config.vocab_size, self.device)
+            return LaunchedStep.of_nothing(states, rows)
+        arrays = build_input_arrays(states, rows, self.config.vocab_size)
         of_prompts = PromptLogprobs(states, rows)
-        reader = of_prompts.reader(self.device)
+        marks = DeviceMarks(self.device) if self.device.type == "cuda" else None
         timer.end_phase("prepare_ns")
-        logits = self._model.forward(
+        _mark(marks)
+        logits = self._forward(arrays, of_prompts.reader(self.device))
+        _mark(marks)
+        timer.end_phase("forward_ns")
+        drawn = None
+        if rows.sample_rows.size:
+            slots = rows.slots[rows.num_samples > 0]
+            keeps_logits = bool(states.sampling.wants_logprobs[slots].any())
+            adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
+            drawn = draw_rows(adjusted, states.sampling, rows, raw_logits=logits)
+            if self.is_late:
+                (sample_slots,) = upload(self.device, rows.sample_slots)
+                self._last_tokens.put(sample_slots, drawn.token_ids)
+        _mark(marks)
+        copy = self._outputs.start(() if drawn is None else drawn.tensors)
+        tenancies = states.expect_samples(rows)
+        timer.end_phase("sample_ns")
+        return LaunchedStep(states, rows, drawn, tenancies, of_prompts, copy, marks)
+
+    def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
+        """`launch`, and its outputs as soon as they are here."""
+        return self.launch(states, rows, timer).outputs(timer)
+
+    def _forward(self, arrays: InputArrays, reader: LogitReader | None) -> torch.Tensor:
+        batch = arrays.to_device(self.device, self._last_tokens)
+        return self._model.forward(
             batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader
         )
-        timer.end_phase("forward_ns")
-        if rows.sample_rows.size == 0:
-            outputs = worker_pb2.SequenceOutputs()
-            of_prompts.pack(outputs)
-            return outputs
-        slots = rows.slots[rows.num_samples > 0]
-        keeps_logits = bool(states.sampling.wants_logprobs[slots].any())
-        adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
-        sampled = sample_rows(adjusted, states.sampling, rows, raw_logits=logits)
-        states.record_samples(rows, sampled.token_ids)
-        outputs = pack_outputs(rows, sampled)
-        of_prompts.pack(outputs)
-        timer.end_phase("sample_ns")
-        return outputs
+
+
+def _mark(marks: DeviceMarks | None) -> None:
+    if marks is not None:
+        marks.mark()

@@ -21,9 +21,9 @@ T = TypeVar("T")
 class ModelThread:
     """A daemon: a process that has to end does not wait for a step that does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "model") -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -54,4 +54,4 @@ class ModelThread:
             try:
                 task()
             except Exception:
-                log.exception("task of the model thread failed")
+                log.exception("a task failed", thread=self._thread.name)

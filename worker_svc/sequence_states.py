@@ -1,8 +1,9 @@
 """The worker's mirror of what the scheduler knows about every slot: the tested inverse of the step encoder.
 
 Columns by slot (a slot is a row of the persistent batch), changed only by `apply_blocks`, `apply_rows`,
-`record_samples` and `roll_back`. Decides nothing, computes no tokens, knows neither torch nor gRPC. A steady decode
-step builds no Python object a sequence; only new metadata and forks are looped over.
+`record_samples` (or its two halves, where a step is sent off before its outputs are here) and `roll_back`. Decides
+nothing, computes no tokens, knows neither torch nor gRPC. A steady decode step builds no Python object a sequence; only
+new metadata and forks are looped over.
 
 A step is applied in two halves, so that block operations run before anything that can fail:
 
@@ -41,7 +42,10 @@ from worker_svc.step_columns import (
     read_table_change,
 )
 
-__all__ = ["AppliedRows", "AppliedStep", "BlockOperations", "ProtocolError", "SequenceStates"]
+UNKNOWN = -(1 << 31)
+"""In place of a token that was drawn on the device and is on its way to the host."""
+
+__all__ = ["UNKNOWN", "AppliedRows", "AppliedStep", "BlockOperations", "ProtocolError", "SequenceStates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,15 +315,29 @@ class SequenceStates:
         A row that could not be drawn still gets a token (any): its slot keeps step with the scheduler, which may have
         sent the next row already and drops the answer of both.
         """
-        slots, positions = rows.sample_slots, rows.sample_positions
-        if rows.is_candidate.any():
-            drawn = ~rows.is_candidate
-            slots, positions, token_ids = slots[drawn], positions[drawn], token_ids[drawn]
-        self.token_ids[slots, positions] = token_ids
+        self.fill_in_samples(rows, token_ids, self.expect_samples(rows))
+
+    def expect_samples(self, rows: AppliedRows) -> Ints:
+        """Gives each drawn sample its place before its token is known: UNKNOWN stands there until `fill_in_samples`.
+
+        The tenancies [N] that it wants back, by which it knows slots that have come to have other sequences meanwhile.
+        """
+        drawn = ~rows.is_candidate
+        slots, positions = rows.sample_slots[drawn], rows.sample_positions[drawn]
+        self.token_ids[slots, positions] = UNKNOWN
         self.num_tokens[slots] = positions + 1
+        return self.tenancy[rows.sample_slots]
+
+    def fill_in_samples(self, rows: AppliedRows, token_ids: npt.NDArray[np.integer], tenancies: Ints) -> None:
+        """The tokens of samples that were expected; other steps may have been applied since."""
+        meant = ~rows.is_candidate & (self.tenancy[rows.sample_slots] == tenancies)
+        self.token_ids[rows.sample_slots[meant], rows.sample_positions[meant]] = token_ids[meant]
 
     def roll_back(self, rows: AppliedRows) -> None:
-        """Undoes `apply_rows`, and `record_samples` where it has run, after a failure; no step may lie in between."""
+        """Undoes `apply_rows`, and `record_samples` or `expect_samples` where one has run, after a failure.
+
+        Steps that were applied since have to be rolled back before.
+        """
         self.num_computed_tokens[rows.touched_slots] = rows.computed_before
         self.num_tokens[rows.touched_slots] = rows.tokens_before
         self.tenancy[rows.touched_slots] += 1  # other tokens may come to stand where some stood

@@ -25,6 +25,7 @@ from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
 from worker_svc.devices import choose_device
 from worker_svc.errors import StartupError
+from worker_svc.failures import is_out_of_memory
 from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
@@ -33,7 +34,7 @@ from worker_svc.models.config import DTYPES
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.tokenizer_files import TokenizerFiles
-from worker_svc.worker import Worker, is_out_of_memory
+from worker_svc.worker import Worker
 from worker_svc.worker_service import WorkerService
 
 log = structlog.get_logger()

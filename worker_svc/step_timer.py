@@ -21,6 +21,10 @@ class StepTimer:
         setattr(self._timings, name, getattr(self._timings, name) + now_ns - self._phase_started_ns)
         self._phase_started_ns = now_ns
 
+    def set_phase(self, name: str, duration_ns: int) -> None:
+        """What another clock than the host's has found for a phase that has ended."""
+        setattr(self._timings, name, duration_ns)
+
     def timings(self) -> worker_pb2.StepTimings:
         """All phases so far; the total ends now."""
         self._timings.total_ns = time.perf_counter_ns() - self._arrived_ns

@@ -1,8 +1,8 @@
 """How often each token stands in the sequences that are penalised for it: counts on the device, kept up to date.
 
 A row of counts belongs to a slot for as long as one sequence has it. Before they are read, rows are brought up to the
-mirror: mostly by the one token that was drawn last, of all rows at once; a row that is new, forked or rolled back is
-counted anew. So nothing that happens to a slot needs to be told here.
+mirror: mostly by the one token that was drawn last, of all rows at once, also where the device alone knows it; a row
+that is new, forked or rolled back is counted anew. So nothing that happens to a slot needs to be told here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.last_tokens import LastTokens
+from worker_svc.sequence_states import UNKNOWN, SequenceStates
 from worker_svc.step_columns import Ints
 from worker_svc.uploads import upload
 
@@ -21,13 +22,24 @@ _GENERATED, _IN_PROMPT = 2, 1  # what a token adds to its count
 class TokenCounts:
     """Counts over one vocabulary. Memory: 4 bytes a token of the vocabulary for each slot that was ever penalised."""
 
-    def __init__(self, vocab_size: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, vocab_size: int, last_tokens: LastTokens | None = None) -> None:
+        self._last_tokens = last_tokens or LastTokens("cpu")
         # i32[rows, vocab]: twice how often a token was generated, and 1 more where it stands in the prompt
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self._last_tokens.device)
         self._states: SequenceStates | None = None  # whose slots and tenancies the rows belong to
         self._row_of: Ints = np.full(0, -1)  # by slot
         self._tenancy: Ints = np.full(0, -1)  # by row, of the slot's sequence that was counted
         self._num_counted: Ints = np.zeros(0, np.int64)  # by row, tokens with the prompt
+
+    def waits_for_tokens(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> bool:
+        """Whether `slots` [R], whose last tokens the mirror does not know yet, have others that are to be counted."""
+        if not slots.size:
+            return False
+        if self._states is not states:
+            return True
+        rows = self._row_of[slots]  # -1: none
+        is_counted = (rows >= 0) & (self._tenancy[rows] == states.tenancy[slots])
+        return not bool((is_counted & (self._num_counted[rows] >= states.num_tokens[slots] - 1)).all())
 
     def rows_of(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> Ints:
         """Brings `counts` up to date for `slots` [R], which are different; the row of each."""
@@ -40,8 +52,11 @@ class TokenCounts:
         for entry in np.flatnonzero(~(is_one_behind | is_current)).tolist():
             self._count_anew(states, int(slots[entry]), int(rows[entry]))
         if is_one_behind.any():
-            last = states.token_ids[slots[is_one_behind], num_tokens[is_one_behind] - 1]
-            (places,) = upload(self.counts.device, rows[is_one_behind] * self.counts.shape[1] + last)
+            behind = slots[is_one_behind]
+            last = states.token_ids[behind, num_tokens[is_one_behind] - 1].astype(np.int64)
+            last = np.where(last == UNKNOWN, -1 - behind, last)
+            first_places, last_there = upload(self.counts.device, rows[is_one_behind] * self.counts.shape[1], last)
+            places = first_places + self._last_tokens.fill_in(last_there)
             self.counts.view(-1).index_add_(0, places, self.counts.new_full(places.shape, _GENERATED))
         self._tenancy[rows], self._num_counted[rows] = tenancy, num_tokens
         return rows

@@ -1,13 +1,15 @@
 """The worker behind the servicer: sizes the cache, and runs steps in order on the model thread.
 
-A failed step is answered FAILED with nothing of its rows left in the mirror; every later one is SKIPPED, untouched,
-until a step says `resume_after` with the failed step's id. Never decides what runs. Methods may be called from any
+A failed step is answered FAILED with nothing of its rows left in the mirror; every later one is SKIPPED until a step
+says `resume_after` with the failed step's id (`StepPipeline`). Never decides what runs. Methods may be called from any
 thread; what they start runs on the model thread.
 """
 
 from __future__ import annotations
 
-import time
+import contextlib
+import os
+import sys
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,24 +21,33 @@ from protos import worker_pb2
 from worker_svc.cache_sizing import Limits, size_cache
 from worker_svc.config import WorkerConfig
 from worker_svc.device_memory import memory_of
-from worker_svc.errors import ProtocolError
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.memory import GIB, available_bytes
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
 from worker_svc.profile import Profile, Profiler
-from worker_svc.sequence_states import AppliedRows, SequenceStates
+from worker_svc.sequence_states import SequenceStates
+from worker_svc.step_pipeline import Deliver, StepPipeline
 from worker_svc.step_timer import StepTimer
 
 log = structlog.get_logger()
-
-Deliver = Callable[[worker_pb2.StepResult], None]
 
 
 class Worker:
     """A model runner, its mirror, and the thread on which both live."""
 
-    def __init__(self, runner: ModelRunner, config: WorkerConfig, thread: ModelThread | None = None) -> None:
-        """`thread` is the one that loaded the model, where it was loaded on one (`server.load` says why)."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: WorkerConfig,
+        thread: ModelThread | None = None,
+        end_process: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            thread: the one that loaded the model, where it was loaded on one (`server.load` says why).
+            end_process: called when the device is lost; None: the process ends at once.
+        """
         self.config = config
         self.thread = thread or ModelThread()
         self._runner = runner
@@ -46,10 +57,9 @@ class Worker:
         self._limits: Limits | None = None  # that `_sizes` were made for
         self._sizes: worker_pb2.InitializeResponse | None = None
         self._epoch = 0  # of the lease whose steps count; 0: none
-        self._states: SequenceStates | None = None
-        self._last_step_id = 0
-        self._failed_step_id: int | None = None
-        self._running: tuple[int, int] | None = None  # step id, start in ns
+        self._pipeline: StepPipeline | None = None  # of the last lease
+        self._waiter: ModelThread | None = None  # for outputs that come later
+        self._end_process = end_process or _end_process
 
     # ---- Sizes ------------------------------------------------------------------------------------------------------
 
@@ -124,118 +134,70 @@ class Worker:
         return self.thread.call(self._reset)
 
     def end(self) -> Future[None]:
-        """Throws away steps that have not started; done when the one that has is over."""
+        """Throws away steps that have not started; done when those that have are over."""
         self._epoch = 0
-        return self.thread.call(lambda: None)
+        return self.thread.call(self._settle)
 
     def answered(self) -> Future[None]:
         """Done when every step submitted so far has been answered."""
-        return self.thread.call(lambda: None)
+        return self.thread.call(self._settle)
+
+    def _settle(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.settle()
 
     def _reset(self) -> None:
         assert self._sizes is not None, "a lease before Initialize"
-        self._states = SequenceStates(
+        self._settle()
+        states = SequenceStates(
             self._sizes.max_num_seqs,
             self._sizes.max_model_len,
             self.config.block_size,
             self._sizes.num_device_blocks,
             self._sizes.num_host_blocks,
         )
-        self._last_step_id = 0
-        self._failed_step_id = None
+        self._pipeline = StepPipeline(
+            self._runner,
+            states,
+            self._sizes.max_num_batched_tokens,
+            self._when_here,
+            self._memory.give_back,
+            self._end_process,
+        )
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> tuple[int, int]:
         """Id of the step that runs and its age in ns; (0, 0) when none does."""
-        running = self._running
-        return (0, 0) if running is None else (running[0], time.perf_counter_ns() - running[1])
+        pipeline = self._pipeline
+        return (0, 0) if pipeline is None else pipeline.running
 
     def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
         """Runs a step after those before it; `deliver` gets the answer, on the model thread."""
-        self.thread.submit(lambda: self._answer(epoch, step, arrived_ns, deliver))
+        self.thread.submit(lambda: self._take(epoch, step, arrived_ns, deliver))
 
-    def _answer(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
+    def _take(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
         if epoch != self._epoch:
             return  # of a lease that has ended
-        timer = StepTimer(arrived_ns)
-        self._running = (step.step_id, time.perf_counter_ns())
-        try:
-            result = self._run(step, timer)
-        finally:
-            self._running = None
-        result.step_id = step.step_id
-        result.timings.CopyFrom(timer.timings())
-        deliver(result)
+        assert self._pipeline is not None, "a step before a lease"
+        self._pipeline.take(step, StepTimer(arrived_ns), deliver)
 
-    def _run(self, step: worker_pb2.Step, timer: StepTimer) -> worker_pb2.StepResult:
-        if self._is_skipped(step):
-            return worker_pb2.StepResult(status=worker_pb2.STEP_STATUS_SKIPPED)
-        states, rows, operated = self._states, None, False
-        assert states is not None, "a step before a lease"
-        try:
-            self._check_order(step)
-            states.apply_blocks(step, self._runner.operate)
-            operated = True
-            timer.end_phase("cache_ops_ns")
-            rows = states.apply_rows(step)
-            self._check_budget(rows)
-            return worker_pb2.StepResult(outputs=self._runner.run(states, rows, timer))
-        except Exception as error:
-            return self._fail(step, error, rows, operated)
+    def _when_here(self, launched: LaunchedStep, then: Callable[[], None]) -> None:
+        """Waits on a thread of its own, so that the model thread can launch what comes next."""
+        if self._waiter is None:
+            self._waiter = ModelThread("outputs")
 
-    def _is_skipped(self, step: worker_pb2.Step) -> bool:
-        if self._failed_step_id is None:
-            return False
-        if not step.HasField("resume_after") or step.resume_after != self._failed_step_id:
-            return True
-        self._failed_step_id = None
-        self._last_step_id = step.step_id - 1
-        return False
+        def wait() -> None:
+            with contextlib.suppress(Exception):  # it is raised again where the outputs are read
+                launched.wait()
+            self.thread.submit(then)
 
-    def _check_order(self, step: worker_pb2.Step) -> None:
-        if step.step_id != self._last_step_id + 1:
-            raise ProtocolError(f"step {step.step_id} after step {self._last_step_id}")
-        self._last_step_id = step.step_id
-
-    def _check_budget(self, rows: AppliedRows) -> None:
-        assert self._sizes is not None, "a step before Initialize"
-        num_tokens, most = int(rows.query_lens.sum()), self._sizes.max_num_batched_tokens
-        if num_tokens > most:
-            raise ProtocolError(f"step of {num_tokens} tokens, more than {most}")
-
-    def _fail(
-        self, step: worker_pb2.Step, error: Exception, rows: AppliedRows | None, operated: bool
-    ) -> worker_pb2.StepResult:
-        log.error("step failed", step=step.step_id, exc_info=error)
-        assert self._states is not None
-        if rows is not None:
-            self._states.roll_back(rows)
-        self._failed_step_id = step.step_id
-        code = _error_code(error)
-        if code == worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY:
-            self._memory.give_back()  # what the step had got before it failed
-        message = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
-        first_line = message.splitlines()[0]
-        return worker_pb2.StepResult(
-            status=worker_pb2.STEP_STATUS_FAILED,
-            error=worker_pb2.StepError(code=code, message=first_line, block_operations_applied=operated),
-        )
+        self._waiter.submit(wait)
 
 
-def _error_code(error: Exception) -> worker_pb2.StepErrorCode:
-    if isinstance(error, ProtocolError):
-        return worker_pb2.STEP_ERROR_CODE_PROTOCOL
-    return worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY if is_out_of_memory(error) else worker_pb2.STEP_ERROR_CODE_INTERNAL
-
-
-# What says so in words alone: torch's allocator on the CPU, cuBLAS, and Triton when it loads a kernel.
-_OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the device or the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+def _end_process() -> None:
+    """Nothing can be computed any more: whoever started this process starts another."""
+    log.critical("the device is lost")
+    sys.stderr.flush()
+    os._exit(1)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import decode, greedy, prefill, slots_u16, u32
 from worker_svc.errors import ProtocolError
-from worker_svc.input_batch import build_input_batch
+from worker_svc.input_batch import build_input_arrays
 from worker_svc.sequence_states import SequenceStates
 
 GIVEN, LAST = bytes([worker_pb2.ROW_INPUT_GIVEN_TOKENS]), bytes([worker_pb2.ROW_INPUT_LAST_SAMPLED])
@@ -460,7 +461,7 @@ def _num_calls(num_seqs: int) -> int:
     sys.setprofile(count)
     try:
         rows = states.apply(step).rows
-        batch = build_input_batch(states, rows, vocab_size=1000)
+        batch = build_input_arrays(states, rows, vocab_size=1000).to_device(torch.device("cpu"))
         states.record_samples(rows, np.zeros(num_seqs, np.int64))
     finally:
         sys.setprofile(None)
@@ -551,7 +552,7 @@ def tokens_equal(states: SequenceStates, slot: int, sequence: dict[str, Any]) ->
 
 def _check_batch(states: SequenceStates, rows: Any, plain: dict[int, dict[str, Any]]) -> None:
     """The input batch, token by token."""
-    batch = build_input_batch(states, rows, vocab_size=1000)
+    batch = build_input_arrays(states, rows, vocab_size=1000).to_device(torch.device("cpu"))
     attention = batch.attention
     token = 0
     for row, slot in enumerate(rows.slots.tolist()):

@@ -1,0 +1,120 @@
+"""The worker's own threads: one launches steps, another waits for outputs that come late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from protos import worker_pb2
+from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
+from worker_svc.config import WorkerConfig
+from worker_svc.model_runner import ModelRunner
+from worker_svc.worker import Worker
+
+CONFIG = WorkerConfig(device="cpu", block_size=4, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=0.001)
+
+
+class HeldOutputs:
+    """Outputs that arrive when the test lets them, or fail."""
+
+    is_late = True
+
+    def __init__(self) -> None:
+        self.may_arrive = threading.Event()
+        self.may_arrive.set()  # while the worker measures itself
+        self.error: Exception | None = None
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> HeldOutput:
+        return HeldOutput(self, tensors)
+
+
+class HeldOutput:
+    def __init__(self, outputs: HeldOutputs, tensors: Sequence[torch.Tensor]) -> None:
+        self._outputs, self._tensors = outputs, tensors
+
+    def wait(self) -> None:
+        assert self._outputs.may_arrive.wait(10)
+        if self._outputs.error is not None:
+            raise self._outputs.error
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return tuple(tensor.numpy() for tensor in self._tensors)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+class Run:
+    """A worker with a lease and held outputs."""
+
+    def __init__(self) -> None:
+        self.model, self.outputs, self.ends = FakeModel(), HeldOutputs(), threading.Event()
+        runner = ModelRunner(self.model, fake_config(), CONFIG.block_size, outputs=self.outputs)
+        self.worker = Worker(runner, CONFIG, end_process=self.ends.set)
+        self.worker.initialize(self.worker.bounds).result(10)
+        self.worker.begin(1).result(10)
+        self.outputs.may_arrive.clear()
+        self.num_forwards, self.results = self.model.num_forwards, list[worker_pb2.StepResult]()
+
+    def submit(self, *steps: worker_pb2.Step) -> None:
+        for step in steps:
+            self.worker.submit(1, step, time.perf_counter_ns(), self.results.append)
+
+    def launched(self, count: int) -> None:
+        eventually(lambda: self.model.num_forwards == self.num_forwards + count)
+
+
+def test_the_next_step_is_launched_while_outputs_are_waited_for() -> None:
+    run = Run()
+    run.submit(prefill(1, [[3]]), decode(2, [0]))
+    run.launched(2)
+    run.submit(decode(3, [0]))
+    run.launched(3)
+    assert run.results == [] and run.worker.running[0] == 1
+    run.outputs.may_arrive.set()
+    eventually(lambda: len(run.results) == 3)
+    assert [result.step_id for result in run.results] == [1, 2, 3]
+    first = next_token(3, 0)
+    assert [tokens_of(result) for result in run.results[:2]] == [[first], [next_token(first, 1)]]
+    timings = run.results[2].timings
+    assert timings.total_ns > timings.prepare_ns + timings.forward_ns + timings.sample_ns > 0
+
+
+def test_a_lease_ends_when_the_outputs_of_its_steps_are_here() -> None:
+    run = Run()
+    run.submit(prefill(1, [[3]]))
+    run.launched(1)
+    ended = run.worker.end()
+    assert not ended.done()
+    run.outputs.may_arrive.set()
+    ended.result(10)
+    assert run.worker.running == (0, 0)
+    run.submit(decode(2, [0]))
+    run.worker.begin(2).result(10)
+    assert run.model.num_forwards == run.num_forwards + 1
+
+
+def test_drained_means_answered() -> None:
+    run = Run()
+    run.submit(prefill(1, [[3]]), decode(2, [0]))
+    answered = run.worker.answered()
+    run.launched(2)
+    run.outputs.may_arrive.set()
+    answered.result(10)
+    assert len(run.results) == 2
+
+
+def test_a_lost_device_ends_the_process() -> None:
+    run = Run()
+    run.submit(prefill(1, [[3]]))
+    run.outputs.error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    run.outputs.may_arrive.set()
+    assert run.ends.wait(10) and run.results == []
