@@ -6,26 +6,37 @@ Each operation is a file of its own: formula, memory layout, kernel and launcher
 
 from __future__ import annotations
 
+from kernels.copy_blocks import copy_blocks
+from kernels.gelu import gelu, gelu_and_mul
+from kernels.layer_norm import layer_norm
 from kernels.reference import (
-    copy_blocks,
-    gelu,
-    gelu_and_mul,
-    layer_norm,
+    chunk_maxima,
+    draw_tokens,
+    kept_range,
     paged_attention,
+    penalize,
     reshape_and_cache,
-    rms_norm,
-    rotary,
-    silu_and_mul,
+    token_logprobs,
+    top_logits,
 )
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.silu_and_mul import silu_and_mul
 
 __all__ = [
+    "chunk_maxima",
     "copy_blocks",
+    "draw_tokens",
     "gelu",
     "gelu_and_mul",
+    "kept_range",
     "layer_norm",
     "paged_attention",
+    "penalize",
     "reshape_and_cache",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "token_logprobs",
+    "top_logits",
 ]
