@@ -64,6 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_inner": 131}),
     "gpt2-by-layer": ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}),
     "opt": ("OPTConfig", {"ffn_dim": 131}),
+    "opt-behind": ("OPTConfig", {"ffn_dim": 131, "do_layer_norm_before": False, "word_embed_proj_dim": 34}),
+    "opt-unnormed": ("OPTConfig", {"ffn_dim": 131, "_remove_final_layer_norm": True}),
     "opt-unbiased": ("OPTConfig", {"ffn_dim": 131, "enable_bias": False}),
     "bloom": ("BloomConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 50}),

@@ -167,7 +167,10 @@ def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
             "short_factor has 1 numbers, 6 are needed",
         ),
         ({"rope_scaling": 3}, "rope_scaling must be an object, not 3"),
-        ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before False is not"),
+        (
+            {"architectures": ["OPTForCausalLM"], "layer_norm_elementwise_affine": False},
+            "affine False is not supported",
+        ),
         ({"architectures": ["GPT2LMHeadModel"], "n_embd": 50, "n_head": 3}, "50 does not divide by 3 heads"),
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "a type for each of 2 layers"),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["x"] * 2}, "'x' is not"),

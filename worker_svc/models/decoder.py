@@ -15,8 +15,10 @@ from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.dense import dense
+from worker_svc.models.linear import take_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
-from worker_svc.models.norm import take_norm
+from worker_svc.models.norm import NoNorm, Norm, take_norm
+from worker_svc.models.norm_behind import NormBehindLayer
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.weights import Weights
 
@@ -30,7 +32,12 @@ class Decoder:
         kernels = kernels_for(device)
         # Older files lack the first base: the one under which the embedding is found is that of all.
         base = next((base for base in names.bases if weights.has(f"{base}{names.embedding}.weight")), names.bases[0])
-        self._embedding = weights.take(f"{base}{names.embedding}.weight", config.vocab_size, hidden)
+        width = style.embedding_size or hidden
+        self._embedding = weights.take(f"{base}{names.embedding}.weight", config.vocab_size, width)
+        self._project_in, self._project_out = None, None
+        if style.embedding_size:
+            self._project_in = take_linear(weights, [base + names.project_in], [hidden], width)
+            self._project_out = take_linear(weights, [base + names.project_out], [width], hidden)
         self._positions = None
         if style.positions == "learned":
             num_rows = config.style.learned_offset + config.max_positions
@@ -40,28 +47,31 @@ class Decoder:
             self._embedding_norm = take_norm(config, weights, base + names.embedding_norm, hidden, kernels)
         slopes = alibi_slopes(config.num_heads, device) if style.positions == "alibi" else None
         self._rotary_tables = [rotary_table(rope, config.max_model_len, device) for rope in style.ropes]
-        self._layers = []
+        self._layers: list[DecoderLayer] = []
+        layer_class = NormBehindLayer if style.are_norms_behind else DecoderLayer
         for i in range(config.num_layers):
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
-            self._layers.append(DecoderLayer(config, weights, prefix, i, cos_sin, slopes, kernels))
-        self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)
+            self._layers.append(layer_class(config, weights, prefix, i, cos_sin, slopes, kernels))
+        self._norm: Norm = NoNorm()
+        if names.final_norm:
+            self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)
         if config.tie_word_embeddings:
             weights.ignore(f"{names.head}.weight")
             head = self._embedding
         else:
-            head = weights.take(f"{names.head}.weight", config.vocab_size, hidden)
+            head = weights.take(f"{names.head}.weight", config.vocab_size, width)
         self._head = dense(head)
 
     @property
     def weights_bytes(self) -> int:
         """Bytes that the weights occupy; a tied embedding counts twice where the head is a packed copy of it."""
         tensors = [self._embedding, *self._rotary_tables, *([] if self._positions is None else [self._positions])]
-        norms = [self._norm, *([self._embedding_norm] if self._embedding_norm else [])]
+        parts = [self._norm, self._embedding_norm, self._project_in, self._project_out]
         return (
             sum(tensor.nbytes for tensor in tensors)
-            + sum(norm.weight_bytes for norm in norms)
+            + sum(part.weight_bytes for part in parts if part is not None)
             + self._head.weight_bytes
             + sum(layer.weights_bytes for layer in self._layers)
         )
@@ -97,6 +107,8 @@ class Decoder:
         embedded = functional.embedding(token_ids, self._embedding)
         if style.embedding_scale != 1.0:  # rounded to the model's type first, as it was in training
             embedded *= torch.tensor(style.embedding_scale, dtype=embedded.dtype)
+        if self._project_in is not None:
+            embedded = self._project_in(embedded)
         if self._positions is not None:
             embedded += functional.embedding(positions + style.learned_offset, self._positions)
         if self._embedding_norm:
@@ -110,6 +122,8 @@ class Decoder:
             rows = rows.repeat(2)
         hidden = residual[rows]
         self._norm(hidden, update[rows], residual=residual[rows])
+        if self._project_out is not None:
+            hidden = self._project_out(hidden)
         logits = self._head(hidden)[:num_rows].float()
         if cap := self.config.style.logit_soft_cap:
             logits.div_(cap).tanh_().mul_(cap)

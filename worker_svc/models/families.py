@@ -186,10 +186,9 @@ def gpt2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 def opt(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     hidden, num_heads = raw.integer("hidden_size", 768), raw.integer("num_attention_heads", 12)
-    _only(raw, "do_layer_norm_before", True)
-    _only(raw, "_remove_final_layer_norm", False)
     _only(raw, "layer_norm_elementwise_affine", True)
-    _only(raw, "word_embed_proj_dim", hidden)
+    is_before, embedding_size = raw.flag("do_layer_norm_before", True), raw.integer("word_embed_proj_dim", hidden)
+    has_final_norm = is_before and not raw.flag("_remove_final_layer_norm")
     sizes = Sizes(
         hidden_size=hidden,
         intermediate_size=raw.integer("ffn_dim", 3072),
@@ -202,9 +201,10 @@ def opt(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     )
     bias = raw.flag("enable_bias", True)
     return sizes, DecoderStyle(
-        names=names.OPT,
+        names=names.OPT if has_final_norm else replace(names.OPT, final_norm=""),
         norm="layer",
         norm_eps=1e-5,
+        are_norms_behind=not is_before,
         qkv_bias=bias,
         attention_out_bias=bias,
         mlp_bias=bias,
@@ -212,6 +212,7 @@ def opt(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
         is_gated=False,
         positions="learned",
         learned_offset=2,
+        embedding_size=embedding_size if embedding_size != hidden else 0,
     )
 
 

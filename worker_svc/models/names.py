@@ -32,7 +32,9 @@ class Names:
     expert: str = "mlp.experts.{}."
     expert_in: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_out: str = "down_proj"
-    final_norm: str = "norm"
+    final_norm: str = "norm"  # empty: none
+    project_in: str = "project_in"  # of an embedding of another size than the layers'
+    project_out: str = "project_out"
     head: str = "lm_head"
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)  # whole names; of old files, and computed here
     is_transposed: bool = False  # whether products within layers are stored [in, out]

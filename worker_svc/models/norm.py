@@ -43,6 +43,15 @@ class LayerNorm:
         self._kernel(out, x, self._weight, self._bias, eps=self._eps, residual=residual)
 
 
+class NoNorm:
+    """Adds, and leaves the sum as it is."""
+
+    weight_bytes = 0
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        out.copy_(x if residual is None else residual.add_(x))
+
+
 def take_norm(config: ModelConfig, weights: Weights, name: str, size: int, kernels: ModuleType) -> Norm:
     """The norm over `size` elements whose weights the checkpoint has under `name`."""
     style, weight = config.style, weights.take(f"{name}.weight", size)

@@ -30,6 +30,7 @@ class DecoderStyle:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_weight_offset: float = 0.0  # added to the weights of norms
+    are_norms_behind: bool = False  # whether attention and MLP see the residual as it is, and their sums are normed
     has_head_norms: bool = False  # whether each head's query and key are normed before they are turned
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -47,6 +48,7 @@ class DecoderStyle:
     attention_soft_cap: float = 0.0  # 0: none
     logit_soft_cap: float = 0.0
     embedding_scale: float = 1.0
+    embedding_size: int = 0  # 0: that of the layers; else embeddings are projected to it, and back before the head
 
     def window(self, layer: int) -> int:
         """Tokens that this layer sees at most; 0: all."""

@@ -1,0 +1,27 @@
+"""One layer of a decoder whose norms stand behind the sums, as in the first Transformer (Vaswani et al. 2017,
+arXiv:1706.03762); of the models here, OPT-350m's.
+
+    residual = norm(residual + attention(residual))
+    residual = norm(residual + mlp(residual))
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+
+
+class NormBehindLayer(DecoderLayer):
+    """Hands on an update of nothing: a sum cannot wait for the next norm where that norm is its own layer's."""
+
+    def __call__(
+        self, update: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
+    ) -> torch.Tensor:
+        step.normed.copy_(step.residual)
+        self._attend(key_cache, value_cache, step)
+        self._input_norm(step.normed, self._attention_out(step.attended), step.residual)
+        step.residual.copy_(step.normed)
+        self._mlp_norm(step.normed, self._mlp(step.normed), step.residual)
+        step.residual.copy_(step.normed)
+        return update
