@@ -19,11 +19,13 @@ SERVED = [
     "qwen3-moe",
     "phi3",
     "starcoder2",
+    "stablelm",
     "gemma",
     "gemma2",
     "gemma3",
     "gpt2",
     "opt",
+    "opt-behind",
     "bloom",
 ]  # Llama is what all other tests serve
 MAX_TOKENS = 20

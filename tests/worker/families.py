@@ -49,6 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.6}, "sliding_window": 40},
     ),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 25}),
+    "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.4}),
+    "stablelm-biased": ("StableLmConfig", {"use_qkv_bias": True, "num_key_value_heads": 6, "layer_norm_eps": 1e-2}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma2": ("Gemma2Config", {"head_dim": 12, "sliding_window": 25, "query_pre_attn_scalar": 9}),
     "gemma3": (

@@ -84,6 +84,17 @@ def test_yarn_may_be_asked_for_the_length_that_it_stretches_to(tmp_path: Path) -
     torch.testing.assert_close(got, expected_logits(folder, [sequence])[0], rtol=1e-4, atol=1e-4)
 
 
+def test_dynamic_rope_may_be_asked_for_the_length_that_it_grows_to(tmp_path: Path) -> None:
+    """All sequences then take the frequencies of that length, as those of transformers do that are as long."""
+    folder = make_family("llama-dynamic", tmp_path / "model")
+    assert load(folder).config.max_model_len == 256
+    sequence = tokens(400)
+    got = Stepper(load(folder, max_model_len=400), [sequence]).step({0: (0, 400)})[0]
+    torch.testing.assert_close(got, expected_logits(folder, [sequence])[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelError, match="max_model_len 513 is not within 1 and 512"):
+        load(folder, max_model_len=513)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "opt"])
 def test_files_without_the_name_of_the_base_are_read(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file

@@ -174,6 +174,7 @@ def test_the_hash_follows_config_and_weights(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"], "n_embd": 50, "n_head": 3}, "50 does not divide by 3 heads"),
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "a type for each of 2 layers"),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["x"] * 2}, "'x' is not"),
+        ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "only False; try --model-impl transformers"),
         ({"eos_token_id": "two"}, "eos_token_id must be a token id"),
     ],
 )

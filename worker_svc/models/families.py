@@ -119,6 +119,14 @@ def starcoder2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     )
 
 
+def stablelm(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    _only(raw, "use_parallel_residual", False)
+    _only(raw, "qk_layernorm", False)
+    raw = raw.merged(num_key_value_heads=32, partial_rotary_factor=0.25)
+    sizes, bias = _sizes(raw), raw.flag("use_qkv_bias")
+    return sizes, _style(raw, sizes, norm="layer", norm_eps=raw.number("layer_norm_eps", 1e-5), qkv_bias=bias)
+
+
 def gemma(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
     return _gemma(raw, num_key_value_heads=16)
 
@@ -252,6 +260,7 @@ FAMILIES: dict[str, Read] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Phi3ForCausalLM": phi3,
     "Starcoder2ForCausalLM": starcoder2,
+    "StableLmForCausalLM": stablelm,
     "GemmaForCausalLM": gemma,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -323,7 +332,7 @@ def _head_size(raw: RawConfig, hidden: int, num_heads: int) -> int:
 
 def _only(raw: RawConfig, key: str, accepted: Any) -> None:
     if raw.get(key, accepted) not in (accepted, None):
-        raise raw.error(f"{key} {raw.get(key)!r} is not supported, only {accepted!r}")
+        raise raw.error(f"{key} {raw.get(key)!r} is not supported, only {accepted!r}; try --model-impl transformers")
 
 
 def _same_windows(raw: RawConfig, sizes: Sizes, default: int | None) -> tuple[int, ...]:

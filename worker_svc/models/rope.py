@@ -3,11 +3,12 @@
 Angles are `position * frequency[i]`, frequency[i] = theta^(-2 i / size) (Su et al. 2021, arXiv:2104.09864). To reach
 beyond the length of training, `linear` divides all frequencies; `llama3` (Llama 3.1 report, arXiv:2407.21783) those of
 long wavelengths; `yarn` (Peng et al. 2023, arXiv:2309.00071) too, blended by rotations within the trained length, and
-scales cosines and sines; `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each by a factor of its own.
+scales cosines and sines; `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each by a factor of its own; `dynamic`
+raises theta with the length ("NTK-aware", described in section 3.1 of YaRN).
 
 `dynamic` and `longrope` change their frequencies with the length of a sequence, which keys that are in a cache already
-do not follow. So `dynamic` serves lengths that leave the frequencies as they were trained, and `longrope` takes its
-factors by the longest sequence that is admitted: short ones unless a longer `max_model_len` is asked for.
+do not follow. So both go by the longest sequence that is admitted: as trained, unless a longer `max_model_len` is asked
+for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Rope:
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    # For llama3, yarn, longrope: the length of training in tokens.
+    # For llama3, yarn, longrope, dynamic: the length of training in tokens.
     original_max_position_embeddings: int = 0
     # For llama3: wavelengths beyond original / low_freq_factor are divided by `factor`, those within
     # original / high_freq_factor are kept, those between are blended.
@@ -54,7 +55,7 @@ class Rope:
 
     def longest(self, max_positions: int) -> int:
         """The most tokens in a sequence that may be asked for."""
-        if self.kind == "yarn":
+        if self.kind in ("yarn", "dynamic"):
             return max(max_positions, int(self.factor * self.original_max_position_embeddings))
         return max_positions
 
@@ -80,13 +81,15 @@ def rope_from(
     kind = (kind_aliases or {}).get(kind, kind)
     if kind not in KINDS:
         raise raw.error(f"rope type {kind!r} is not supported; known: {', '.join(KINDS)}")
-    if kind in ("default", "dynamic"):
+    if kind == "default":
         return Rope(size, theta, kind)
-    if kind in ("linear", "llama3") and "factor" not in parameters:
+    if kind in ("linear", "llama3", "dynamic") and "factor" not in parameters:
         raise raw.error(f"rope type {kind} lacks 'factor'")
     if kind == "linear":
         return Rope(size, theta, kind, parameters.number("factor"))
     longest = raw.integer("max_position_embeddings")
+    if kind == "dynamic":
+        return Rope(size, theta, kind, parameters.number("factor"), longest)
     original = raw.integer(
         "original_max_position_embeddings", parameters.integer("original_max_position_embeddings", longest)
     )
@@ -136,6 +139,11 @@ def _stretched(frequencies: torch.Tensor, rope: Rope, max_model_len: int) -> tor
         # 0 where a wavelength is too long to be kept, 1 where it is kept, a blend between.
         kept = ((rope.original_max_position_embeddings / wavelengths - low) / (high - low)).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / rope.factor)
+    if rope.kind == "dynamic" and max_model_len > (trained := rope.original_max_position_embeddings):
+        share = torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size
+        # theta times this ^ (size / (size - 2)), with which the lowest frequency is divided by all of it.
+        stretch = rope.factor * max_model_len / trained - (rope.factor - 1)
+        return frequencies * stretch ** (-share * rope.size / (rope.size - 2))
     if rope.kind == "yarn":
         return _yarn(frequencies, rope)
     if rope.kind == "longrope":
