@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_alike, check_contiguous, check_rows
+from kernels.products import segment_sum
 from kernels.variant import Variant
 
 _WANTED_PROGRAMS = 128  # as many as a large GPU runs at once, with one on each of its processors
@@ -92,41 +93,16 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     mask = (row < count)[:, None] & (column < OUTPUTS)[None, :]
     if IS_SPLIT:
         segment = tl.program_id(1)
-        total = _segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
+        total = segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
         out += segment.to(tl.int64) * count * OUTPUTS
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for segment in range(SEGMENTS):
-            total += _segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
+            total += segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
         if HAS_BIAS:
             total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask)
-
-
-@triton.jit
-def _segment_sum(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    segment,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SEGMENT: tl.constexpr,
-):
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = segment * SEGMENT
-    for start in range(first, tl.minimum(first + SEGMENT, SIZE), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        if SIZE % BLOCK_K == 0:
-            a = tl.load(x + k[None, :])
-            b = tl.load(weight + k[:, None])
-        else:
-            a = tl.load(x + k[None, :], k[None, :] < SIZE, 0.0)
-            b = tl.load(weight + k[:, None], k[:, None] < SIZE, 0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    return total
 
 
 @triton.jit(do_not_specialize=["count"])

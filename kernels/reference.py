@@ -170,6 +170,25 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
     out.copy_(torch.nn.functional.linear(x.to(compute), weight.to(compute), None if bias is None else bias.to(compute)))
 
 
+def grouped_matmul(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """out[i] = weights[e] x[rows[i]] for every expert e and its starts[e] <= i < starts[e + 1]: a mixture's products.
+
+    x [T, n]; weights [num_experts, m, n]; starts i32[num_experts + 1], from 0 to R in ascending order; rows i64[R],
+    None: rows of x are in the experts' order already; out [R, m].
+    """
+    compute = _compute_dtype(x)
+    for expert, weight in enumerate(weights):
+        of_expert = slice(int(starts[expert]), int(starts[expert + 1]))
+        chosen = x[of_expert] if rows is None else x[rows[of_expert]]
+        out[of_expert] = (chosen.to(compute) @ weight.to(compute).T).to(out.dtype)
+
+
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """out = silu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
