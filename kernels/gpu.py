@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from kernels.copy_blocks import copy_blocks
 from kernels.gelu import gelu, gelu_and_mul
+from kernels.grouped_matmul import grouped_matmul
 from kernels.layer_norm import layer_norm
+from kernels.matmul import matmul
 from kernels.reference import (
     chunk_maxima,
     draw_tokens,
@@ -29,8 +31,10 @@ __all__ = [
     "draw_tokens",
     "gelu",
     "gelu_and_mul",
+    "grouped_matmul",
     "kept_range",
     "layer_norm",
+    "matmul",
     "paged_attention",
     "penalize",
     "reshape_and_cache",

@@ -17,6 +17,7 @@ import torch
 from worker_svc.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.experts import Experts
+from worker_svc.models.grouped_experts import GroupedExperts, take_grouped_experts
 from worker_svc.models.linear import take_linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, take_norm
@@ -135,7 +136,9 @@ class DecoderLayer:
         )
 
 
-def _take_mlp(config: ModelConfig, weights: Weights, prefix: str, index: int, kernels: ModuleType) -> Mlp | Experts:
+def _take_mlp(
+    config: ModelConfig, weights: Weights, prefix: str, index: int, kernels: ModuleType
+) -> Mlp | Experts | GroupedExperts:
     style, names, hidden = config.style, config.style.names, config.hidden_size
 
     def mlp(prefix: str, inner: tuple[str, ...], outer: str, size: int) -> Mlp:
@@ -151,6 +154,8 @@ def _take_mlp(config: ModelConfig, weights: Weights, prefix: str, index: int, ke
     if style.experts is None or not style.experts.is_sparse[index]:
         return mlp(prefix, names.mlp_in, names.mlp_out, config.intermediate_size)
     router = take_linear(weights, [prefix + names.router], [style.experts.num_experts], hidden)
+    if hasattr(kernels, "grouped_matmul"):
+        return take_grouped_experts(config, weights, prefix, router, style.experts, kernels)
     experts = [
         mlp(prefix + names.expert.format(i), names.expert_in, names.expert_out, style.experts.intermediate_size)
         for i in range(style.experts.num_experts)

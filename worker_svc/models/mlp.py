@@ -21,7 +21,7 @@ class Mlp:
     def __init__(self, inner: Linear, outer: Linear, style: DecoderStyle, kernels: ModuleType) -> None:
         """`inner` gives [T, n], or, gated, [T, 2 n]: gate, then up; `outer` takes [T, n]."""
         self._inner, self._outer = inner, outer
-        self._activate = _activation(style, kernels)
+        self._activate = activation(style, kernels)
         self._is_gated = style.is_gated
 
     @property
@@ -35,7 +35,7 @@ class Mlp:
         return self._outer(activated)
 
 
-def _activation(style: DecoderStyle, kernels: ModuleType) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def activation(style: DecoderStyle, kernels: ModuleType) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """(out, x) of the style's kind; without a gate `out` may be `x`. Raises ModelError for a kind without a kernel."""
 
     def relu(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,0 +1,68 @@
+"""A mixture of experts in one launch a product gives what it gives expert by expert."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import cpu, gpu
+from tests.kernels.device import DEVICE, IS_INTERPRETED
+from tests.worker.test_cache_engine import CONFIG
+from worker_svc.models.decoder_layer import _take_mlp
+from worker_svc.models.experts import Experts
+from worker_svc.models.grouped_experts import GroupedExperts
+from worker_svc.models.names import MIXTRAL
+from worker_svc.models.style import DecoderStyle, ExpertStyle
+from worker_svc.models.weights import DummyWeights
+
+# The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+class NamedWeights(DummyWeights):
+    """Random numbers that follow from a tensor's name, whenever and for whatever device it is taken."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(torch.float32, torch.device("cpu"), 0)
+        self._device = torch.device(device)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        self._generator.manual_seed(zlib.crc32(name.encode()))
+        return super().take(name, *shape)
+
+
+def mixtures(num_chosen: int, is_normalized: bool) -> tuple[Experts, GroupedExperts]:
+    """Of the same weights."""
+    experts = ExpertStyle(5, num_chosen, 18, is_normalized, is_sparse=(True,) * 3)
+    config = replace(CONFIG, style=DecoderStyle(names=MIXTRAL, experts=experts))
+    one_by_one = _take_mlp(config, NamedWeights("cpu"), "layer.", 0, cpu)
+    grouped = _take_mlp(config, NamedWeights(DEVICE), "layer.", 0, gpu)
+    assert isinstance(one_by_one, Experts) and isinstance(grouped, GroupedExperts)
+    return one_by_one, grouped
+
+
+@pytest.mark.parametrize("num_tokens", [2, 37])
+@pytest.mark.parametrize(("num_chosen", "is_normalized"), [(1, False), (2, True), (5, False)])
+def test_both_ways_agree(num_tokens: int, num_chosen: int, is_normalized: bool) -> None:
+    one_by_one, grouped = mixtures(num_chosen, is_normalized)
+    x = 100 * torch.randn(num_tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected, out = one_by_one(x), grouped(x.to(DEVICE)).cpu()
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
+    assert grouped.weight_bytes == grouped._router.weight_bytes + 5 * (2 * 18 * 30 + 30 * 18) * 4
+
+
+def test_a_row_is_the_same_in_any_company() -> None:
+    """Where the interpreter's products are: it multiplies in numpy, whose sums depend on a row's place in the tile."""
+    _, grouped = mixtures(2, True)
+    x = torch.randn(40, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    whole = grouped(x)
+    for row in (0, 17, 39):
+        few = grouped(x[[row, 0]])[0]
+        if IS_INTERPRETED:
+            torch.testing.assert_close(few, whole[row], rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+        else:
+            assert torch.equal(few, whole[row])
