@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.int8_weight import GROUP, unpack_int8
 from kernels.reference_sampling import CHUNK_SIZE as CHUNK_SIZE
 from kernels.reference_sampling import chunk_maxima as chunk_maxima
 from kernels.reference_sampling import draw_tokens as draw_tokens
@@ -207,6 +208,29 @@ def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
     Approximately: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, what most models were trained with.
     """
     out.copy_(_gelu(x.to(_compute_dtype(x)), is_approximate))
+
+
+def int8_linear(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """out = x W^T + bias with W[o, i] = scale[o] * q[o, i] of eight bits, and x quantised row by row to eight, too.
+
+        out[t, o] = scale[o] * sum_g step[t, g] * (sum_{i in g} p[t, i] q[o, i]) + bias[o]
+        step[t, g] = max_{i in g} |x[t, i]| / 127,   p[t, i] = round(x[t, i] * (127 / max_{i in g} |x[t, i]|))
+
+    where group g is the inputs 32 g to 32 g + 31 (Dettmers et al. 2022, arXiv:2208.07339, with finer steps). A group
+    below 1e-30 counts as zeros; a row that holds NaN or an infinity becomes NaN. x [T, in]; out [T, out]; weight as
+    `kernels.int8_weight` packs q; scale and bias f32[out]. p is made in float32, the rest is summed in float64.
+    """
+    num_out, num_in = scale.shape[0], x.shape[1]
+    groups = torch.nn.functional.pad(x.float(), (0, -num_in % GROUP)).unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    is_zero = largest < 1e-30
+    quantized = (groups * (127 / largest)).masked_fill(is_zero, 0).round()
+    step = (largest / 127).masked_fill(is_zero, 0).masked_fill(largest.isinf(), torch.nan)
+    rounded = (quantized.double() * step.double()).flatten(1)[:, :num_in]
+    product = rounded @ (unpack_int8(weight, num_out, num_in).double() * scale.double()[:, None]).T
+    out.copy_(product if bias is None else product + bias.double())
 
 
 def _gelu(x: torch.Tensor, is_approximate: bool) -> torch.Tensor:

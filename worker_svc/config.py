@@ -47,6 +47,12 @@ class WorkerConfig:
     trust_remote_code: bool = option(False, "run Python code that lies in the model's folder")
     seed: int = option(0, "of the random weights that --load-format dummy makes")
     dtype: str = option("auto", "of weights and what is computed; auto takes the checkpoint's own", metavar="DTYPE")
+    quantization: str = option(
+        "none",
+        "int8: products with weights of eight bits and activations quantised as they come, on a CPU; quantised at the "
+        "first start and kept in the cache",
+        choices=("none", "int8"),
+    )
     kv_cache_dtype: str = option(
         "auto", "of keys and values in the cache; auto: as dtype", choices=("auto", "float32", "float16", "bfloat16")
     )

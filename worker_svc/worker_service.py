@@ -63,6 +63,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             eos_token_ids=config.eos_token_ids,
             max_logprobs=config.vocab_size,
             kv_cache_dtype=self._cache_dtype(),
+            quantization=config.quantization,
         )
 
     def _cache_dtype(self) -> str:

@@ -35,6 +35,7 @@ def warm_up(dtype: torch.dtype) -> None:
     )
     cpu.rms_norm(torch.empty(2, 4, dtype=dtype), out[0], torch.ones(4, dtype=dtype), eps=1e-5)
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), out[0])
+    cpu.int8_linear(out[0], out[0], torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(4))
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 

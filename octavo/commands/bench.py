@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|steps|kernels")
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
+    offline.add_argument("--quantization", default="none", choices=("none", "int8"), help="(default: none)")
     serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
     serve.add_argument("--streams", type=_counts, metavar="N[,N...]", help="default: one a request, at most 64")
     serve.add_argument(
@@ -91,7 +92,7 @@ def _offline(arguments: argparse.Namespace) -> list[Figures]:
     from octavo.bench import offline, workloads
     from octavo.llm import LLM
 
-    with LLM(model=arguments.model) as llm:
+    with LLM(model=arguments.model, quantization=arguments.quantization) as llm:
         vocab_size = llm.get_tokenizer().vocab_size
         workload = _workload(arguments, vocab_size)
         offline.run(llm, workloads.warm_up(vocab_size))

@@ -13,30 +13,33 @@ from pathlib import Path
 
 import numpy as np
 
+_NUMBERS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
+
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A float32 tensor that is known by shape and made when its turn comes."""
+    """A tensor that is known by shape and made when its turn comes."""
 
     name: str
     shape: tuple[int, ...]
-    load: Callable[[], np.ndarray]  # float32 of `shape`
+    load: Callable[[], np.ndarray]  # of `shape`
+    dtype: str = "F32"  # a key of `_NUMBERS`
 
 
 def write_safetensors(path: Path, tensors: Iterable[PendingTensor]) -> None:
-    """Write `tensors` as float32. Raises ValueError when one is not of the shape it announced."""
+    """Write `tensors`. Raises ValueError when one is not of the shape it announced."""
     tensors = list(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + 4 * int(np.prod(tensor.shape, dtype=np.int64))
-        header[tensor.name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start, end = end, end + _NUMBERS[tensor.dtype].itemsize * int(np.prod(tensor.shape, dtype=np.int64))
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            data = np.ascontiguousarray(tensor.load(), dtype="<f4")
+            data = np.ascontiguousarray(tensor.load(), dtype=_NUMBERS[tensor.dtype])
             if data.shape != tensor.shape:
                 raise ValueError(f"tensor {tensor.name} has shape {data.shape}, not {tensor.shape}")
             file.write(data.data)

@@ -49,6 +49,7 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
+    quantization: str = ""  # of the weights of products: int8; empty: none
 
     @property
     def weights_bytes(self) -> int:
@@ -60,7 +61,8 @@ class ModelConfig:
         if experts:
             inner += num_sparse * experts.num_experts * experts.intermediate_size
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
-        return (2 * self.vocab_size * self.hidden_size + layers) * self.dtype.itemsize
+        table = self.vocab_size * self.hidden_size
+        return table * self.dtype.itemsize + (table + layers) * (1 if self.quantization else self.dtype.itemsize)
 
     @classmethod
     def from_folder(
@@ -71,6 +73,7 @@ class ModelConfig:
         device: str = "cpu",
         impl: str = "auto",
         trust_remote_code: bool = False,
+        quantization: str = "",
     ) -> ModelConfig:
         """Read a Hugging Face folder.
 
@@ -84,8 +87,8 @@ class ModelConfig:
             raise ModelError(f"model folder {folder} does not exist")
         raw = RawConfig.read(folder / "config.json")
         generation = RawConfig.read(folder / "generation_config.json", required=False)
-        if quantization := raw.part("quantization_config"):
-            method = quantization.get("quant_method", "quantization_config")
+        if quantized := raw.part("quantization_config"):
+            method = quantized.get("quant_method", "quantization_config")
             raise raw.error(f"weights quantised by {method!r} are not supported")
         architecture, impl = _architecture(raw, impl)
         if impl == "octavo":
@@ -111,6 +114,7 @@ class ModelConfig:
             model_name=folder.resolve().name,
             model_hash=_model_hash(folder),
             impl=impl,
+            quantization=quantization,
         )
 
 

@@ -14,8 +14,7 @@ from worker_svc.attention import AttentionMetadata
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
-from worker_svc.models.dense import dense
-from worker_svc.models.linear import take_linear
+from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.norm_behind import NormBehindLayer
@@ -59,10 +58,11 @@ class Decoder:
             self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)
         if config.tie_word_embeddings:
             weights.ignore(f"{names.head}.weight")
-            head = self._embedding
+            self._head = tied_linear(weights, names.head, self._embedding)
         else:
-            head = weights.take(f"{names.head}.weight", config.vocab_size, width)
-        self._head = dense(head)
+            self._head = take_linear(weights, [names.head], [config.vocab_size], width)
+        # One row may round differently from the same row among others: see FloatLinear, which experts are chosen by.
+        self._least_rows = 1 if config.quantization and style.experts is None else 2
 
     @property
     def weights_bytes(self) -> int:
@@ -88,7 +88,7 @@ class Decoder:
     ) -> torch.Tensor:
         """See `Model.forward`."""
         num_tokens = token_ids.shape[0]
-        if num_tokens == 1:  # one row may round differently from the same row among others: see FloatLinear
+        if num_tokens < self._least_rows:
             token_ids, positions = token_ids.repeat(2), positions.repeat(2)
         residual = self._embed(token_ids, positions)
         attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
@@ -118,7 +118,7 @@ class Decoder:
     def _logits(self, residual: torch.Tensor, update: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """f32[R, vocab_size] of the named rows; only those are normed and multiplied by the head."""
         num_rows = rows.shape[0]
-        if num_rows == 1:
+        if 0 < num_rows < self._least_rows:
             rows = rows.repeat(2)
         hidden = residual[rows]
         self._norm(hidden, update[rows], residual=residual[rows])

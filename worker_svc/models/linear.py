@@ -31,12 +31,20 @@ def take_linear(
     is_biased: bool = False,
     is_transposed: bool = False,
     num_turns: int = 1,
+    is_exact: bool = False,
 ) -> Linear:
     """One product whose outputs are parts of these sizes: the checkpoint has each under its name, or all under one.
 
     `is_transposed`: stored [in, out], all under one name. `num_turns`: stored as so many equal shares of the first
-    part, the second, ..., and again, as one head's query, key and value may lie before the next one's.
+    part, the second, ..., and again, as one head's query, key and value may lie before the next one's. `is_exact`:
+    never quantised.
     """
+    store = weights.int8
+    if store is not None and (found := store.find(names[0], sum(sizes), in_features)) is not None:
+        for name in names:
+            weights.ignore(f"{name}.weight")
+            weights.ignore(f"{name}.bias")
+        return found
     whole = [sum(sizes)] if len(names) == 1 else sizes
 
     def in_order(x: torch.Tensor) -> torch.Tensor:
@@ -51,4 +59,12 @@ def take_linear(
     else:
         weight = weights.take_parts([f"{name}.weight" for name in names], whole, in_features)
     bias = in_order(weights.take_parts([f"{name}.bias" for name in names], whole)) if is_biased else None
-    return dense(in_order(weight), bias)
+    weight = in_order(weight)
+    return dense(weight, bias) if store is None or is_exact else store.make(names[0], weight, bias)
+
+
+def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
+    """A product with a matrix that has been taken for something else."""
+    if weights.int8 is None:
+        return dense(weight)
+    return weights.int8.find(name, *weight.shape) or weights.int8.make(name, weight)

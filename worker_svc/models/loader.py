@@ -12,6 +12,7 @@ from worker_svc.memory import GIB, available_bytes
 from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
@@ -66,13 +67,15 @@ def load_model(
             f"too little memory for {config.model_name}: its weights take {config.weights_bytes / GIB:.3g} GiB, "
             f"{free_bytes / GIB:.3g} GiB are free"
         )
+    if config.quantization:
+        check_quantization(config, device)
     if config.impl == "transformers":
         from worker_svc.models.transformers_model import TransformersModel
 
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
-        weights = DummyWeights(config.dtype, device, seed)
+        weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
     else:
         weights = _checkpoint(Path(folder), config, device, load_format)
     try:
@@ -81,7 +84,20 @@ def load_model(
     except torch.OutOfMemoryError:
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
+    if weights.int8 is not None:
+        weights.int8.finish()
     return model
+
+
+def check_quantization(config: ModelConfig, device: torch.device) -> None:
+    """Raises ModelError where products cannot be of eight bits."""
+    if device.type != "cpu":
+        raise ModelError(f"quantization {config.quantization} is computed on a CPU alone: --device cpu, not {device}")
+    if config.impl == "transformers":
+        raise ModelError(
+            f"quantization {config.quantization} is for the families that Octavo computes itself; "
+            f"{config.architecture} is computed by transformers"
+        )
 
 
 def _checkpoint(folder: Path, config: ModelConfig, device: torch.device, load_format: str) -> CheckpointWeights:
@@ -89,4 +105,5 @@ def _checkpoint(folder: Path, config: ModelConfig, device: torch.device, load_fo
         load_format = detect_format(folder)
     paths = checkpoint_paths(folder, load_format)
     progress = LoadProgress(config.model_name, sum(path.stat().st_size for path in paths))
-    return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress)
+    store = Int8Store.of_model(config) if config.quantization else None
+    return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)

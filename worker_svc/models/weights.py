@@ -14,12 +14,15 @@ import torch
 
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
+from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.stored_tensor import StoredTensor, num_bytes
 
 
 class Weights(Protocol):
     """Tensors by name, each to be taken once."""
+
+    int8: Int8Store | None  # what keeps products in eight bits; None: they stay in the model's dtype
 
     def has(self, name: str) -> bool:
         """Whether this tensor can be taken."""
@@ -41,8 +44,15 @@ class CheckpointWeights:
     """The tensors of one folder's files; see `checkpoint_files` for what opens them."""
 
     def __init__(
-        self, folder: Path, tensors: Tensors, dtype: torch.dtype, device: torch.device, progress: LoadProgress
+        self,
+        folder: Path,
+        tensors: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: LoadProgress,
+        int8: Int8Store | None = None,
     ) -> None:
+        self.int8 = int8
         self._folder, self._left = folder, tensors
         self._dtype, self._device, self._progress = dtype, device, progress
 
@@ -88,7 +98,8 @@ class DummyWeights:
     checkpoint. A GPU draws its own, since billions of them take a minute on one core.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, int8: Int8Store | None = None) -> None:
+        self.int8 = int8
         self._dtype, self._device = dtype, device
         self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
         self._generator = torch.Generator(self._drawn_on).manual_seed(seed)

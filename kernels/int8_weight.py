@@ -1,0 +1,45 @@
+"""Weights of eight bits: how they are quantised, and the layout that the products read them in.
+
+    w[o, i] ~ scale[o] * q[o, i],  q = round(w / scale) within -127 .. 127,  scale[o] = max_i |w[o, i]| / 127
+
+A packed weight is uint8, `q + 128`, in the order of use: panels of 16 outputs, in a panel groups of 32 inputs, in a
+group 8 quads of inputs, in a quad the outputs one after the other, each with its four inputs:
+
+    [ceil(out / 16), ceil(in / 32), 8, 16, 4]        64 bytes, one vector: 16 outputs of one quad
+
+Rows and columns that fill the last panel and group up are zeros (128). Knows nothing of activations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+PANEL = 16  # outputs
+GROUP = 32  # inputs, which share a scale of the activations
+QUAD = 4  # inputs that one instruction multiplies and sums
+ZERO = 128
+
+
+def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [out, in] of any float type to (i8[out, in], scale f32[out]); a channel of zeros has the scale 0."""
+    weight = weight.float()
+    scale = weight.abs().amax(dim=1) / 127
+    # Divided by, not multiplied with the inverse: the largest of a channel is then 127 for certain.
+    quantized = (weight / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
+    return quantized.to(torch.int8), scale
+
+
+def pack_int8(quantized: torch.Tensor) -> torch.Tensor:
+    """i8[out, in] to the packed layout."""
+    num_out, num_in = quantized.shape
+    filled = functional.pad(quantized, (0, -num_in % GROUP, 0, -num_out % PANEL))
+    quads = filled.view(torch.uint8).bitwise_xor_(ZERO).view(torch.int32)  # moved as one number each
+    panels = quads.unflatten(0, (-1, PANEL)).unflatten(2, (-1, GROUP // QUAD))
+    return panels.permute(0, 2, 3, 1).contiguous().view(torch.uint8).unflatten(3, (PANEL, QUAD))
+
+
+def unpack_int8(packed: torch.Tensor, num_out: int, num_in: int) -> torch.Tensor:
+    """The inverse of `pack_int8`: i8[num_out, num_in]."""
+    rows = packed.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+    return rows[:num_out, :num_in].bitwise_xor(ZERO).view(torch.int8)

@@ -1,0 +1,30 @@
+"""y = x W^T + b with weights of eight bits, a scale an output, and activations quantised row by row as they come."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.int8_weight import pack_int8, quantize_int8
+from kernels.select import kernels_for
+
+
+class Int8Linear:
+    """See `Linear`; a row's result is the same alone as beside others. `packed` as `kernels.int8_weight` lays it out,
+    scale and bias float32[out_features].
+    """
+
+    def __init__(self, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed, self.scale, self.bias = packed, scale, bias
+        self.weight_bytes = packed.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
+        self._multiply = kernels_for(packed.device).int8_linear
+
+    @classmethod
+    def quantize(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
+        """From weight [out_features, in_features] of any float type."""
+        quantized, scale = quantize_int8(weight)
+        return cls(pack_int8(quantized), scale, None if bias is None else bias.float())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self.scale.shape[0])
+        self._multiply(out, x, self.packed, self.scale, self.bias)
+        return out

@@ -1,0 +1,103 @@
+"""The products of a model with weights of eight bits: quantised once, and read from a file at every later start.
+
+The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
+in and the version of the layout: a file that is there fits. It is written whole and then renamed. One that cannot be
+read or written costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kernels.int8_weight import GROUP, PANEL
+from octavo.cache import cache_dir
+from octavo.models.safetensors_stream import PendingTensor, write_safetensors
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.int8_linear import Int8Linear
+
+log = structlog.get_logger()
+
+_LAYOUT_VERSION = 1  # to be counted up with every change of what `kernels.int8_weight` makes of the same weights
+_PACKED, _SCALE, _BIAS = "packed", "scale", "bias"
+
+
+class Int8Store:
+    """Made products by their name in the checkpoint; `path` None keeps nothing for later starts."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._started_s = path, time.monotonic()
+        self._products: dict[str, Int8Linear] = {}
+        self._num_made = 0
+        self._stored = _read(path) if path is not None else {}
+
+    @classmethod
+    def of_model(cls, config: ModelConfig) -> Int8Store:
+        """The store of a checkpoint's products."""
+        dtype = str(config.dtype).removeprefix("torch.")
+        name = f"{config.model_hash[:32]}-{dtype}-int8-{_LAYOUT_VERSION}.safetensors"
+        return cls(cache_dir() / "quantized" / name)
+
+    def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | None:
+        """The product of an earlier start; None where there is none of these sizes."""
+        packed, scale, bias = (self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _BIAS))
+        if packed is None or scale is None or tuple(scale.shape) != (out_features,):
+            return None
+        if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
+            return None
+        product = self._products[name] = Int8Linear(packed, scale, bias)
+        return product
+
+    def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+        """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
+        self._num_made += 1
+        product = self._products[name] = Int8Linear.quantize(weight, bias)
+        return product
+
+    def finish(self) -> None:
+        """All products are made or found: writes the file unless it had them all."""
+        products, self._products, self._stored = self._products, {}, {}
+        if self._path is None or not self._num_made:
+            return
+        seconds = round(time.monotonic() - self._started_s, 2)
+        log.info("weights quantised to int8", products=self._num_made, seconds=seconds, kept_in=str(self._path))
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_safetensors(partial, _tensors(products))
+            partial.replace(self._path)
+        except OSError as error:
+            log.warning("quantised weights are not kept", path=str(self._path), error=error.strerror)
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """Everything in the file, in memory of this process: a step never waits for the disk."""
+    if not path.exists():
+        return {}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError) as error:
+        log.warning("quantised weights cannot be read, and are made again", path=str(path), error=str(error))
+        return {}
+
+
+def _tensors(products: dict[str, Int8Linear]) -> list[PendingTensor]:
+    pending = []
+    for name, product in products.items():
+        parts = {_PACKED: product.packed, _SCALE: product.scale, _BIAS: product.bias}
+        for part, tensor in parts.items():
+            if tensor is not None:
+                pending.append(PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype]))
+    return pending
+
+
+_TYPES = {torch.uint8: "U8", torch.float32: "F32"}
