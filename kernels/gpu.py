@@ -6,24 +6,22 @@ Each operation is a file of its own: formula, memory layout, kernel and launcher
 
 from __future__ import annotations
 
+from kernels.chunk_maxima import chunk_maxima
 from kernels.copy_blocks import copy_blocks
+from kernels.draw_tokens import draw_tokens
 from kernels.gelu import gelu, gelu_and_mul
 from kernels.grouped_matmul import grouped_matmul
+from kernels.kept_range import kept_range
 from kernels.layer_norm import layer_norm
 from kernels.matmul import matmul
-from kernels.reference import (
-    chunk_maxima,
-    draw_tokens,
-    kept_range,
-    paged_attention,
-    penalize,
-    reshape_and_cache,
-    token_logprobs,
-    top_logits,
-)
+from kernels.penalties import penalize
+from kernels.random_bits import uniforms
+from kernels.reference import paged_attention, reshape_and_cache
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_and_mul import silu_and_mul
+from kernels.token_logprobs import token_logprobs
+from kernels.top_logits import top_logits
 
 __all__ = [
     "chunk_maxima",
@@ -43,4 +41,5 @@ __all__ = [
     "silu_and_mul",
     "token_logprobs",
     "top_logits",
+    "uniforms",
 ]

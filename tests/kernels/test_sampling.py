@@ -15,12 +15,13 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels import cpu, reference
+from kernels import cpu, gpu, reference
 from kernels.reference import CHUNK_SIZE
 from kernels.reference_sampling import philox4x32
+from tests.kernels.device import DEVICE, IS_INTERPRETED
 
-IMPLEMENTATIONS = [pytest.param((cpu, "cpu"), id="cpu")]
-TOLERANCE = {"cpu": 1e-12}
+IMPLEMENTATIONS = [pytest.param((cpu, "cpu"), id="cpu"), pytest.param((gpu, DEVICE), id="triton")]
+TOLERANCE = {cpu: 1e-12, gpu: 3e-6}
 VOCAB_SIZE = 389  # prime, and more than one chunk
 
 
@@ -190,7 +191,7 @@ def is_top_p(logits: torch.Tensor, found: float, temperature: float, bound: floa
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 30.0])
 def test_top_p(implementation: tuple[ModuleType, str], temperature: float) -> None:
     kernels, device = implementation
-    tolerance = TOLERANCE[device if kernels is cpu else "triton"]
+    tolerance = TOLERANCE[kernels]
     all_p = [float(np.float32(p)) for p in (0.0, 1e-30, 0.01, 0.3, 0.5, 0.8, 0.9, 0.99, 0.999999)]
     logits = logits_of(5).repeat_interleave(len(all_p), dim=0)
     rows = Rows(logits, device, temperature=temperature, top_p=all_p * 5)
@@ -201,7 +202,7 @@ def test_top_p(implementation: tuple[ModuleType, str], temperature: float) -> No
 def test_all_filters_and_rows_that_need_none(implementation: tuple[ModuleType, str]) -> None:
     kernels, device = implementation
     numbers = torch.Generator().manual_seed(3)
-    size = 60
+    size = 28 if kernels is gpu and IS_INTERPRETED else 60
     given: dict[str, torch.Tensor] = {
         "temperature": torch.rand(size, generator=numbers) + 0.3,
         "min_p": torch.rand(size, generator=numbers) * 0.05 * (torch.rand(size, generator=numbers) < 0.5),
@@ -213,7 +214,7 @@ def test_all_filters_and_rows_that_need_none(implementation: tuple[ModuleType, s
     rows = Rows(logits, device, **given)
     expected, found = rows.smallest(reference), rows.smallest(kernels)
     assert torch.equal(found, expected)
-    assert found[10:14].isneginf().all() and found.isfinite().sum() > 30
+    assert found[10:14].isneginf().all() and found.isfinite().sum() > size // 2
     for part in (slice(0, 1), slice(20, 27)):  # alone and in another batch
         fewer = Rows(logits[part], device, **{name: values[part] for name, values in given.items()})
         assert torch.equal(fewer.smallest(kernels), found[part])
@@ -254,7 +255,7 @@ def test_draws_invert_the_distribution(implementation: tuple[ModuleType, str], v
     of = np.arange(9).repeat(7)
     columns = counters(of.size)
     drawn = rows.draw(kernels, smallest, of, *columns)
-    assert_drawn(rows, smallest, drawn, of, columns, TOLERANCE[device if kernels is cpu else "triton"])
+    assert_drawn(rows, smallest, drawn, of, columns, TOLERANCE[kernels])
     alone = Rows(logits[6:7], device, temperature=30.0)
     part = slice(42, 49)
     assert torch.equal(
@@ -276,7 +277,7 @@ def test_greedy_draws_and_rows_without_a_finite_maximum(implementation: tuple[Mo
 def test_draws_follow_the_distribution(implementation: tuple[ModuleType, str]) -> None:
     kernels, device = implementation
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5, -torch.inf, 1.5, -3.0]])
-    size = 20_000 if device != "cpu" or kernels is cpu else 300
+    size = 300 if kernels is gpu and IS_INTERPRETED else 20_000
     rows = Rows(logits, device, temperature=0.7)
     drawn = rows.draw(kernels, torch.tensor([-2.0]), np.zeros(size, np.int64), *counters(size))
     expected = torch.softmax((logits[0] / 0.7).double().masked_fill(logits[0] < -2, -torch.inf), dim=-1).numpy() * size
