@@ -13,6 +13,7 @@ from kernels.gelu import gelu, gelu_and_mul
 from kernels.grouped_matmul import grouped_matmul
 from kernels.kept_range import kept_range
 from kernels.layer_norm import layer_norm
+from kernels.lora import lora_expand, lora_shrink
 from kernels.matmul import matmul
 from kernels.penalties import penalize
 from kernels.random_bits import uniforms
@@ -32,6 +33,8 @@ __all__ = [
     "grouped_matmul",
     "kept_range",
     "layer_norm",
+    "lora_expand",
+    "lora_shrink",
     "matmul",
     "paged_attention",
     "penalize",

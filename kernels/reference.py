@@ -190,6 +190,31 @@ def grouped_matmul(
         out[of_expert] = (chosen.to(compute) @ weight.to(compute).T).to(out.dtype)
 
 
+def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapters: torch.Tensor) -> None:
+    """between[:, t] = a[e] x[t] where e = adapters[t] >= 0 (Hu et al. 2021, arXiv:2106.09685).
+
+    Rows without an adapter are not written. x [T, n]; a [num_adapters, rank, n]; adapters i32[T]; between [segments, T,
+    rank], of whose first dimension the sum is meant: a kernel may leave parts of it there.
+    """
+    for row, adapter in enumerate(adapters.tolist()):
+        if adapter >= 0:
+            between[:, row] = 0
+            between[0, row] = a[adapter].to(between.dtype) @ x[row].to(between.dtype)
+
+
+def lora_expand(
+    out: torch.Tensor, between: torch.Tensor, b: torch.Tensor, adapters: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """out[t] += scales[e] * b[e] sum(between[:, t]) where e = adapters[t] >= 0.
+
+    out [T, m]; between [segments, T, rank] of `lora_shrink`; b [num_adapters, m, rank]; scales f32[num_adapters].
+    """
+    for row, adapter in enumerate(adapters.tolist()):
+        if adapter >= 0:
+            low = between[:, row].sum(0)
+            out[row] += (scales[adapter] * (b[adapter].to(low.dtype) @ low)).to(out.dtype)
+
+
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """out = silu(gate) * up where x [T, 2 n] holds gate and then up; out [T, n] (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = (half.to(_compute_dtype(x)) for half in x.chunk(2, dim=-1))
