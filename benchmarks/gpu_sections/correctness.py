@@ -17,6 +17,7 @@ SECTION = "correctness"
 _ROOT = Path(__file__).parents[2]
 _PROCESSES = 8  # each compiles kernels, which takes longer than running them
 _NAMED_FAILURES = 20
+_NOT_OF_A_GPU = ("--ignore-glob=*/test_cpu_*", "--ignore=tests/kernels/test_compile_only.py")
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
@@ -27,7 +28,7 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
         command += ["-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
         if find_spec("xdist") and not is_dry_run:
             command += ["-n", str(min(_PROCESSES, os.cpu_count() or 1))]
-        tests = ["tests/kernels/test_reference.py"] if is_dry_run else ["tests/kernels"]
+        tests = ["tests/kernels/test_reference.py"] if is_dry_run else ["tests/kernels", *_NOT_OF_A_GPU]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run([*command, *tests], cwd=_ROOT, env=environment, capture_output=True, text=True)
         if not results.exists():

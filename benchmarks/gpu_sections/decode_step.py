@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_sections import shapes
+from benchmarks.gpu_sections import host_link, shapes
 from benchmarks.gpu_sections.bare_worker import BareWorker
 from benchmarks.gpu_sections.figure import Figure, Report
 from benchmarks.gpu_sections.launch_gaps import gap_share
@@ -40,8 +40,12 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
         floor = sum(floors.values())
         report(Figure(SECTION, "sum over a decode step's operations", floor, "us", detail=floors))
         tokens = max(batch, 64 if is_dry_run else MAX_NUM_BATCHED_TOKENS)
-        small = {"kv_cache_memory": 0.05, "swap_space": 0.0} if is_dry_run else {}
+        small = {"kv_cache_memory": 0.05, "swap_space": 0.01} if is_dry_run else {}
         worker = BareWorker(Path(folder), device=device, max_num_seqs=batch, max_num_batched_tokens=tokens, **small)
+    swap = worker.sizes.swap_bytes_per_s / 1e9
+    report(Figure(SECTION, "swapping cache blocks, the slower direction", swap, "GB/s"))
+    if not is_dry_run:
+        report(Figure(SECTION, "the link to the host, the slower direction", host_link.gb_per_s(), "GB/s"))
     num_steps = _WARM_UP_STEPS + _STEPS + _PROFILED_STEPS
     worker.start(batch, context - num_steps // 2, num_steps)
     worker.decode(_WARM_UP_STEPS)

@@ -21,6 +21,7 @@ from kernels.gpu import paged_attention
 _DECODES = ((8, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (16, 32768), (1, 32768), (1, 131072))
 # (sequences, new tokens, context before them)
 _PREFILLS = ((1, 4096, 0), (4, 4096, 0), (1, 8192, 0), (1, 16384, 0), (1, 2048, 6144), (8, 512, 3584))
+_FLEX_SHAPES = ((64, 1, 1024), (16, 1, 32768), (1, 4096, 4096), (1, 2048, 8192))  # each is compiled for many seconds
 _LARGE_BYTES = 512 << 20  # of keys and values: from here on decode attention should reach the bandwidth of a copy
 _PRODUCT = (4096, 4096, 4096)  # whose rate stands for the card's matrix units
 
@@ -105,7 +106,8 @@ def _peers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Mappi
     }
     if not query.is_cuda:
         peers["math"] = functools.partial(_scaled_dot_product, SDPBackend.MATH, query, key, value)
-    peers["flex_attention"] = _flex(query, key, value)
+    if not query.is_cuda or (query.shape[0], query.shape[2], key.shape[2]) in _FLEX_SHAPES:
+        peers["flex_attention"] = _flex(query, key, value)
     return {name: functools.partial(tokens, attend) for name, attend in peers.items()}
 
 
