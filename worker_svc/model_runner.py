@@ -5,13 +5,17 @@ Decides nothing and keeps nothing of a step but what `SequenceStates` records. U
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from protos import worker_pb2
+from worker_svc.attention import AttentionMetadata
 from worker_svc.cache_engine import CacheEngine
+from worker_svc.decode_graphs import DecodeGraphs
 from worker_svc.device_marks import DeviceMarks
+from worker_svc.graph_backend import GraphBackend
 from worker_svc.input_batch import InputArrays, build_input_arrays
 from worker_svc.last_tokens import LastTokens
 from worker_svc.launched_step import LaunchedStep
@@ -41,14 +45,22 @@ class ModelRunner:
         device: str | torch.device = "cpu",
         cache_dtype: torch.dtype | None = None,
         outputs: OutputCopies | None = None,
+        graph_backend: Callable[[torch.device], GraphBackend] | None = None,
     ) -> None:
-        """`cache_dtype` is that of keys and values; None: that of the model. `outputs` None: as the device has it."""
+        """
+        Args:
+            cache_dtype: of keys and values; None: that of the model.
+            outputs: how they come to the host; None: as the device has it.
+            graph_backend: makes what captures decode steps; None: nothing does.
+        """
         self.config = config
         self.block_size = block_size
         self.device = torch.device(device)
         self._cache_dtype = cache_dtype or config.dtype
         self._model = model
         self._cache: CacheEngine | None = None
+        self._graph_backend = graph_backend
+        self._graphs: DecodeGraphs | None = None  # over the cache
         self._outputs = outputs or output_copies(self.device)
         self._last_tokens = LastTokens(self.device)
         self._adjustments = LogitAdjustments(config.vocab_size, self._last_tokens)
@@ -72,8 +84,36 @@ class ModelRunner:
         )
 
     def release_cache(self) -> None:
-        """Gives the cache's memory back."""
-        self._cache = None
+        """Gives the cache's memory back, and that of graphs over it."""
+        self._cache = self._graphs = None
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether `capture_graphs` captures any."""
+        return self._graph_backend is not None
+
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
+        """Captures decode steps over the cache, within `most_bytes`; the batch sizes that have a graph, rising."""
+        if self._graph_backend is None:
+            return []
+        layers = self.cache.layers
+
+        def forward(
+            token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata, logits_rows: torch.Tensor
+        ) -> torch.Tensor:
+            return self._model.forward(token_ids, positions, layers, attention, logits_rows)
+
+        self._graphs = DecodeGraphs(
+            forward,
+            self._graph_backend(self.device),
+            self._last_tokens,
+            vocab_size=self.config.vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=self.block_size,
+        )
+        self._graphs.capture(most_bytes)
+        return self._graphs.sizes
 
     def operate(self, operations: BlockOperations) -> None:
         """Swaps and copies of a step, in the protocol's order."""
@@ -136,6 +176,8 @@ class ModelRunner:
         return self.launch(states, rows, timer).outputs(timer)
 
     def _forward(self, arrays: InputArrays, reader: LogitReader | None) -> torch.Tensor:
+        if self._graphs is not None and reader is None and self._graphs.suits(arrays):
+            return self._graphs.run(arrays)
         batch = arrays.to_device(self.device, self._last_tokens)
         return self._model.forward(
             batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader

@@ -26,6 +26,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.devices import choose_device
 from worker_svc.errors import StartupError
 from worker_svc.failures import is_out_of_memory
+from worker_svc.graph_backend import CudaGraphBackend
 from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
@@ -122,7 +123,9 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     cache_dtype = DTYPES.get(config.kv_cache_dtype)  # auto: none
-    return ModelRunner(model, model_config, config.block_size, device, cache_dtype), files
+    has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
+    backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None
+    return ModelRunner(model, model_config, config.block_size, device, cache_dtype, graph_backend=backend), files
 
 
 def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -96,12 +97,13 @@ class Worker:
         if self._profile is None:
             self._profile = self._profiler.measure(self.bounds)
         runner.release_cache()
+        graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
         sizes = size_cache(
             self.config,
             limits,
             runner.block_bytes,
             self._memory.available_bytes(),
-            self._profiler.step_bytes(self._profile, limits),
+            self._profiler.step_bytes(self._profile, limits) + graph_bytes,
             None if self._memory.is_host else available_bytes(),
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
@@ -112,6 +114,10 @@ class Worker:
             host_blocks=sizes.num_host_blocks,
             swap_space_gib=swap_gib if self.config.swap_space is not None else f"{swap_gib} by default",
         )
+        if runner.uses_graphs:
+            started_s = time.monotonic()
+            captured = runner.capture_graphs(sizes.limits.max_num_seqs, sizes.limits.max_model_len, graph_bytes)
+            log.info("decode graphs captured", batch_sizes=captured, seconds=round(time.monotonic() - started_s, 2))
         self._sizes = worker_pb2.InitializeResponse(
             num_device_blocks=sizes.num_device_blocks,
             num_host_blocks=sizes.num_host_blocks,

@@ -26,6 +26,7 @@ class FakeModel:
     """Puts logit 5 on `next_token` and 0 elsewhere; can be slow, fail, or answer NaN for one token id."""
 
     weights_bytes = 0
+    is_capturable = True
     device = torch.device("cpu")
 
     def __init__(self, config: ModelConfig | None = None) -> None:

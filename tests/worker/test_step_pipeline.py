@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, greedy, next_token, prefill, slots_u16, tokens_of
 from tests.worker.late_outputs import Arrivals, LateOutputs
+from tests.worker.replayed_graphs import ReplayedGraphs
 from worker_svc.model_runner import ModelRunner
 from worker_svc.output_copies import HostOutputs, OutputCopies
 from worker_svc.sequence_states import UNKNOWN, SequenceStates
@@ -27,15 +28,19 @@ MAX_BLOCKS = MAX_LEN // BLOCK_SIZE
 class Pipeline:
     """One over a fake model, with everything that it says kept."""
 
-    def __init__(self, outputs: OutputCopies | None = None) -> None:
+    def __init__(self, outputs: OutputCopies | None = None, *, has_graphs: bool = False) -> None:
         self.model = FakeModel()
         self.outputs = LateOutputs()
         self.arrivals = Arrivals()
         self.calls: list[str] = []
         self.results: list[worker_pb2.StepResult] = []
         self.states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, MAX_SEQS * MAX_BLOCKS)
-        runner = ModelRunner(self.model, fake_config(), BLOCK_SIZE, outputs=outputs or self.outputs)
+        backend = ReplayedGraphs if has_graphs else None
+        runner = ModelRunner(
+            self.model, fake_config(), BLOCK_SIZE, outputs=outputs or self.outputs, graph_backend=backend
+        )
         runner.allocate_cache(MAX_SEQS * MAX_BLOCKS, 0)
+        runner.capture_graphs(MAX_SEQS, MAX_LEN, 0)
         self.pipeline = StepPipeline(
             runner,
             self.states,
@@ -294,9 +299,11 @@ def scripts(draw: st.DrawFn) -> list[tuple[worker_pb2.Step, int]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(scripts())
-def test_answers_are_those_of_steps_taken_one_by_one(script: list[tuple[worker_pb2.Step, int]]) -> None:
-    plain, late = Pipeline(HostOutputs()), Pipeline()
+@given(scripts(), st.booleans())
+def test_answers_are_those_of_steps_taken_one_by_one(
+    script: list[tuple[worker_pb2.Step, int]], has_graphs: bool
+) -> None:
+    plain, late = Pipeline(HostOutputs()), Pipeline(has_graphs=has_graphs)
     for step, num_arrivals in script:
         plain.take(step)
         late.take(step)

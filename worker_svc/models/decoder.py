@@ -76,6 +76,11 @@ class Decoder:
             + sum(layer.weights_bytes for layer in self._layers)
         )
 
+    @property
+    def is_capturable(self) -> bool:
+        """Unless experts are chosen on the host."""
+        return self.config.style.experts is None
+
     @torch.inference_mode()
     def forward(
         self,

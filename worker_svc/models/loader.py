@@ -28,6 +28,11 @@ class Model(Protocol):
     def weights_bytes(self) -> int:
         """Bytes that the weights occupy on the device."""
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `forward` without a reader asks the device for the same work whatever its tensors hold, and waits for
+        nothing: a CUDA graph of it can be replayed."""
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -75,6 +75,11 @@ class TransformersModel:
     def weights_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
+    @property
+    def is_capturable(self) -> bool:
+        """Nobody knows what the library's code does for a token."""
+        return False
+
     @torch.inference_mode()
     def forward(
         self,

@@ -1,0 +1,57 @@
+"""CUDA graphs: work that a device is asked for once, and then again with one call and at the same addresses.
+
+Everything that only a GPU can do about them is here. All graphs share one pool of memory: they are replayed one at a
+time, and none leaves anything behind in it that is read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Asks for the work once more; waits for nothing."""
+
+
+class GraphBackend(Protocol):
+    """Captures work, and knows what that has cost."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """`work` as a graph; runs it as well. Raises torch.OutOfMemoryError."""
+
+    def bytes_taken(self) -> int:
+        """Of the device's memory, since this was made."""
+
+
+class CudaGraphBackend:
+    """On one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._free_bytes = self._now_free()
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()  # compiles kernels and takes workspaces, which may not happen during a capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            work()
+        current.wait_stream(self._stream)
+        return graph
+
+    def bytes_taken(self) -> int:
+        return self._free_bytes - self._now_free()
+
+    def _now_free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
