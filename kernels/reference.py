@@ -53,6 +53,9 @@ def paged_attention(
     for sequence in range(seq_lens.numel()):
         start, end = int(query_starts[sequence]), int(query_starts[sequence + 1])
         seq_len = int(seq_lens[sequence])
+        if seq_len == 0:
+            out[start:end] = 0
+            continue
         blocks = block_tables[sequence, : -(-seq_len // block_size)].long()
 
         def gather(cache: torch.Tensor, blocks: torch.Tensor = blocks, seq_len: int = seq_len) -> torch.Tensor:

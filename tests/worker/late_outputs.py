@@ -37,7 +37,7 @@ class LateOutput:
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         assert self.is_here, "read before it was waited for"
-        return tuple(tensor.numpy() for tensor in self._tensors)
+        return tuple(tensor.cpu().numpy() for tensor in self._tensors)
 
 
 class Arrivals:

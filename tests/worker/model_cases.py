@@ -14,13 +14,19 @@ BLOCK_SIZE = 4
 class Stepper:
     """Runs chosen pieces of chosen token sequences through a model and returns the logits of every new token."""
 
-    def __init__(self, model: Model, sequences: list[list[int]], cache_dtype: torch.dtype | None = None) -> None:
-        counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
+    def __init__(
+        self,
+        model: Model,
+        sequences: list[list[int]],
+        cache_dtype: torch.dtype | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        counts = [-(-len(tokens) // block_size) for tokens in sequences]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         self._tables = [[order.pop() for _ in range(count)] for count in counts]
-        self._model, self._sequences = model, sequences
+        self._model, self._sequences, self._block_size = model, sequences, block_size
         self._caches = CacheEngine(
-            model.config, BLOCK_SIZE, sum(counts), 0, cache_dtype or model.config.dtype, "cpu"
+            model.config, block_size, sum(counts), 0, cache_dtype or model.config.dtype, model.device
         ).layers
 
     def step(self, pieces: dict[int, tuple[int, int]], logits_rows: list[int] | None = None) -> dict[int, torch.Tensor]:
@@ -28,6 +34,7 @@ class Stepper:
 
         With `logits_rows`, which asks for rows of a single sequence, f32[len(logits_rows), vocab].
         """
+        block_size = self._block_size
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -36,19 +43,23 @@ class Stepper:
             table = self._tables[sequence]
             token_ids += self._sequences[sequence][first:last]
             positions += range(first, last)
-            slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(first, last)]
+            slots += [table[p // block_size] * block_size + p % block_size for p in range(first, last)]
             starts.append(len(token_ids))
             tables.append(table)
         widest = max(map(len, tables))
+
+        def there(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self._model.device)
+
         metadata = AttentionMetadata(
-            slot_mapping=torch.tensor(slots),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor([last for _, last in pieces.values()], dtype=torch.int32),
-            block_tables=torch.tensor([table + [0] * (widest - len(table)) for table in tables], dtype=torch.int32),
+            slot_mapping=there(slots),
+            query_starts=there(starts, torch.int32),
+            seq_lens=there([last for _, last in pieces.values()], torch.int32),
+            block_tables=there([table + [0] * (widest - len(table)) for table in tables], torch.int32),
             max_query_len=max(last - first for first, last in pieces.values()),
             max_seq_len=max(last for _, last in pieces.values()),
         )
         counts = [last - first for first, last in pieces.values()] if logits_rows is None else [len(logits_rows)]
-        rows = torch.arange(len(token_ids)) if logits_rows is None else torch.tensor(logits_rows, dtype=torch.int64)
-        logits = self._model.forward(torch.tensor(token_ids), torch.tensor(positions), self._caches, metadata, rows)
+        rows = there(list(range(len(token_ids))) if logits_rows is None else logits_rows)
+        logits = self._model.forward(there(token_ids), there(positions), self._caches, metadata, rows)
         return dict(zip(pieces, logits.split(counts), strict=True))

@@ -1,0 +1,130 @@
+"""A worker's way through a GPU, in small: Triton kernels, steps on their way together, replayed decode steps.
+
+Without a GPU the kernels run in Triton's interpreter and graphs are computed again; all else is the code that a GPU
+worker runs.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import select
+from protos import worker_pb2
+from tests.kernels.device import DEVICE, IS_INTERPRETED
+from tests.tiny_models import make_tiny_llama
+from tests.worker.fake_model import decode, greedy, prefill, slots_u16, tokens_of, u32
+from tests.worker.late_outputs import Arrivals, LateOutputs
+from tests.worker.model_cases import Stepper
+from tests.worker.replayed_graphs import ReplayedGraphs, kept
+from worker_svc.graph_backend import CudaGraphBackend
+from worker_svc.memory import GIB
+from worker_svc.model_runner import ModelRunner
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.loader import Model, load_model
+from worker_svc.sequence_states import SequenceStates
+from worker_svc.step_pipeline import StepPipeline
+from worker_svc.step_timer import StepTimer
+
+VOCAB_SIZE, BLOCK_SIZE, MAX_SEQS, MAX_LEN = 283, 8, 4, 32
+PROMPTS = [[5, 7, 11, 3, 90, 17, 64, 2, 88, 41, 6], [100]]
+NUM_NEW = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(
+        tmp_path_factory.mktemp("models") / "tiny",
+        seed=11,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=1,
+        intermediate_size=40,
+        max_position_embeddings=64,
+        head_dim=32,
+    )
+
+
+@pytest.fixture
+def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """On the GPU's kernels, wherever it is."""
+    monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu")
+    return load_model(folder, ModelConfig.from_folder(folder, device=DEVICE), DEVICE)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[list[int], torch.Tensor]]:
+    """By transformers, for each prompt: it and its greedy successors, and the logits f32[length, vocab] of all."""
+    from transformers import LlamaForCausalLM
+
+    oracle, found = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    for prompt in PROMPTS:
+        tokens = oracle.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)[
+            0
+        ].tolist()
+        with torch.inference_mode():
+            found.append((tokens, oracle(torch.tensor([tokens])).logits[0]))
+    return found
+
+
+def test_logits_of_prompts_chunks_and_single_tokens_are_those_of_transformers(
+    model: Model, expected: list[tuple[list[int], torch.Tensor]]
+) -> None:
+    sequences = [tokens for tokens, _ in expected]
+    stepper = Stepper(model, sequences, block_size=BLOCK_SIZE)
+    for pieces in ({0: (0, 5), 1: (0, 7)}, {0: (5, 13)}, {0: (13, 14)}, {0: (14, 17)}):
+        for sequence, logits in stepper.step(pieces).items():
+            first, last = pieces[sequence]
+            torch.testing.assert_close(logits.cpu(), expected[sequence][1][first:last], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
+def test_greedy_tokens_are_those_of_transformers(
+    model: Model, expected: list[tuple[list[int], torch.Tensor]], has_graphs: bool
+) -> None:
+    """One prompt in two chunks, the other beside its second one; every decode step is sent off before the last one's
+    tokens are here."""
+    backends: list[ReplayedGraphs] = []
+    backend = kept(backends) if IS_INTERPRETED else CudaGraphBackend
+    runner = ModelRunner(
+        model,
+        model.config,
+        BLOCK_SIZE,
+        DEVICE,
+        outputs=LateOutputs(),
+        graph_backend=backend if has_graphs else None,
+    )
+    num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE
+    runner.allocate_cache(num_blocks, 0)
+    for store in (store for layer in runner.cache.layers for store in layer):
+        store.fill_(torch.nan)
+    states, arrivals = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_blocks), Arrivals()
+    runner.capture_graphs(MAX_SEQS, MAX_LEN, GIB)
+    pipeline = StepPipeline(runner, states, 64, arrivals.when_here, lambda: None, lambda: None)
+    results: list[worker_pb2.StepResult] = []
+
+    first = prefill(1, PROMPTS[:1], block_size=BLOCK_SIZE, max_len=MAX_LEN)
+    first.rows.query_lens_u32, first.rows.num_samples_u16 = u32([4]), slots_u16([0])
+    second = worker_pb2.Step(step_id=2)
+    group = second.groups.add(request_id="other", sampling_params=greedy())
+    group.sequences.add(slot=2, token_ids=PROMPTS[1], block_table=[9, 13, 8])
+    second.rows.slots_u16, second.rows.num_samples_u16 = slots_u16([0, 2]), slots_u16([1, 1])
+    second.rows.query_lens_u32 = u32([len(PROMPTS[0]) - 4, 1])
+    steps = [first, second, *(decode(step_id, [2, 0]) for step_id in range(3, 2 + NUM_NEW))]
+    for step in steps:
+        pipeline.take(step, StepTimer(time.perf_counter_ns()), results.append)
+    assert results == [], "nothing was waited for"
+    pipeline.settle()
+    answers = np.array([tokens_of(result) for result in results[2:]])
+    drawn = [tokens_of(results[1])[0], *answers[:, 1].tolist()], [tokens_of(results[1])[1], *answers[:, 0].tolist()]
+    for prompt, tokens, (sequence, _) in zip(PROMPTS, drawn, expected, strict=True):
+        assert [*prompt, *tokens] == sequence
+    if backends:
+        assert sum(backends[0].replays) == NUM_NEW - 1
+    states.check_integrity()
