@@ -23,6 +23,7 @@ SHARED = {
     "octavo.models.gguf_convert",
     "octavo.models.safetensors_stream",
     "octavo.models.sentencepiece_tokenizer",
+    "octavo.models.tekken_tokenizer",
     "octavo.options",
     "octavo.rpc",
     "octavo.sampling_params",

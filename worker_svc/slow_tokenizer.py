@@ -1,8 +1,8 @@
 """tokenizer.json for a model folder that has its tokenizer in another format.
 
-A sentencepiece model of a class that takes it as it is, is converted by what it says itself; anything else
-(vocab.json and merges.txt, tiktoken, sentencepiece under a class with ids of its own) by `transformers`, which is
-imported only then.
+A sentencepiece model of a class that takes it as it is, and a tekken.json, are converted by what they say themselves;
+anything else (vocab.json and merges.txt, tiktoken, sentencepiece under a class with ids of its own) by `transformers`,
+which is imported only then.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from octavo.models.errors import SentencePieceError
+from octavo.models.errors import SentencePieceError, TekkenError
 from worker_svc.models.errors import ModelError
 
 _SENTENCEPIECE = "tokenizer.model"
-_OTHERS = ("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
+_TEKKEN = "tekken.json"
+_OTHERS = ("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "*.tiktoken")
 # Whose ids are the sentencepiece model's own. Others shift them (XGLM) or add some of their own (T5).
 _PLAIN_CLASSES = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
 _PLAIN_MODEL_TYPES = {
@@ -46,6 +47,13 @@ def make_tokenizer_json(folder: Path, trust_remote_code: bool = False) -> str | 
                 return tokenizer_json(data, config, added)
             except SentencePieceError as error:
                 raise ModelError(f"{model}: {error}") from None
+    if (tekken := folder / _TEKKEN).is_file():
+        from octavo.models import tekken_tokenizer
+
+        try:
+            return tekken_tokenizer.tokenizer_json(tekken.read_bytes(), _read_json(folder / "tokenizer_config.json"))
+        except TekkenError as error:
+            raise ModelError(f"{tekken}: {error}") from None
     if any(any(folder.glob(pattern)) for pattern in (_SENTENCEPIECE, *_OTHERS)):
         return _by_transformers(folder, trust_remote_code)
     return None

@@ -10,6 +10,8 @@ import json
 import random
 from pathlib import Path
 
+from octavo.models.byte_letters import byte_letters
+
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 NUM_PADDING_TOKENS = 4
 
@@ -23,7 +25,7 @@ def write_byte_tokenizer(folder: str | Path, vocab_size: int, seed: int = 0) -> 
     """Write tokenizer.json and tokenizer_config.json for ids below `vocab_size` - 4."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = _byte_characters()
+    alphabet = byte_letters()
     vocab = {character: byte for byte, character in enumerate(alphabet)}
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocab |= {token: END_OF_TEXT + i for i, token in enumerate(specials)}
@@ -44,10 +46,3 @@ def write_byte_tokenizer(folder: str | Path, vocab_size: int, seed: int = 0) -> 
         "chat_template": CHAT_TEMPLATE,
     }
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each of the 256 bytes (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    stand_ins = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]

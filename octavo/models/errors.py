@@ -17,3 +17,7 @@ class GGUFError(FetchError):
 
 class SentencePieceError(ValueError):
     """This sentencepiece model cannot be converted; says what in it is the reason."""
+
+
+class TekkenError(ValueError):
+    """This tekken.json cannot be converted; says what in it is the reason."""

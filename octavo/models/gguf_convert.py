@@ -62,9 +62,12 @@ def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
         raise GGUFError("converting a GGUF file needs the Python package `gguf`") from None
     try:
         reader = GGUFReader(path)
-        return reader, {name: field.contents() for name, field in reader.fields.items()}
+        values = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the package checks little, so a damaged file raises whatever its bytes lead to
         raise GGUFError(f"this is not a readable GGUF file: {' '.join(str(error).split())}") from error
+    if (count := values.get("split.count", 1)) > 1:
+        raise GGUFError(f"this is part {values.get('split.no', 0) + 1} of {count}: join them into one file first")
+    return reader, values
 
 
 def _config(reader: GGUFReader, metadata: Metadata) -> dict[str, Any]:

@@ -31,14 +31,14 @@ def write_gguf(
     """The model in `folder` as a file of architecture `name`.
 
     extra: more tensors. quantised: the type of all matrices, and the bytes that one is stored as. token_ids: eos, eot.
-    metadata: key below the architecture, with `__` for a dot.
+    metadata: key below the architecture, with `__` for a dot; one that begins with a slash stands by itself.
     """
     config = json.loads((folder / "config.json").read_text())
     sizes = _sizes(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     writer = gguf.GGUFWriter(path, name)
     for key, value in sizes.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        add(f"{name}.{key}", value)  # type: ignore[operator]  # each takes its own type
+        add(key[1:] if key.startswith("/") else f"{name}.{key}", value)  # type: ignore[operator]  # each takes its own type
     _write_tokenizer(writer, folder)
     for token, index in (token_ids or {}).items():
         writer.add_uint32(f"tokenizer.ggml.{token}_token_id", index)

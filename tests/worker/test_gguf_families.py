@@ -191,6 +191,7 @@ def test_a_chat_ends_with_its_turn(tmp_path: Path) -> None:
     ("name", "metadata", "why"),
     [
         ("qwen2", {"expert_shared_count": 1}, "qwen2.expert_shared_count is 1; such a model cannot be converted"),
+        ("qwen2", {"/split.count": 3, "/split.no": 1}, "this is part 2 of 3: join them into one file first"),
         ("qwen3", {"rope__scaling__type": "spiral"}, "qwen3.rope.scaling.type is 'spiral'; such a model cannot"),
         ("qwen3", {"rope__dimension_count": 8}, "rotary embedding over a part of each head cannot be converted"),
         ("qwen3", {"attention__sliding_window": 8}, "qwen3.attention.sliding_window is 8; such a model cannot"),

@@ -159,6 +159,50 @@ def test_a_missing_shard_and_a_broken_index_are_named(folder: Path) -> None:
     assert "has no readable weight_map" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", [3, None, "../tiny/model-00001-of-00002.safetensors", "", ".."])
+def test_an_index_names_files_of_its_own_folder(folder: Path, name: Any) -> None:
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"] | {"model.norm.weight": name}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert f"names {name!r}, which is no file of this folder" in refusal(folder)
+
+
+def test_a_tensor_in_two_shards_is_named(folder: Path) -> None:
+    shard(folder)
+    path = folder / "model-00002-of-00002.safetensors"
+    first = load_file(folder / "model-00001-of-00002.safetensors")
+    save_file(load_file(path) | {"lm_head.weight": first["lm_head.weight"]}, path)
+    assert "tensor lm_head.weight is in more than one file" in refusal(folder)
+
+
+def test_a_shard_of_another_model_is_named_by_its_first_tensor_that_differs(folder: Path, tmp_path: Path) -> None:
+    shard(folder)
+    other = make_tiny_llama(tmp_path / "other", intermediate_size=99)
+    shard(other)
+    shutil.copy(other / "model-00002-of-00002.safetensors", folder)
+    assert "config.json says" in refusal(folder) and "mlp" in refusal(folder)
+
+
+def test_weights_under_another_name_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert "nor model.safetensors.index.json, but consolidated.safetensors" in refusal(folder)
+
+
+def test_weights_under_the_name_of_another_format_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    assert f"{folder / 'model.gguf'}: this is not a readable GGUF file" in refusal(folder)
+    (folder / "model.gguf").rename(folder / "pytorch_model.bin")
+    assert f"cannot read {folder / 'pytorch_model.bin'}" in refusal(folder, "bin")
+
+
+def test_a_type_of_numbers_that_is_not_known_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"dtype":"F32"', b'"dtype":"F99"', 1))
+    assert f"cannot read {path}" in refusal(folder)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_quantised_tensor_is_named(folder: Path, dtype: torch.dtype) -> None:
     rewrite(folder, {"model.norm.weight": torch.ones(60).to(dtype)})

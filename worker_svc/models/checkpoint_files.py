@@ -71,10 +71,11 @@ def checkpoint_paths(folder: Path, load_format: str) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}")
+        others = ", ".join(sorted(path.name for path in folder.glob(f"*{single.suffix}")))
+        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}{others and f', but {others}'}")
     paths = [folder / name for name in sorted(set(_weight_map(index).values()))]
     for path in paths:
-        if not path.exists():
+        if not path.is_file():
             raise ModelError(f"{index} names {path.name}, which does not exist")
     return paths
 
@@ -92,10 +93,15 @@ def open_checkpoint(paths: list[Path], load_format: str) -> Tensors:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> name of a file beside the index."""
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ModelError(f"{index} has no readable weight_map") from None
+    for name in names.values():
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}, which is no file of this folder")
+    return names
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
