@@ -4,7 +4,8 @@ Why not plain loops: LLVM keeps no block of accumulators in registers across an 
 4 rows by 64 columns five times slower than here (128 ns at depth 64 on a Zen 5 core, of 125 possible). Every sum runs
 over `depth` in order, one fused multiply-add after the other, however many rows are computed at once.
 
-The second matrix may be bfloat16 (uint16, see `numbers`), which becomes float32 on its way into a register.
+What is multiplied by or transposed may be of half precision (see `numbers`) and becomes float32 on its way into a
+register.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
                     builder.store(_load(builder, places[r][v]), sums[r][v])
             with cgutils.for_range(builder, arguments[9]) as loop:
                 b_line = _at(builder, b_start, builder.mul(b_row, loop.index))
-                b_values = [_load_wide(builder, _at(builder, b_line, index(v * LANES))) for v in range(vectors)]
+                b_values = [
+                    _load_wide(builder, _at(builder, b_line, index(v * LANES)), b.dtype) for v in range(vectors)
+                ]
                 if is_streamed:
                     _prefetch(builder, _at(builder, b_line, arguments[10]), vectors * LANES * b.dtype.bitwidth // 8)
                 for r in range(rows):
@@ -101,7 +104,10 @@ def transpose(typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any,
         a_start = _element(context, builder, signature, arguments, 0)
         b_start = _element(context, builder, signature, arguments, 3)
         index = arguments[1].type
-        rows = [_load(builder, _at(builder, a_start, builder.mul(arguments[2], index(r)))) for r in range(LANES)]
+        rows = [
+            _load_wide(builder, _at(builder, a_start, builder.mul(arguments[2], index(r))), a.dtype)
+            for r in range(LANES)
+        ]
         for width in (8, 4, 2, 1):
             low = [lane - width + LANES if lane & width else lane for lane in range(LANES)]
             high = [lane + LANES if lane & width else lane + width for lane in range(LANES)]
@@ -114,7 +120,7 @@ def transpose(typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any,
         return context.get_dummy_value()
 
     flat, number = types.Array(types.float32, 1, "C"), types.intp
-    return types.void(flat, number, number, flat, number, number), generate
+    return types.void(a, number, number, flat, number, number), generate
 
 
 @intrinsic
@@ -150,11 +156,13 @@ def _load(builder: Any, place: Any) -> Any:
     return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
 
 
-def _load_wide(builder: Any, place: Any) -> Any:
-    """16 numbers as float32, of float32 or bfloat16."""
-    if place.type.pointee == ir.FloatType():
+def _load_wide(builder: Any, place: Any, element: Any) -> Any:
+    """16 elements of a numba type as float32."""
+    if element == types.float32:
         return _load(builder, place)
     halves = builder.load(builder.bitcast(place, _HALVES.as_pointer()), align=2)
+    if element == types.int16:
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
     return builder.bitcast(builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _VECTOR)
 
 
@@ -190,30 +198,30 @@ _stream_1, _stream_2, _stream_4, _stream_8 = (
 
 
 @njit(nogil=True)
-def matmul_add(rows, a, a_offset, a_stride, b, b_stride, c, c_offset, c_stride, depth, width):  # type: ignore[no-untyped-def]
+def matmul_add(rows, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, depth, width):  # type: ignore[no-untyped-def]
     """C[rows, width] += A[rows, depth] . B[depth, width] for up to 4 rows; width is a multiple of 16."""
     column = 0
     while column < width:
-        place = c_offset + column
+        start, place = b_offset + column, c_offset + column
         if width - column >= 4 * LANES:
             if rows == 4:
-                _add_4x4(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_4x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             elif rows == 3:
-                _add_3x4(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_3x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             elif rows == 2:
-                _add_2x4(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_2x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             else:
-                _add_1x4(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_1x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             column += 4 * LANES
         else:
             if rows == 4:
-                _add_4x1(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_4x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             elif rows == 3:
-                _add_3x1(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_3x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             elif rows == 2:
-                _add_2x1(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_2x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             else:
-                _add_1x1(a, a_offset, a_stride, b, column, b_stride, c, place, c_stride, depth, 0)
+                _add_1x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
             column += LANES
 
 

@@ -138,6 +138,47 @@ def test_a_token_is_the_same_alone_beside_others_in_a_prompt_and_in_chunks(dtype
 
 
 @DTYPES
+@pytest.mark.parametrize(("head_size", "block_size"), [(10, 4), (64, 16), (16, 128)])
+def test_sequences_over_a_common_prefix_are_the_same_alone(dtype: torch.dtype, head_size: int, block_size: int) -> None:
+    """Bit for bit, however much of the prefix is shared: by many, by two, to the last key, or by a prompt between."""
+    lens = [150, 300, 129, 128, 257, *[200] * 20, 190, 64, 40, 260]
+    query_lens = [1] * len(lens)
+    query_lens[7] = 9
+    contexts = [seq_len - query_len for seq_len, query_len in zip(lens, query_lens, strict=True)]
+    case = PagedCase(query_lens, contexts, head_size=head_size, block_size=block_size, dtype=dtype)
+    for sequence, shared in enumerate([128, 128, 128, 128, 64, 128, 65, 128, *[192] * 16, 190, 190, 64, 40, 256]):
+        blocks = shared // block_size
+        case.block_tables[sequence, :blocks] = case.block_tables[1, :blocks]
+    check_attention(case)
+    together, caches = attend(case), (case.key_cache, case.value_cache)
+    for sequence in range(len(lens)):
+        first, last = case.query_starts[sequence : sequence + 2].tolist()
+        out, starts = torch.empty_like(together[first:last]), torch.tensor([0, last - first], dtype=torch.int32)
+        table, length = case.block_tables[sequence : sequence + 1], case.seq_lens[sequence : sequence + 1]
+        paged_attention(out, case.query[first:last], *caches, table, length, starts, **case.options)
+        assert torch.equal(out, together[first:last]), sequence
+
+
+def test_a_common_prefix_with_alibi_and_with_windows() -> None:
+    case = PagedCase([1] * 5, [140, 200, 150, 128, 170], block_size=16)
+    case.block_tables[:, :8] = case.block_tables[0, :8].clone()
+    check_attention(case, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.1, 0.2, 0.3]))
+    check_attention(case, sliding_window=100)
+
+
+def test_what_lies_behind_the_last_key_is_never_used() -> None:
+    case = PagedCase([1, 3, 20], [63, 14, 101], num_heads=4, num_kv_heads=2, head_size=32, block_size=16)
+    expected = attend(case)
+    for cache in (case.key_cache, case.value_cache):
+        used = torch.zeros(cache.shape[0], 16, dtype=torch.bool)
+        for table, seq_len in zip(case.block_tables, case.seq_lens.tolist(), strict=True):
+            for position in range(seq_len):
+                used[table[position // 16], position % 16] = True
+        cache.transpose(1, 2)[~used] = float("nan")
+    assert torch.equal(attend(case), expected)
+
+
+@DTYPES
 def test_reshape_and_cache(dtype: torch.dtype) -> None:
     fused = torch.randn(7, 50).to(dtype)
     key, value = fused[:, :20].unflatten(1, (2, 10)), fused[:, 20:40].unflatten(1, (2, 10))
