@@ -1,7 +1,8 @@
 """How long sampling takes, after the model: `python -m benchmarks.sampler` (256 rows, vocabulary 128,256).
 
 Every kind of row alone, and all of them mixed, each row with parameters of its own. What is timed is what a worker does
-with the logits of a step: `LogitAdjustments.apply`, then `sample`. Medians of `--rounds` are shown.
+with the logits of a step: `LogitAdjustments.apply`, then `sample`. Medians of `--rounds` are shown, of the wall time,
+or with `--cpu-time` of the one thread's own time, which neighbours on the machine hardly change.
 Counts of penalties follow their sequences as in service: each round the sequences are one token longer.
 """
 
@@ -84,15 +85,17 @@ class Batch:
         self._adjustments = LogitAdjustments(vocab_size)
         self._slots = np.arange(rows)
 
-    def time_ns(self, logits: torch.Tensor) -> tuple[int, int]:
+    def time_ns(self, logits: torch.Tensor, clock_ns: Callable[[], int]) -> tuple[int, int]:
         """Of adjusting and of sampling; every sequence gets the token that was drawn."""
         states, slots = self._states, self._slots
-        started_ns = time.perf_counter_ns()
-        adjusted = self._adjustments.apply(logits, states, slots)
-        adjusted_ns = time.perf_counter_ns()
+        logits = logits.clone()  # a worker's are of one step
+        keeps_logits = states.sampling.wants_raw_logits(slots)
+        started_ns = clock_ns()
+        adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
+        adjusted_ns = clock_ns()
         draws = Draws(slots, np.zeros(len(slots), np.int64), states.num_tokens[slots].astype(np.int64))
         sampled = sample(adjusted, states.sampling.take(slots), draws, logits)
-        ended_ns = time.perf_counter_ns()
+        ended_ns = clock_ns()
         states.token_ids[slots, states.num_tokens[slots]] = sampled.token_ids
         states.num_tokens[slots] += 1
         return adjusted_ns - started_ns, ended_ns - adjusted_ns
@@ -104,20 +107,25 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=128_256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    parser.add_argument("--cpu-time", action="store_true", help="time of the thread, of which there is then one")
     parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    if arguments.cpu_time or arguments.threads:
+        torch.set_num_threads(1 if arguments.cpu_time else arguments.threads)
+    clock_ns = time.thread_time_ns if arguments.cpu_time else time.perf_counter_ns
     facts = machine.describe()
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(arguments.rows, arguments.vocab_size, generator=generator) * _LOGIT_SCALE
-    rows = [_measure(name, kind, logits, arguments.rounds) for name, kind in {**KINDS, "mixed": _mixed}.items()]
+    rows = [
+        _measure(name, kind, logits, arguments.rounds, clock_ns) for name, kind in {**KINDS, "mixed": _mixed}.items()
+    ]
     if not arguments.no_results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         result = {
             "date": date,
             "machine": facts,
             "threads": torch.get_num_threads(),
+            "clock": "thread" if arguments.cpu_time else "wall",
             "rows": arguments.rows,
             "vocab_size": arguments.vocab_size,
             "rounds": arguments.rounds,
@@ -137,10 +145,12 @@ def main() -> int:
     return 0
 
 
-def _measure(name: str, kind: Parameters, logits: torch.Tensor, rounds: int) -> dict[str, Any]:
+def _measure(
+    name: str, kind: Parameters, logits: torch.Tensor, rounds: int, clock_ns: Callable[[], int]
+) -> dict[str, Any]:
     batch = Batch(kind, logits.shape[0], logits.shape[1], rounds)
-    batch.time_ns(logits)  # counts all tokens anew; in service once a sequence
-    times_ns = [batch.time_ns(logits) for _ in range(rounds)]
+    batch.time_ns(logits, clock_ns)  # counts all tokens anew; in service once a sequence
+    times_ns = [batch.time_ns(logits, clock_ns) for _ in range(rounds)]
     adjust_ms, sample_ms = (statistics.median(column) / 1e6 for column in zip(*times_ns, strict=True))
     return {"kind": name, "adjust_ms": round(adjust_ms, 2), "sample_ms": round(sample_ms, 2)}
 

@@ -159,7 +159,7 @@ class ModelRunner:
         drawn = None
         if rows.sample_rows.size:
             slots = rows.slots[rows.num_samples > 0]
-            keeps_logits = bool(states.sampling.wants_logprobs[slots].any())
+            keeps_logits = states.sampling.wants_raw_logits(slots)
             adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
             drawn = draw_rows(adjusted, states.sampling, rows, raw_logits=logits)
             if self.is_late:

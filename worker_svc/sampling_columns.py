@@ -133,6 +133,10 @@ class SamplingColumns:
         """The parameters of `slots`, in their order."""
         return SamplingRows(*(column[slots] for column in self._columns))
 
+    def wants_raw_logits(self, slots: npt.NDArray[np.intp]) -> bool:
+        """Whether one of `slots` wants logprobs of logits that are then adjusted."""
+        return bool((self.wants_logprobs & self.adjusts_logits)[slots].any())
+
     def _set_bad_words(self, slot: int, words: WordTokens) -> None:
         if self._word_rows[slot]:
             self.bad_word_table.remove(self._word_rows[slot])

@@ -284,3 +284,11 @@ def test_in_place_or_in_a_copy_makes_no_difference() -> None:
     assert torch.equal(logits, before) and not torch.equal(copied, before)
     assert LogitAdjustments(VOCAB_SIZE).apply(logits, states, slots, keeps_logits=False) is logits
     assert torch.equal(logits, copied)
+
+
+def test_raw_logits_are_kept_for_a_row_that_is_adjusted_and_wants_their_logprobs() -> None:
+    sequence: dict[str, Any] = {"prompt": PROMPT, "generated": GENERATED}
+    adjusted_only, wanted_only = sequence | {"presence_penalty": 1.0}, sequence | {"logprobs": 0}
+    states = states_of(adjusted_only, wanted_only, sequence | {"logit_bias": {3: 1.0}, "logprobs": 2})
+    assert not states.sampling.wants_raw_logits(np.array([0, 1]))
+    assert states.sampling.wants_raw_logits(np.array([1, 2]))
