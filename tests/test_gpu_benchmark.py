@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_sections import correctness, figure, requirements, shapes, step_floor, streams
+from benchmarks.gpu_sections import correctness, figure, host_link, requirements, shapes, step_floor, streams
 from benchmarks.gpu_sections.continuous_batching import workload
 from benchmarks.gpu_sections.figure import Figure
 from benchmarks.gpu_sections.launch_gaps import gap_share, idle_share
@@ -55,6 +58,53 @@ def test_a_section_that_fails_or_hangs_costs_only_itself(tmp_path: Path) -> None
     assert late["ended"] == "not within 0 s" and late["seconds"] < 10
     assert gpu._in_a_process("kernels", figures, -1.0, is_dry_run=True)["ended"] == "no time was left"
     assert figure.read(figures)[0] == found
+
+
+def test_time_that_a_section_leaves_is_the_next_one_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = []
+
+    def in_a_process(section: str, figures: Path, limit_s: float, is_dry_run: bool) -> dict[str, Any]:
+        limits.append(round(limit_s))
+        return {"ended": "well", "seconds": 0.0, "last_lines": ""}
+
+    monkeypatch.setattr(gpu, "_in_a_process", in_a_process)
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "_gpu", lambda: {"name": "NVIDIA H100 80GB HBM3"})
+    monkeypatch.setattr(sys, "argv", ["gpu", "--results", str(tmp_path)])
+    assert gpu.main() == 0
+    assert limits == [round(each) for each in itertools.accumulate(gpu.SECTIONS.values())] and limits[-1] < 540
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith("-gpu-nvidia-h100-80gb-hbm3.json")
+    assert json.loads(path.read_text())["machine"]["gpu"] == {"name": "NVIDIA H100 80GB HBM3"}
+
+
+def test_facts_of_the_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    card = SimpleNamespace(name="a card", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    exec(gpu._FACTS, {})
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["name"], facts["memory_gib"], facts["capability"]) == ("a card", 80.0, "9.0")
+
+
+def test_the_link_to_the_host_is_as_fast_as_its_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(size: int, *, device: str = "cpu", **options: Any) -> Any:
+        return SimpleNamespace(copy_=lambda source, non_blocking: None, ms=40.0 if device == "cuda" else 20.0)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(host_link, "_ms", lambda destination, source: destination.ms)
+    assert host_link.gb_per_s() == pytest.approx((256 << 20) / 1e6 / 40)
+
+
+def test_versions_that_do_not_fit_are_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requirements.problem() == ""
+
+    def refuse(name: str) -> None:
+        raise RuntimeError("grpcio 1.80 is wanted")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    assert requirements.problem() == "protobuf or grpcio does not fit: grpcio 1.80 is wanted"
 
 
 def test_what_is_missing_is_named_with_the_way_to_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:

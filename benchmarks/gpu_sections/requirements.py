@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.util import find_spec
 
 # Module -> the distribution that brings it. Those from torch to transformers come with the machine's own CUDA build.
@@ -38,6 +39,15 @@ def _is_there(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it
         return False
+
+
+def problem() -> str:
+    """Why what is installed does not work together, empty where it does: generated code asks for its own versions."""
+    try:
+        importlib.import_module("protos.inference_pb2_grpc")
+    except Exception as error:  # of a kind of their own
+        return f"protobuf or grpcio does not fit: {error}"
+    return ""
 
 
 def how_to_bring(distributions: list[str]) -> str:
