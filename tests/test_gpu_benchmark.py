@@ -89,11 +89,30 @@ def test_facts_of_the_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_the_link_to_the_host_is_as_fast_as_its_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(size: int, *, device: str = "cpu", **options: Any) -> Any:
-        return SimpleNamespace(copy_=lambda source, non_blocking: None, ms=40.0 if device == "cuda" else 20.0)
+    now_ms = 0.0
 
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(host_link, "_ms", lambda destination, source: destination.ms)
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.ms = now_ms
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.ms - self.ms
+
+    class Memory:
+        def __init__(self, size: int, *, device: str = "cpu", **options: Any) -> None:
+            self.device = device
+
+        def copy_(self, source: Memory, non_blocking: bool) -> None:
+            nonlocal now_ms
+            assert non_blocking and source.device != self.device
+            now_ms += 40.0 if self.device == "cuda" else 20.0
+
+    monkeypatch.setattr(torch, "empty", Memory)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert host_link.gb_per_s() == pytest.approx((256 << 20) / 1e6 / 40)
 
 
