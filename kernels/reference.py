@@ -35,6 +35,8 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     sliding_window: int = 0,
     logit_soft_cap: float = 0.0,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of new tokens over a paged cache that already holds their own keys and values.
 
@@ -45,7 +47,9 @@ def paged_attention(
 
     out, query [T, num_heads, head_size]; block_tables i32[S, max_blocks]; seq_lens i32[S]; query_starts i32[S + 1];
     alibi_slopes f32[num_heads]. The last `query_starts[s + 1] - query_starts[s]` positions of sequence `s` are its
-    queries. `max_query_len` and `max_seq_len` bound both lengths, for kernels that size a grid by them.
+    queries; where a sequence has none at all (`seq_len` 0: padding), zeros are written for them. `max_query_len` and
+    `max_seq_len` bound both lengths, for kernels that size a grid by them. With key_scale, value_scale
+    f32[num_kv_heads] the caches hold keys and values divided by them.
     """
     _, num_heads, head_size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
@@ -58,11 +62,16 @@ def paged_attention(
             continue
         blocks = block_tables[sequence, : -(-seq_len // block_size)].long()
 
-        def gather(cache: torch.Tensor, blocks: torch.Tensor = blocks, seq_len: int = seq_len) -> torch.Tensor:
-            tokens = cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)[:, :seq_len]
-            return tokens.to(compute).repeat_interleave(num_heads // num_kv_heads, dim=0)
+        def gather(
+            cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor = blocks, seq_len: int = seq_len
+        ) -> torch.Tensor:
+            tokens = cache[blocks].to(compute).transpose(0, 1).reshape(num_kv_heads, -1, head_size)[:, :seq_len]
+            if scales is not None:
+                tokens = tokens * scales[:, None, None].to(compute)
+            return tokens.repeat_interleave(num_heads // num_kv_heads, dim=0)
 
-        scores = scale * query[start:end].to(compute).transpose(0, 1) @ gather(key_cache).transpose(1, 2)
+        keys = gather(key_cache, key_scale)
+        scores = scale * query[start:end].to(compute).transpose(0, 1) @ keys.transpose(1, 2)
         if logit_soft_cap > 0:
             scores = logit_soft_cap * torch.tanh(scores / logit_soft_cap)
         # Key position minus query position, [query_len, seq_len].
@@ -74,7 +83,7 @@ def paged_attention(
         if sliding_window > 0:
             visible &= distance > -sliding_window
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        out[start:end] = (weights @ gather(value_cache)).transpose(0, 1).to(out.dtype)
+        out[start:end] = (weights @ gather(value_cache, value_scale)).transpose(0, 1).to(out.dtype)
 
 
 def reshape_and_cache(

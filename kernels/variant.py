@@ -5,7 +5,7 @@ Each module of a Triton operation has `variants()`, which yields those that a wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,3 +22,5 @@ class Variant:
     num_stages: int = 3
     divisible_by_16: tuple[str, ...] = field(default=())  # arguments that the launcher knows to be: addresses, strides
     may_spill: bool = True  # False: a register spill is a defect
+    # Compute capabilities that a worker launches it on: types and tiles are not the same on all.
+    capabilities: Collection[int] = range(75, 130)

@@ -44,7 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"{parser.prog}: error: {error.name} is missing; kernels are compiled by triton", file=sys.stderr)
         return 1
-    jobs = [(op, variant, target) for op, of_one in found.items() for variant in of_one for target in chosen]
+    jobs = [
+        (op, variant, target)
+        for op, of_one in found.items()
+        for variant in of_one
+        for target in chosen
+        if target.capability in variant.capabilities
+    ]
     order = {(op, variant.name, target.name): place for place, (op, variant, target) in enumerate(jobs)}
     results = []
     for one in compile_jobs(jobs, arguments.jobs or len(os.sched_getaffinity(0))):

@@ -1,0 +1,130 @@
+"""Paged attention over one segment of the context: what rows of queries gather from at most 512 keys, and how such
+results are joined. The prefill kernel and the decode kernel are both made of this.
+
+Source: Milakov and Gimelshein 2018 (arXiv:1805.02867) for the softmax with a running maximum, Dao 2023
+(arXiv:2307.08691) for its tiles, Kwon et al. 2023 (arXiv:2309.06180) for the paged cache. docs/paged-attention.md draws
+all of it. Layout of a cache: [num_blocks, num_kv_heads, block_size, head_size], a block's elements contiguous.
+
+The result is, of each row over the keys that it sees in the segment,
+
+    m = max of logits    total = sum of 2^(logit - m)    acc = sum of 2^(logit - m) value, [rows, HEAD_TILE]
+
+with logits in powers of two: log2(e) is part of the scale, and every exponential is an `exp2`.
+
+Why a row's bits depend on nothing but its token, its sequence and the cache: tiles begin at multiples of KEY_TILE and
+segments at multiples of SEGMENT, counted in positions of the sequence; a key that a row must not see has weight 0, and
+a tile of such keys leaves m, total and acc as they were; products are sums over one row; and what a compiler may round
+once or twice is written as `fma`, or has no sum after its product.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Keys whose sums are kept apart. The unit of work in decode: shorter ones occupy more of a GPU where sequences are few,
+# longer ones cost less to join. Of a group of 4 heads of 128, 2 KiB are written and read again for 256 KiB of keys and
+# values in 16 bits: 1.6 %.
+SEGMENT = tl.constexpr(512)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_segment(  # type: ignore[no-untyped-def]
+    query,
+    key_cache,
+    value_cache,
+    block_stride,
+    table,
+    head,
+    begin_tile,
+    end_tile,
+    first_key,
+    end_key,
+    first_full,
+    end_full,
+    positions,
+    slopes,
+    logit_scale,
+    soft_cap,
+    window,
+    KEY_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):
+    """(m, total, acc) over the tiles begin_tile..end_tile, which are of one segment.
+
+    query [ROWS, HEAD_TILE]; positions i32[ROWS] of the rows' tokens; slopes f32[ROWS]. Keys first_key..end_key are
+    seen by some row, others are not read. Those of tiles first_full..end_full are seen by every row, and not
+    compared with positions. `logit_scale` makes powers of two of query . key. With a soft cap the logit is `soft_cap *
+    tanh(logit_scale / 2 / log2(e) * query . key)`, and `soft_cap` and `slopes` hold the log2(e).
+    """
+    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_TILE], tl.float32)
+    dims = tl.arange(0, HEAD_TILE)
+    # Blocks are read one tile ahead of keys, which are copied two tiles ahead of the products.
+    places = begin_tile * KEY_TILE + tl.arange(0, KEY_TILE)
+    blocks = tl.load(table + places // BLOCK_SIZE, places < end_key, 0)
+    for tile in tl.range(begin_tile, end_tile, disable_licm=True):
+        places = tile * KEY_TILE + tl.arange(0, KEY_TILE)
+        lines = blocks.to(tl.int64) * block_stride + (head * BLOCK_SIZE + places % BLOCK_SIZE) * HEAD_SIZE
+        elements = lines[:, None] + dims[None, :]
+        needed = ((places >= first_key) & (places < end_key))[:, None] & (dims < HEAD_SIZE)[None, :]
+        keys = tl.load(key_cache + elements, needed, 0.0)
+        values = tl.load(value_cache + elements, needed, 0.0)
+        next_places = places + KEY_TILE
+        blocks = tl.load(table + next_places // BLOCK_SIZE, next_places < end_key, 0)
+
+        logits = tl.dot(query, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee")
+        # What is left to be multiplied when the maximum is known: one fma for both.
+        factor = logit_scale
+        if HAS_SOFT_CAP:
+            logits = soft_cap * (1.0 - 2.0 / (tl.exp2(logits * logit_scale) + 1.0))
+            factor = 1.0
+        if HAS_ALIBI:
+            if not HAS_SOFT_CAP:
+                logits = logits * logit_scale
+                factor = 1.0
+            distances = (places[None, :] - positions[:, None]).to(tl.float32)
+            logits = tl.fma(tl.broadcast_to(slopes[:, None], logits.shape), distances, logits)
+        if (tile < first_full) | (tile >= end_full):
+            visible = places[None, :] <= positions[:, None]
+            if HAS_WINDOW:
+                visible = visible & (places[None, :] > positions[:, None] - window)
+            logits = tl.where(visible, logits, float("-inf"))
+
+        new_m = tl.maximum(m, tl.max(logits, 1))
+        # Of a row that has seen nothing yet any finite number, so that no infinity is taken from itself.
+        top = tl.where(new_m == float("-inf"), 0.0, new_m)
+        weights = _exp2_of_difference(logits, top[:, None], factor)
+        decay = _exp2_of_difference(m, top, factor)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(DOT_TYPE), values.to(DOT_TYPE), acc, input_precision="ieee")
+        m = new_m
+    if not (HAS_SOFT_CAP or HAS_ALIBI):
+        m = m * logit_scale
+    return m, total, acc
+
+
+@triton.jit
+def _exp2_of_difference(x, top, factor):  # type: ignore[no-untyped-def]
+    """2^((x - top) factor), rounded as one fma does."""
+    return tl.exp2(tl.fma(x, tl.zeros_like(x) + factor, tl.zeros_like(x) - top * factor))
+
+
+@triton.jit
+def join(m, total, acc, next_m, next_total, next_acc):  # type: ignore[no-untyped-def]
+    """The result of the segments so far and of the next."""
+    new_m = tl.maximum(m, next_m)
+    top = tl.where(new_m == float("-inf"), 0.0, new_m)
+    old, new = tl.exp2(m - top), tl.exp2(next_m - top)
+    total = tl.fma(total, old, next_total * new)
+    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
+    return new_m, total, acc

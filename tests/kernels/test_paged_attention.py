@@ -1,0 +1,267 @@
+"""The Triton attention against the oracle in float64, and its promise that a token depends on nothing beside it.
+
+Caches hold NaN wherever no key is, and a sequence's table ids of no block after its last: reading either shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from kernels import paged_attention as module
+from kernels import reference
+from tests.kernels.cases import PagedCase
+from tests.kernels.device import DEVICE, IS_INTERPRETED
+
+paged_attention: Callable[..., None] = module.paged_attention
+exact_attention: Callable[..., None] = reference.paged_attention
+# Of one rounding of the result, and of weights in half precision: 2^-11 and 2^-8 relative.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.2, 0.3], device=DEVICE)
+MIX = [1, 37, 1, 16, 5, 1, 64], [0, 0, 200, 63, 130, 63, 1]
+
+
+class PoisonedCase(PagedCase):
+    """On the device of the tests, with NaN in every slot that holds no key of a sequence."""
+
+    def __init__(self, query_lens: list[int], context_lens: list[int], **options: Any) -> None:
+        super().__init__(query_lens, context_lens, **{"head_size": 32, "block_size": 16, **options})
+        used = torch.zeros(self.key_cache.shape[0] * self.key_cache.shape[2], dtype=torch.bool)
+        size = self.key_cache.shape[2]
+        for sequence, seq_len in enumerate(self.seq_lens.tolist()):
+            positions = torch.arange(seq_len)
+            used[self.block_tables[sequence, positions // size].long() * size + positions % size] = True
+        for cache in (self.key_cache, self.value_cache):
+            cache.transpose(1, 2)[~used.view(-1, size)] = float("nan")
+        for name in ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_starts"):
+            setattr(self, name, getattr(self, name).to(DEVICE))
+
+
+def attend(case: PagedCase, **options: Any) -> torch.Tensor:
+    out, options = torch.full_like(case.query, float("nan")), case.options | options
+    paged_attention(out, *case.arguments, **options)
+    return out
+
+
+def exact(case: PagedCase, **options: Any) -> torch.Tensor:
+    query, keys, values, *rest = case.arguments
+    out = torch.full_like(query, float("nan"), dtype=torch.float64)
+    exact_attention(out, query.double(), keys.double(), values.double(), *rest, **case.options, **options)
+    return out
+
+
+def check(case: PagedCase, tolerance: float | None = None, **options: Any) -> None:
+    tolerance = tolerance or TOLERANCE[case.query.dtype]
+    torch.testing.assert_close(attend(case, **options).double(), exact(case, **options), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_any_mix_of_rows(dtype: torch.dtype) -> None:
+    check(PoisonedCase(*MIX, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "block_size"),
+    [(9, 3, 64, 8), (5, 5, 80, 16), (4, 1, 96, 256), (2, 2, 128, 32), (71, 1, 32, 64), (2, 1, 256, 16), (7, 1, 40, 24)],
+)
+def test_head_and_block_sizes(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> None:
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "block_size": block_size}
+    check(PoisonedCase([1, 7, 1], [0, 70, 130], **sizes))
+
+
+@pytest.mark.parametrize("context", [63, 64, 511, 512, 513, 1024, 1100])
+def test_contexts_of_several_segments(context: int) -> None:
+    """One token and several, whose sequences end at the borders of blocks, tiles and segments and beside them."""
+    check(PoisonedCase([1, 5], [context, context], num_heads=2, num_kv_heads=1))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100, 520])
+def test_sliding_window(window: int) -> None:
+    check(PoisonedCase([1, 40, 90, 1], [170, 90, 0, 600]), sliding_window=window)
+
+
+def test_keys_before_the_window_are_not_read() -> None:
+    case = PoisonedCase([1, 20], [150, 131], block_size=8)
+    expected = attend(case, sliding_window=60)
+    for sequence, first_key in ((0, 151 - 60), (1, 132 - 60)):
+        blocks, offsets = zip(*(divmod(position, 8) for position in range(first_key)), strict=True)
+        for cache in (case.key_cache, case.value_cache):
+            cache[case.block_tables[sequence, list(blocks)].long(), :, list(offsets)] = float("nan")
+    assert torch.equal(attend(case, sliding_window=60), expected)
+
+
+def test_alibi_and_soft_cap() -> None:
+    check(PoisonedCase([1, 40], [170, 60]), alibi_slopes=SLOPES)
+    check(PoisonedCase([1, 40], [570, 60]), alibi_slopes=SLOPES, logit_soft_cap=0.7, sliding_window=50)
+    check(PoisonedCase([1, 40], [170, 60]), logit_soft_cap=0.7)
+
+
+def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
+    case = PoisonedCase([1, 20], [150, 60])
+    case.query *= 200
+    check(case, tolerance=1e-3)
+
+
+def test_caches_of_eight_bits_with_a_scale_for_each_head() -> None:
+    case = PoisonedCase([1, 17, 1], [70, 0, 530])
+    scales = {name: torch.tensor(pair, device=DEVICE) for name, pair in (("key", (0.5, 0.1)), ("value", (0.3, 2.0)))}
+    for name, scale in scales.items():
+        cache = getattr(case, f"{name}_cache") / scale[:, None, None]
+        setattr(case, f"{name}_cache", cache.to(torch.float8_e4m3fn))
+    check(case, key_scale=scales["key"], value_scale=scales["value"])
+
+
+def test_blocks_that_sequences_share_and_blocks_that_come_twice() -> None:
+    case = PoisonedCase([1, 3, 1], [47, 45, 95])
+    case.block_tables[1, :3] = case.block_tables[0, :3]
+    case.block_tables[2, :6] = case.block_tables[2, [5, 0, 0, 3, 5, 5]]
+    check(case)
+
+
+def test_padding_gets_zeros_and_what_is_beyond_the_last_token_is_left_alone() -> None:
+    """A batch of a graph: rows without a sequence, a bound far above all lengths, more rows than tokens."""
+    case = PoisonedCase([1, 1], [40, 520])
+    pads, wide = 3, PoisonedCase([1, 1], [40, 520])
+    wide.query = torch.cat((case.query, torch.full_like(case.query[:1], float("nan")).repeat(pads + 2, 1, 1)))
+    wide.seq_lens = torch.cat((case.seq_lens, torch.zeros(pads, dtype=torch.int32, device=DEVICE)))
+    wide.query_starts = torch.arange(3 + pads, dtype=torch.int32, device=DEVICE)
+    wide.block_tables = torch.cat((case.block_tables, torch.full_like(case.block_tables[:1], 2**30).repeat(pads, 1)))
+    out = attend(wide, max_seq_len=5000)
+    assert torch.equal(out[:2], attend(case))
+    assert not out[2:5].any() and out[5:].isnan().all()
+    assert not exact(wide)[2:5].any()
+
+
+def test_query_and_out_may_be_parts_of_wider_rows() -> None:
+    case = PoisonedCase([3, 1], [4, 20])
+    expected = attend(case)
+    wide = torch.zeros(4, 6 * 32 + 48, device=DEVICE)
+    wide[:, :192] = case.query.flatten(1)
+    case.query = wide[:, :192].unflatten(1, (6, 32))
+    out = torch.zeros(4, 208, device=DEVICE)
+    paged_attention(out[:, :192].unflatten(1, (6, 32)), *case.arguments, **case.options)
+    assert torch.equal(out[:, :192].reshape(4, 6, 32), expected) and not out[:, 192:].any()
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 7])
+def test_a_sequence_is_the_same_alone_and_on_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, num_multiprocessors: int
+) -> None:
+    """Bit for bit: however work is shared out, and whatever it is shared with."""
+    options: dict[str, Any] = {"alibi_slopes": SLOPES, "sliding_window": 530}
+    case = PoisonedCase([1, 33, 1, 1], [540, 90, 10, 300])
+    alone = []
+    for sequence in range(4):
+        begin, end = case.query_starts[sequence : sequence + 2].tolist()
+        out = torch.full_like(case.query[begin:end], float("nan"))
+        starts = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
+        rows = slice(sequence, sequence + 1)
+        caches = (case.key_cache, case.value_cache)
+        tables = (case.block_tables[rows], case.seq_lens[rows], starts)
+        paged_attention(out, case.query[begin:end], *caches, *tables, **case.options, **options)
+        alone.append(out)
+    facts = module._gpu(case.query.device)
+    shared = module._Gpu(facts.capability, num_multiprocessors, facts.is_interpreted)
+    monkeypatch.setattr(module, "_gpu", lambda device: shared)
+    assert torch.equal(attend(case, **options), torch.cat(alone))
+
+
+def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone() -> None:
+    """Bit for bit: 560 tokens at once, against some as decode rows and some in chunks."""
+    case = PoisonedCase([560], [0], num_heads=2, num_kv_heads=1)
+    whole = attend(case)
+    for first, last in [(p, p + 1) for p in (0, 63, 64, 511, 512, 559)] + [(0, 7), (7, 71), (500, 560)]:
+        out = torch.empty_like(case.query[first:last])
+        starts = torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE)
+        lens = torch.tensor([last], dtype=torch.int32, device=DEVICE)
+        caches = (case.key_cache, case.value_cache)
+        paged_attention(out, case.query[first:last], *caches, case.block_tables, lens, starts, **case.options)
+        assert torch.equal(out, whole[first:last]), (first, last)
+
+
+# No shrinking: hundreds of runs in the interpreter for an example that is small already.
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 140)), min_size=1, max_size=3),
+    group=st.sampled_from([1, 2, 3, 5]),
+    num_kv_heads=st.integers(1, 2),
+    block_size=st.sampled_from([8, 16, 48]),
+    window=st.sampled_from([0, 0, 1, 5, 64, 90]),
+    cap=st.sampled_from([0.0, 0.0, 0.5, 3.0]),
+    has_slopes=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_masks_of_any_batch(
+    lens: list[tuple[int, int]],
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int,
+    cap: float,
+    has_slopes: bool,
+    seed: int,
+) -> None:
+    query_lens, context_lens = map(list, zip(*lens, strict=True))
+    num_heads = group * num_kv_heads
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": block_size, "seed": seed}
+    slopes = torch.rand(num_heads, generator=torch.Generator().manual_seed(seed)).to(DEVICE) if has_slopes else None
+    case = PoisonedCase(query_lens, context_lens, **sizes)
+    check(case, sliding_window=window, logit_soft_cap=cap, alibi_slopes=slopes)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case = PoisonedCase([1], [5])
+    for name, wrong, message in (
+        ("query", case.query[..., :16], "does not fit"),
+        ("value_cache", case.value_cache.half(), "no caches of"),
+        ("value_cache", case.value_cache[:-1], "differ in shape"),
+        ("seq_lens", case.seq_lens.long(), "seq_lens is torch.int64"),
+        ("query_starts", case.query_starts[:1], "query_starts is torch.int32"),
+    ):
+        changed = PoisonedCase([1], [5])
+        setattr(changed, name, wrong)
+        with pytest.raises(ValueError, match=message):
+            attend(changed)
+    with pytest.raises(ValueError, match="scale -1"):
+        attend(case, scale=-1.0)
+    with pytest.raises(ValueError, match="alibi_slopes"):
+        attend(case, alibi_slopes=SLOPES[:5])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(IS_INTERPRETED, reason="allocates 20 GB on a GPU")
+def test_a_cache_beyond_32_bit_offsets() -> None:
+    case = PoisonedCase([5, 1], [55, 40], num_heads=2, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    expected, num_blocks = attend(case), 2_300_000
+    for name in ("key_cache", "value_cache"):
+        far = torch.full((num_blocks, 2, 16, 64), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        far[-case.key_cache.shape[0] :] = getattr(case, name)
+        setattr(case, name, far)
+    first = num_blocks - int(case.block_tables[case.block_tables < 2**30].max()) - 1
+    ids = case.block_tables < 2**30
+    near = PoisonedCase([5, 1], [55, 40], num_heads=2, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    case.block_tables[ids] += num_blocks - near.key_cache.shape[0]
+    assert first >= 0 and torch.equal(attend(case), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(IS_INTERPRETED, reason="captures a CUDA graph")
+def test_a_captured_launch_follows_its_tensors() -> None:
+    case = PoisonedCase([1] * 4, [900, 10, 33, 512], head_size=128, dtype=torch.bfloat16)
+    longer = [case.seq_lens.clone(), torch.tensor([0, 11, 20, 3], dtype=torch.int32, device=DEVICE)]
+    out = torch.full_like(case.query, float("nan"))
+    options = {**case.options, "max_seq_len": 4096}
+    paged_attention(out, *case.arguments, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(out, *case.arguments, **options)
+    for lens in longer:
+        case.seq_lens.copy_(lens)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(out.double(), exact(case), rtol=1e-2, atol=1e-2)
