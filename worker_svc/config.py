@@ -53,6 +53,9 @@ class WorkerConfig:
         "first start and kept in the cache",
         choices=("none", "int8"),
     )
+    batch_invariant: bool = option(
+        False, "a row's logits depend on nothing in its batch, bit for bit, whatever the model's type and shapes"
+    )
     kv_cache_dtype: str = option(
         "auto", "of keys and values in the cache; auto: as dtype", choices=("auto", "float32", "float16", "bfloat16")
     )

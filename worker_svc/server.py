@@ -117,6 +117,7 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
             impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
             quantization="" if config.quantization == "none" else config.quantization,
+            is_batch_invariant=config.batch_invariant,
         )
         model = load_model(folder, model_config, device, config.load_format, config.seed, config.trust_remote_code)
         files = _tokenizer_files(config, folder)

@@ -50,6 +50,7 @@ class ModelConfig:
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
     quantization: str = ""  # of the weights of products: int8; empty: none
+    is_batch_invariant: bool = False  # whether products have to give a row the same bits in any company
 
     @property
     def weights_bytes(self) -> int:
@@ -74,6 +75,7 @@ class ModelConfig:
         impl: str = "auto",
         trust_remote_code: bool = False,
         quantization: str = "",
+        is_batch_invariant: bool = False,
     ) -> ModelConfig:
         """Read a Hugging Face folder.
 
@@ -115,6 +117,7 @@ class ModelConfig:
             model_hash=_model_hash(folder),
             impl=impl,
             quantization=quantization,
+            is_batch_invariant=is_batch_invariant,
         )
 
 

@@ -6,8 +6,16 @@ import torch
 
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.tiled_linear import TiledLinear
 
 
-def dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> FloatLinear | PackedLinear:
-    """The fastest form for the weight's device and type; weight [out_features, in_features]."""
-    return PackedLinear(weight, bias) if PackedLinear.is_fastest(weight) else FloatLinear(weight, bias)
+def dense(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_batch_invariant: bool = False
+) -> FloatLinear | PackedLinear | TiledLinear:
+    """The fastest form for the weight's device and type, of those that give a row the same bits in any company where
+    `is_batch_invariant`; weight [out_features, in_features]."""
+    if weight.device.type != "cpu":
+        return TiledLinear(weight, bias) if is_batch_invariant else FloatLinear(weight, bias)
+    if is_batch_invariant or PackedLinear.is_fastest(weight):
+        return PackedLinear(weight, bias)
+    return FloatLinear(weight, bias)

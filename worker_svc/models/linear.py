@@ -60,11 +60,13 @@ def take_linear(
         weight = weights.take_parts([f"{name}.weight" for name in names], whole, in_features)
     bias = in_order(weights.take_parts([f"{name}.bias" for name in names], whole)) if is_biased else None
     weight = in_order(weight)
-    return dense(weight, bias) if store is None or is_exact else store.make(names[0], weight, bias)
+    if store is not None and not is_exact:
+        return store.make(names[0], weight, bias)
+    return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant)
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
     """A product with a matrix that has been taken for something else."""
     if weights.int8 is None:
-        return dense(weight)
+        return dense(weight, is_batch_invariant=weights.is_batch_invariant)
     return weights.int8.find(name, *weight.shape) or weights.int8.make(name, weight)

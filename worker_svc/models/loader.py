@@ -75,6 +75,11 @@ def load_model(
     if config.quantization:
         check_quantization(config, device)
     if config.impl == "transformers":
+        if config.is_batch_invariant:
+            raise ModelError(
+                f"batch_invariant is for the families that Octavo computes itself; {config.architecture} is computed "
+                f"by transformers"
+            )
         from worker_svc.models.transformers_model import TransformersModel
 
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
@@ -83,6 +88,7 @@ def load_model(
         weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
     else:
         weights = _checkpoint(Path(folder), config, device, load_format)
+    weights.is_batch_invariant = config.is_batch_invariant
     try:
         with torch.inference_mode():
             model = Decoder(config, weights, device)

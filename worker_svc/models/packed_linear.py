@@ -6,20 +6,20 @@ import torch
 
 
 class PackedLinear:
-    """See `Linear`; on a CPU, in float32."""
+    """See `Linear`; on a CPU. Of bfloat16 rows the sums are float32, too, and rounded once."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         from kernels.cpu import matmul  # here, so that a worker with a GPU does not wait for a compiler of CPU code
 
         self._matmul = matmul.matmul
-        self._packed, self._bias = matmul.pack(weight), bias
+        self._packed, self._bias = matmul.pack(weight), None if bias is None else bias.float()
         self._out_features = weight.shape[0]
-        self.weight_bytes = self._packed.nbytes + (0 if bias is None else bias.nbytes)
+        self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], self._out_features)
-        self._matmul(out, x, self._packed, self._bias)
-        return out
+        out = x.new_empty(x.shape[0], self._out_features, dtype=torch.float32)
+        self._matmul(out, x.float(), self._packed, self._bias)
+        return out.to(x.dtype)
 
     @staticmethod
     def is_fastest(weight: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
     int8: Int8Store | None  # what keeps products in eight bits; None: they stay in the model's dtype
+    is_batch_invariant: bool  # set by who makes them: whether products give a row the same bits in any company
 
     def has(self, name: str) -> bool:
         """Whether this tensor can be taken."""
@@ -42,6 +43,8 @@ class Weights(Protocol):
 
 class CheckpointWeights:
     """The tensors of one folder's files; see `checkpoint_files` for what opens them."""
+
+    is_batch_invariant = False
 
     def __init__(
         self,
@@ -97,6 +100,8 @@ class DummyWeights:
     """Small random numbers for any shape, the same for the same model, seed and kind of device: load tests need no
     checkpoint. A GPU draws its own, since billions of them take a minute on one core.
     """
+
+    is_batch_invariant = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, int8: Int8Store | None = None) -> None:
         self.int8 = int8
