@@ -9,7 +9,7 @@ First every row is quantised, group by group of 32 inputs. Then each thread take
       4 rows at a time  -> registers               `int8_tile`; the next weights are asked for between two tiles
     totals [128 rows, 48 outputs]                  * scale of the output + bias -> out
 
-One to three rows go through the weights panel by panel, one stream of memory a thread.
+Fewer than 8 rows go through the weights panel by panel, one stream of memory a thread.
 
 A row's result depends on that row alone, bit for bit: sums within a group are exact, and groups are added in order,
 whatever the number of rows and threads.
@@ -22,8 +22,17 @@ import torch
 from numba import njit, prange
 
 from kernels.cpu.int8_rows import quantize_row
-from kernels.cpu.int8_tile import DOT_KINDS, TILE_PANELS, TILE_ROWS, dot_kind_of_this_cpu, finish_panel, multiply_add
+from kernels.cpu.int8_tile import (
+    DOT_KINDS,
+    TILE_PANELS,
+    TILE_ROWS,
+    ask_for,
+    dot_kind_of_this_cpu,
+    finish_panel,
+    multiply_add,
+)
 from kernels.cpu.numbers import FLOAT32, element_of, from_float32, lines
+from kernels.cpu.registers import CACHE_LINE_BYTES
 from kernels.cpu.runtime import num_threads
 from kernels.int8_weight import GROUP, PANEL
 
@@ -134,14 +143,23 @@ def _int8_linear(  # type: ignore[no-untyped-def]
         for item in range(num_items * lane // num_threads, last_item):
             first_panel = item * width
             panels = min(width, num_panels - first_panel)
+            has_next = width > 1 and item + 1 < last_item
             for first_row in range(0, num_rows, ROW_CHUNK):
                 rows = min(ROW_CHUNK, num_rows - first_row)
                 num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
                 totals[:rows] = np.float32(0.0)
                 for group in range(0, num_groups, GROUP_CHUNK):
                     groups = min(GROUP_CHUNK, num_groups - group)
+                    chunk = weight_address + first_panel * panel_bytes + group * GROUP * PANEL
+                    # What the next item reads in this place, by a share a tile. Out of memory, 32 rows by 3072 x 576 on
+                    # one Zen 5 core take 226 us in place of 261, by 49152 x 576 3.7 ms in place of 4.2.
+                    share = groups * GROUP * PANEL // num_tiles + CACHE_LINE_BYTES - 1
+                    share -= share % CACHE_LINE_BYTES
                     for tile in range(num_tiles):
                         row = tile * TILE_ROWS
+                        if has_next and first_row + rows == num_rows:
+                            for panel in range(panels):
+                                ask_for(chunk + (width + panel) * panel_bytes + tile * share, share)
                         multiply_add(
                             kind,
                             min(TILE_ROWS, rows - row),
@@ -151,7 +169,7 @@ def _int8_linear(  # type: ignore[no-untyped-def]
                             scales.ctypes.data + ((first_row + row) * num_groups + group) * 4,
                             sums.ctypes.data + ((first_row + row) * num_groups + group) * 4,
                             num_groups * 4,
-                            weight_address + first_panel * panel_bytes + group * GROUP * PANEL,
+                            chunk,
                             panel_bytes,
                             totals.ctypes.data + row * row_bytes,
                             row_bytes,

@@ -24,6 +24,7 @@ from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
+from kernels.cpu.registers import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, PANEL, QUAD
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
@@ -118,6 +119,25 @@ def _tile(rows: int, panels: int) -> Any:
         return types.void(kind, *[types.intp] * 10), generate
 
     return tile
+
+
+@intrinsic
+def ask_for(typing_context: Any, address: Any, num_bytes: Any) -> Any:
+    """Has memory brought to the second cache level; it need not exist."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, count = arguments
+        pointer = ir.IntType(8).as_pointer()
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [pointer, *[_INTEGER] * 3]), "llvm.prefetch.p0"
+        )
+        step = count.type(CACHE_LINE_BYTES)
+        with cgutils.for_range_slice(builder, count.type(0), count, step) as (offset, _):
+            place = builder.inttoptr(builder.add(start, offset), pointer)
+            builder.call(function, [place, _INTEGER(0), _INTEGER(2), _INTEGER(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
 
 
 @intrinsic

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from kernels.int8_weight import pack_int8, quantize_int8
 from kernels.select import kernels_for
 
 
@@ -17,12 +16,6 @@ class Int8Linear:
         self.packed, self.scale, self.bias = packed, scale, bias
         self.weight_bytes = packed.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
         self._multiply = kernels_for(packed.device).int8_linear
-
-    @classmethod
-    def quantize(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
-        """From weight [out_features, in_features] of any float type."""
-        quantized, scale = quantize_int8(weight)
-        return cls(pack_int8(quantized), scale, None if bias is None else bias.float())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.scale.shape[0])

@@ -16,9 +16,10 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels.int8_weight import GROUP, PANEL
+from kernels.int8_weight import GROUP, PANEL, pack_int8, quantize_int8
 from octavo.cache import cache_dir
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
+from worker_svc.huge_pages import HugePages
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.int8_linear import Int8Linear
 
@@ -34,7 +35,7 @@ class Int8Store:
     def __init__(self, path: Path | None) -> None:
         self._path, self._started_s = path, time.monotonic()
         self._products: dict[str, Int8Linear] = {}
-        self._num_made = 0
+        self._num_made, self._memory = 0, HugePages()
         self._stored = _read(path) if path is not None else {}
 
     @classmethod
@@ -51,13 +52,16 @@ class Int8Store:
             return None
         if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
             return None
-        product = self._products[name] = Int8Linear(packed, scale, bias)
-        return product
+        return self._keep(name, packed, scale.clone(), None if bias is None else bias.clone())
 
     def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
         self._num_made += 1
-        product = self._products[name] = Int8Linear.quantize(weight, bias)
+        quantized, scale = quantize_int8(weight)
+        return self._keep(name, pack_int8(quantized), scale, None if bias is None else bias.float())
+
+    def _keep(self, name: str, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
+        product = self._products[name] = Int8Linear(self._memory.keep(packed), scale, bias)
         return product
 
     def finish(self) -> None:
@@ -79,12 +83,12 @@ class Int8Store:
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Everything in the file, in memory of this process: a step never waits for the disk."""
+    """Everything in the file; may lie in the file's map until it is kept, as a step must not wait for the disk."""
     if not path.exists():
         return {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
         log.warning("quantised weights cannot be read, and are made again", path=str(path), error=str(error))
         return {}
