@@ -52,17 +52,6 @@ def test_between_layers_side_by_side_and_blocks_side_by_side() -> None:
     assert torch.equal(bits(staging), bits(cache[:, :, PAIRS[:, 1]]))
 
 
-@pytest.mark.gpu
-def test_blocks_beyond_32_bit_offsets() -> None:
-    if DEVICE == "cpu":
-        pytest.skip("10 GiB of cache are for a GPU")
-    cache = torch.empty(1, 2, 1_200_000, 1, 16, 128, dtype=torch.bfloat16, device=DEVICE)
-    assert cache[0, 0].numel() > 2**31
-    cache[:, :, 1_199_999] = store(1, 2, 1, 16, 128, dtype=torch.bfloat16)
-    copy_blocks(cache, cache, torch.tensor([[1_199_999, 1_100_000]], device=DEVICE))
-    assert torch.equal(bits(cache[:, :, 1_199_999]), bits(cache[:, :, 1_100_000]))
-
-
 def test_no_pair_is_nothing_and_what_does_not_fit_is_refused() -> None:
     cache = store(1, 2, 3, 1, 2, 4, dtype=torch.float32)
     copy_blocks(cache, cache, PAIRS[:0])

@@ -154,7 +154,7 @@ def _take_mlp(
     if style.experts is None or not style.experts.is_sparse[index]:
         return mlp(prefix, names.mlp_in, names.mlp_out, config.intermediate_size)
     router = take_linear(weights, [prefix + names.router], [style.experts.num_experts], hidden, is_exact=True)
-    if hasattr(kernels, "grouped_matmul"):
+    if "grouped_matmul" in kernels.__all__:
         return take_grouped_experts(config, weights, prefix, router, style.experts, kernels)
     experts = [
         mlp(prefix + names.expert.format(i), names.expert_in, names.expert_out, style.experts.intermediate_size)
