@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -41,7 +41,16 @@ def _lora(setting: Setting, num_tokens: int, size: int) -> Case:
             low = torch.bmm(a[adapters], x[:, :, None])
             out.add_(torch.bmm(b[adapters], low)[:, :, 0])
 
-        return Calls(ours, {"gather, bmm": gathered} if num_tokens <= _GATHERED_TOKENS else {})
+        of_adapters = [(adapters == adapter).nonzero().squeeze(1) for adapter in range(_ADAPTERS)]
+
+        def one_by_one() -> None:
+            for rows, shrink, expand in zip(of_adapters, a, b, strict=True):
+                out.index_add_(0, rows, x[rows] @ shrink.T @ expand.T)
+
+        peers: dict[str, Callable[[], None]] = {"matmul an adapter": one_by_one}
+        if num_tokens <= _GATHERED_TOKENS:
+            peers["gather, bmm"] = gathered
+        return Calls(ours, peers)
 
     adapter_elements = min(_ADAPTERS, num_tokens) * _RANK * 2 * size
     return Case(
