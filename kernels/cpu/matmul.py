@@ -42,7 +42,8 @@ _DEPTH = 2048
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """`weight` [out_features, in_features], float32 or bfloat16, as [panels, in_features, 48]; its type: see above."""
-    if weight.dtype == torch.float32 and not (weight.view(torch.int32) & 0xFFFF).any():
+    # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
+    if weight.dtype == torch.float32 and _fits_bfloat16(weight[:1]) and _fits_bfloat16(weight):
         weight = weight.to(torch.bfloat16)
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)
@@ -52,6 +53,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if whole < num_panels:
         packed[whole, :, : out_features - whole * PANEL] = weight[whole * PANEL :].t()
     return packed
+
+
+def _fits_bfloat16(weight: torch.Tensor) -> bool:
+    return not (weight.view(torch.int32) & 0xFFFF).any()
 
 
 def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> None:

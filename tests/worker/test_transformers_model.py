@@ -35,13 +35,32 @@ LIBRARY: dict[str, dict[str, Any]] = {
     "PhiConfig": {"partial_rotary_factor": 0.4},
     "CohereConfig": {"logit_scale": 0.25},
 }
+# Windows in some layers; multipliers; four norms a layer; layers without positions; squared activations; biases and one
+# product for queries, keys and values; experts beside a shared one; logits that are capped.
+MORE: dict[str, dict[str, Any]] = {
+    "Olmo3Config": {"sliding_window": 20},
+    "GraniteConfig": {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
+    "Glm4Config": {"head_dim": 10},
+    "SmolLM3Config": {"pad_token_id": 0},
+    "NemotronConfig": {},
+    "GPTNeoXConfig": {"num_key_value_heads": 6, "rotary_pct": 0.4},
+    "Qwen2MoeConfig": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 50,
+        "hidden_size": 64, "num_attention_heads": 4,  # products of all experts at once want multiples of 16
+    },
+    "NanoChatConfig": {},
+}  # fmt: skip
 LENGTHS = [1, 7, 83, 150]
 
 
 def make(kind: str, folder: Path) -> Path:
+    return make_tiny_model(folder, _config(kind, (LIBRARY | MORE)[kind]), seed=4)
+
+
+def _config(kind: str, differences: dict[str, Any]) -> Any:
     import transformers
 
-    return make_tiny_model(folder, getattr(transformers, kind)(**SIZES | LIBRARY[kind]), seed=4)
+    return getattr(transformers, kind)(**SIZES | differences)
 
 
 def load(folder: Path, impl: str = "auto", load_format: str = "auto") -> Model:
@@ -76,7 +95,7 @@ def check(model: Model, folder: Path) -> None:
             done[i] = step[i][1]
 
 
-@pytest.mark.parametrize("kind", LIBRARY)
+@pytest.mark.parametrize("kind", [*LIBRARY, *MORE])
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path / "model")
     model = load(folder)
@@ -161,6 +180,24 @@ def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
     """BLOOM's adds its bias by itself; an encoder's sees what comes after."""
     with pytest.raises(ModelError, match="BloomForCausalLM is not supported: its "):
         load(make_family("bloom", tmp_path / "bloom"), impl="transformers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("DiffLlamaConfig", "DiffLlamaForCausalLM is not supported: a layer attends more than once"),
+        ("DogeConfig", "DogeForCausalLM is not supported: its attention makes a mask of its own"),
+        ("GPTJConfig", "not supported: its attention cannot be replaced"),
+        ("GptOssConfig", "GptOssForCausalLM is not supported: its attention takes s_aux"),
+    ],
+)
+def test_attention_that_is_not_what_it_seems_is_refused_in_its_first_step_at_the_latest(
+    kind: str, why: str, tmp_path: Path
+) -> None:
+    sizes = {"GPTJConfig": {"n_embd": 60, "n_layer": 3, "n_head": 6, "rotary_dim": 4}, "GptOssConfig": {"head_dim": 10}}
+    with pytest.raises(ModelError, match=why):
+        model = load(make_tiny_model(tmp_path / "model", _config(kind, sizes.get(kind, {}))))
+        Stepper(model, [tokens(7)]).step({0: (0, 7)})
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

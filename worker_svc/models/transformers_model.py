@@ -133,6 +133,10 @@ def _attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise context.refuse("its attention sees what comes after a token")
+    if attention_mask is not None:
+        raise context.refuse("its attention makes a mask of its own")
+    if layer in context.layers_seen:
+        raise context.refuse("a layer attends more than once")
     if unknown := {name for name in others if others[name] is not None and name in ("s_aux", "position_bias")}:
         raise context.refuse(f"its attention takes {min(unknown)}")
     expected = (config.num_kv_heads, config.head_size)
@@ -204,5 +208,9 @@ def _told(folder: Path, load: Callable[[], Any]) -> Any:
     """The result of `load`, its errors as a line."""
     try:
         return load()
+    except KeyError as error:
+        if error.args == (_INTERFACE,):  # it looks its attention up among the kinds that it knows itself
+            raise ModelError(f"{folder}: this model is not supported: its attention cannot be replaced") from None
+        raise ModelError(f"{folder}: there is no {error}") from None
     except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
