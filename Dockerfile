@@ -1,7 +1,8 @@
 # Two images from one file:
 #     docker build --target scheduler -t octavo-scheduler .      no torch, no CUDA
 #     docker build --target worker    -t octavo-worker .
-# The worker computes on the CPU; --build-arg TORCH_INDEX_URL= takes the package index's own torch, on Linux a CUDA build.
+# The worker computes on the CPU; --build-arg TORCH_INDEX_URL= takes the package index's own torch, on Linux a CUDA build,
+# to which --build-arg APT_PACKAGES="gcc libc6-dev" belongs: Triton compiles what launches its kernels.
 # --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name other places to find packages in (a page of wheels). They stay
 # readable in the image's history: no credentials in them.
 ARG BASE_IMAGE=python:3.11-slim
@@ -34,6 +35,9 @@ FROM base AS worker
 ARG PIP_FIND_LINKS=
 ARG PIP_EXTRA_INDEX_URL=
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG APT_PACKAGES=
+RUN if [ -n "$APT_PACKAGES" ]; then apt-get update && apt-get install --yes --no-install-recommends $APT_PACKAGES \
+    && rm -rf /var/lib/apt/lists/*; fi
 # Beside the other index: of the pinned version pip prefers the one with a local part, 2.13.0+cpu.
 RUN PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" pip install --constraint constraints.txt ".[worker]"
 COPY octavo octavo
@@ -46,7 +50,8 @@ RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo
 USER 10001
 # GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
-ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000
+ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000 \
+    TRITON_CACHE_DIR=/cache/triton
 VOLUME /cache
 EXPOSE 50061
 HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["octavo", "health", "127.0.0.1:50061", "--service", ""]

@@ -10,6 +10,7 @@ import random
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.options import OptionError, environment_without_options, option, to_arguments
@@ -64,7 +65,9 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     children = [dataclasses.replace(drained, drain_s=scheduler.drain_timeout)]
     for index, worker_port in enumerate(ports):
         name = "worker" if serve.workers == 1 else f"worker {index}"
-        config = dataclasses.replace(worker, host=LOOPBACK, port=worker_port)
+        config = dataclasses.replace(
+            worker, host=LOOPBACK, port=worker_port, device=device_of(index, serve.workers, worker.device)
+        )
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
     return reachable(scheduler.host, port), children
 
@@ -83,6 +86,16 @@ def waiting_threads() -> dict[str, str]:
     """How threads of a worker wait for one another, where the user has not said. Read when OpenMP is loaded."""
     is_set = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
     return {} if is_set else {"GOMP_SPINCOUNT": SPIN_COUNT}
+
+
+def device_of(index: int, num_workers: int, asked: str) -> str:
+    """Of several workers that are to run on `cuda` each has a GPU of its own; one that is named is shared."""
+    return f"cuda:{index}" if asked == "cuda" and num_workers > 1 else asked
+
+
+def computes_on_host(device: str) -> bool:
+    """Whether a worker's cache is in this machine's own memory, as far as can be told without torch."""
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
 def available_cores() -> int:
@@ -106,11 +119,12 @@ def check_memory(num_workers: int, worker: WorkerConfig) -> None:
     """Raises PlanError where workers were asked to take more than there is, each of which alone would find room."""
     from worker_svc.memory import GIB, available_bytes
 
-    each, free = (worker.kv_cache_memory or 0.0) + (worker.swap_space or 0.0), available_bytes() / GIB
+    cache = (worker.kv_cache_memory or 0.0) if computes_on_host(worker.device) else 0.0
+    each, free = cache + (worker.swap_space or 0.0), available_bytes() / GIB
     if num_workers * each > free:
+        what = "cache and swap space" if cache else "swap space"
         raise PlanError(
-            f"{num_workers} workers with {each:.3g} GiB of cache and swap space each are too many: "
-            f"{free:.3g} GiB are free"
+            f"{num_workers} workers with {each:.3g} GiB of {what} each are too many: {free:.3g} GiB are free"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from octavo.options import NOT_OPTIONS
+from octavo.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
@@ -178,9 +179,21 @@ def test_the_worker_image_takes_a_cpu_build_of_torch_unless_told_otherwise() -> 
     assert default.endswith("/cpu") and "$TORCH_INDEX_URL" in install
     args = compose()["services"]["worker"]["build"]["args"]
     assert args["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL-" + default.partition("=")[2] + "}"  # empty counts as said
-    assert compose("compose.gpu.yaml")["services"]["worker"]["build"]["args"] == {
-        "TORCH_INDEX_URL": "${TORCH_INDEX_URL:-}"
-    }
+
+
+def test_the_gpus_image_has_what_triton_needs_to_compile_kernels_and_a_place_to_keep_them() -> None:
+    assert "APT_PACKAGES=" in said("worker", "ARG"), "none by default"
+    (install,) = (rest for rest in said("worker", "RUN") if "apt-get" in rest)
+    assert "--no-install-recommends $APT_PACKAGES" in install
+    services = compose("compose.gpu.yaml")["services"]
+    for name in ("fetch", "worker"):  # one image
+        args = services[name]["build"]["args"]
+        assert args == {"TORCH_INDEX_URL": "${TORCH_INDEX_URL:-}", "APT_PACKAGES": "gcc libc6-dev"}
+    (folder,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", " ".join(said("worker", "ENV")))
+    assert folder.startswith("/cache/"), "the volume: all else is read-only"
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, WorkerConfig)
+    assert from_namespace(WorkerConfig, parser.parse_args(services["worker"]["command"]), {}).device == "cuda"
 
 
 def test_everything_that_is_copied_gets_past_dockerignore() -> None:

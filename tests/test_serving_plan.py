@@ -43,3 +43,18 @@ def test_a_tokenizer_by_name_is_found_by_the_workers_alone():
     _, (scheduler, worker) = plan(ServeConfig(), named, WorkerConfig(tokenizer="other-model"))
     assert value(worker, "tokenizer") == "other-model"
     assert not any(argument.startswith("--tokenizer") for argument in scheduler.command)
+
+
+def test_a_gpus_cache_takes_nothing_of_the_host(monkeypatch):
+    monkeypatch.setattr("worker_svc.memory.available_bytes", lambda: 10 * GIB)
+    assert len(workers_of(3, kv_cache_memory=40.0, device="cuda")) == 3
+    with pytest.raises(PlanError, match=r"3 workers with 5 GiB of swap space each are too many"):
+        workers_of(3, kv_cache_memory=40.0, swap_space=5.0, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "asked", "expected"),
+    [(1, "cuda", ["cuda"]), (3, "cuda", ["cuda:0", "cuda:1", "cuda:2"]), (2, "cuda:1", ["cuda:1"] * 2)],
+)
+def test_each_of_several_workers_has_a_gpu_of_its_own_unless_one_is_named(num_workers, asked, expected):
+    assert [value(worker, "device") for worker in workers_of(num_workers, device=asked)] == expected

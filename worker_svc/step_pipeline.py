@@ -21,6 +21,7 @@ Lives on the model thread, but for `running`.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,6 +188,9 @@ class StepPipeline:
     def _fail(self, error: Exception) -> None:
         """The first flight has failed: those behind it are skipped."""
         failed = self._flights[0]
+        if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had got
+            self._give_back_memory()
         log.error("step failed", step=failed.step_id, exc_info=error)
         flights = list(self._flights)
         if is_device_lost(error):
@@ -199,8 +203,6 @@ class StepPipeline:
         self._flights.clear()
         self._note_running()
         self._failed_step_id = failed.step_id
-        if is_out_of_memory(error):
-            self._give_back_memory()
         failure = step_error(error, operated=failed.operated)
         failed.answer(worker_pb2.StepResult(status=worker_pb2.STEP_STATUS_FAILED, error=failure))
         for flight in flights[1:]:

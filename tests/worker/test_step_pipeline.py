@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ MAX_BLOCKS = MAX_LEN // BLOCK_SIZE
 class Pipeline:
     """One over a fake model, with everything that it says kept."""
 
-    def __init__(self, outputs: OutputCopies | None = None, *, has_graphs: bool = False) -> None:
-        self.model = FakeModel()
+    def __init__(
+        self, outputs: OutputCopies | None = None, *, has_graphs: bool = False, model: FakeModel | None = None
+    ) -> None:
+        self.model = model or FakeModel()
         self.outputs = LateOutputs()
         self.arrivals = Arrivals()
         self.calls: list[str] = []
@@ -184,6 +187,22 @@ def test_a_launch_that_fails_is_answered_after_the_steps_before_it() -> None:
     assert late.calls == ["give back"]
     assert late.states.num_tokens[0] == 3 and late.states.num_computed_tokens[0] == 2
     _resumes(late, failed=3, next_id=5)
+
+
+class Gluttonous(FakeModel):
+    """Runs out of memory with a tensor in its hands."""
+
+    def forward(self, token_ids: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        half_done = token_ids.clone()
+        self.held = weakref.ref(half_done)
+        raise torch.OutOfMemoryError(f"CUDA out of memory after {len(half_done)}")
+
+
+def test_memory_is_given_back_when_nothing_of_the_step_holds_it_any_more() -> None:
+    late, was_held = Pipeline(model=(model := Gluttonous())), []
+    late.pipeline._give_back_memory = lambda: was_held.append(model.held() is not None)
+    late.take(prefill(1, [[3]]))
+    assert late.answered == [(1, FAILED)] and was_held == [False]
 
 
 def test_outputs_that_fail_take_the_steps_behind_them_along() -> None:
