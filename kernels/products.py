@@ -21,15 +21,15 @@ def segment_sum(  # type: ignore[no-untyped-def]
 
     x: addresses of rows [BLOCK_M, 1]; weight: addresses of outputs [1, BLOCK_N]; elements of either are adjacent.
     """
+    has_tail: tl.constexpr = SIZE % SEGMENT != 0 or SEGMENT % BLOCK_K != 0  # the last segment is shorter, or its tile
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = segment * SEGMENT
-    for start in range(first, tl.minimum(first + SEGMENT, SIZE), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        if SIZE % BLOCK_K == 0:
-            a = tl.load(x + k[None, :])
-            b = tl.load(weight + k[:, None])
-        else:
+    for step in range((min(SEGMENT, SIZE) + BLOCK_K - 1) // BLOCK_K):
+        k = segment * SEGMENT + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        if has_tail:
             a = tl.load(x + k[None, :], k[None, :] < SIZE, 0.0)
             b = tl.load(weight + k[:, None], k[:, None] < SIZE, 0.0)
+        else:
+            a = tl.load(x + k[None, :])
+            b = tl.load(weight + k[:, None])
         total = tl.dot(a, b, total, input_precision="ieee")
     return total
