@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.weights import weigh
+
 
 @triton.jit
 def rising_key(x):  # type: ignore[no-untyped-def]
@@ -46,6 +48,52 @@ def largest_reached(keys, measures, low, high, goal):  # type: ignore[no-untyped
         for candidate in tl.static_range(1, 4):
             pivot = found + (tl.full((), candidate, tl.int64) << shift)
             digit += (tl.sum(tl.where(keys >= pivot, measures, 0)) >= goal).to(tl.int64)
+        found += digit << shift
+        shift -= 2
+    return tl.maximum(found, low)
+
+
+@triton.jit
+def _keys_stored(x, count, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BLOCK of the `count` numbers at `x` and their keys, -1 past the last."""
+    i = first + tl.arange(0, BLOCK)
+    values = tl.load(x + i, i < count, float("-inf"))
+    return values, tl.where(i < count, rising_key(values), -1)
+
+
+@triton.jit
+def weight_stored(x, count, low, largest, halvings, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of those of the `count` logits at `x` whose key is at least `low`."""
+    total = tl.zeros((BLOCK,), tl.int64)
+    first = 0
+    while first < count:
+        values, keys = _keys_stored(x, count, first, BLOCK)
+        total += tl.where(keys >= low, weigh(values, largest, halvings), 0)
+        first += BLOCK
+    return tl.sum(total)
+
+
+@triton.jit
+def largest_stored(  # type: ignore[no-untyped-def]
+    x, count, low, high, goal, largest, halvings, IS_WEIGHED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`largest_reached` of the `count` logits at `x`, by their weights or by their number."""
+    shift = first_shift(low, high)
+    found = (high >> (shift + 2)) << (shift + 2)
+    while shift >= 0:
+        step = tl.full((), 1, tl.int64) << shift
+        above1 = tl.zeros((BLOCK,), tl.int64 if IS_WEIGHED else tl.int32)
+        above2, above3 = above1, above1
+        first = 0
+        while first < count:
+            values, keys = _keys_stored(x, count, first, BLOCK)
+            measures = weigh(values, largest, halvings) if IS_WEIGHED else 1
+            above1 += tl.where(keys >= found + step, measures, 0)
+            above2 += tl.where(keys >= found + 2 * step, measures, 0)
+            above3 += tl.where(keys >= found + 3 * step, measures, 0)
+            first += BLOCK
+        digit = (tl.sum(above1) >= goal).to(tl.int64)
+        digit += (tl.sum(above2) >= goal).to(tl.int64) + (tl.sum(above3) >= goal).to(tl.int64)
         found += digit << shift
         shift -= 2
     return tl.maximum(found, low)

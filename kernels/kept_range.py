@@ -4,32 +4,50 @@
     top-k   the largest number that k logits reach
     top-p   the largest number that logits of top_p of the weight reach, of what is left by the others
 
-    logits   [R, vocab] f32, any stride between rows
-    maxima   [R, chunks] f32, of every CHUNK_SIZE tokens
-    listed   [R, chunks] i32, the chunks of a row that may hold the answer, `num_listed` [R] i32 of them
-    cuts     [R] i64, the key of the smallest number that it can be
+    logits  [R, vocab] f32, any stride between rows
+    maxima  [R, chunks] f32, of every CHUNK_SIZE tokens
 
-Three launches. The first sums all weights of rows that have top-p alone. The second searches the chunks' maxima: what k
-of them reach, k logits reach, and what maxima of top_p of the weight reach, logits of that weight do. The third
-searches the logits of the chunks whose maximum is that large: mostly a few dozen, kept near by the caches. Rows without
-filters leave all three at once. Sums are of integers (`kernels.weights`), so a row's result is its own.
+Four launches, which rows without filters leave at once; each narrows the keys that the answer may have:
+
+    weigh     rows with top-p alone: the weight of each segment, and of what lies 1, 2, ... nats below the largest
+    list      lists the chunks that may hold the answer. What k of the maxima reach, k logits reach; what maxima of
+              top_p of the weight reach, logits of that weight do. Where all maxima together have less than that, the
+              distribution is flat, and the nats between which the weight passes top_p are the bounds
+    gather    the logits of these chunks that lie between the bounds, next to each other, and the weight above them
+    search    among what was gathered, mostly a few dozen logits; in the whole row where it was too much
+
+Sums that decide are of integers (`kernels.weights`), so a row's result is its own. Those of a number of nats are of
+floats, but `gather` checks the bounds that come of them, and takes wider ones where they do not hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import check_contiguous, check_rows
-from kernels.float_order import first_shift, from_rising_key, largest_reached, rising_key
+from kernels.float_order import from_rising_key, largest_reached, largest_stored, rising_key, weight_stored
 from kernels.reference_sampling import CHUNK_SIZE
 from kernels.variant import Variant
-from kernels.weights import halvings, is_finite, min_p_bound, new_segment_weights, num_segments, weigh, weigh_segment
+from kernels.weights import (
+    ONE,
+    halvings,
+    is_finite,
+    min_p_bound,
+    new_segment_weights,
+    num_segments,
+    weigh,
+    weigh_segment,
+)
 
 _TILE = 32  # chunks of the list at a time
+_NATS = 16  # distances from the largest logit, of 1 to so many times the temperature
+_MOST_GATHERED = 8192  # logits a row
+_BLOCK = 1024  # of them at a time
 
 
 @triton.jit
@@ -46,8 +64,9 @@ def _share(top_p, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _total_weights_kernel(  # type: ignore[no-untyped-def]
-    weights,
+def _weigh_kernel(  # type: ignore[no-untyped-def]
+    weights,  # i64[R, segments]
+    above,  # f32[R, segments, NATS], weight of what is no more than 1, 2, ... nats below the largest
     logits,
     maxima,
     largest,
@@ -59,26 +78,33 @@ def _total_weights_kernel(  # type: ignore[no-untyped-def]
     num_chunks,
     num_segments,
     logits_stride,
+    ONE: tl.constexpr,
+    NATS: tl.constexpr,
 ):
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best, temperature_of = tl.load(largest + row), tl.load(temperature + row)
     is_wanted = (tl.load(top_p + row) < 1) & (_is_limited(tl.load(top_k + row), vocab_size) == 0)
     if is_wanted & is_finite(best) & (temperature_of > 0):
-        bound = min_p_bound(best, temperature_of, tl.load(min_p + row))
+        bound, halving = min_p_bound(best, temperature_of, tl.load(min_p + row)), halvings(temperature_of)
         row_logits, row_maxima = logits + row * logits_stride, maxima + row * num_chunks
-        found = weigh_segment(
-            row_logits, row_maxima, vocab_size, num_chunks, segment, best, bound, halvings(temperature_of)
-        )
-        tl.store(weights + row * num_segments + segment, tl.sum(tl.sum(found, axis=1), axis=0))
+        found = weigh_segment(row_logits, row_maxima, vocab_size, num_chunks, segment, best, bound, halving)
+        place = row * num_segments + segment
+        tl.store(weights + place, tl.sum(tl.sum(found, axis=1), axis=0))
+        share = found.to(tl.float32) / ONE
+        for nats in tl.static_range(1, NATS + 1):
+            of_near = tl.where(share >= tl.exp(tl.full((), -nats, tl.float32)), share, 0.0)
+            tl.store(above + place * NATS + nats - 1, tl.sum(tl.sum(of_near, axis=1), axis=0))
 
 
 @triton.jit
-def _list_chunks_kernel(  # type: ignore[no-untyped-def]
+def _list_kernel(  # type: ignore[no-untyped-def]
     smallest,
-    listed,
-    num_listed,
-    cuts,
+    listed,  # i32[R, chunks]
+    num_listed,  # i32[R]
+    lows,  # i64[R], keys
+    highs,  # i64[R], keys
     weights,
+    above,
     maxima,
     largest,
     temperature,
@@ -90,6 +116,8 @@ def _list_chunks_kernel(  # type: ignore[no-untyped-def]
     num_segments,
     CHUNKS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    ONE: tl.constexpr,
+    NATS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     best, temperature_of = tl.load(largest + row), tl.load(temperature + row)
@@ -108,89 +136,43 @@ def _list_chunks_kernel(  # type: ignore[no-untyped-def]
             segments = tl.arange(0, SEGMENTS)
             of_segments = tl.load(weights + row * num_segments + segments, segments < num_segments, 0)
             measures, goal = weigh(of_chunks, best, halvings(temperature_of)), _share(p, tl.sum(of_segments))
-        low = tl.maximum(lowest, tl.min(tl.where(is_chunk, keys, high)))
-        cut = largest_reached(keys, measures, low, high, goal)
-        cut = tl.where(tl.sum(tl.where(keys >= cut, measures, 0)) >= goal, cut, lowest)
-        is_listed = is_chunk & (keys >= cut)
+        low = largest_reached(keys, measures, tl.maximum(lowest, tl.min(tl.where(is_chunk, keys, high))), high, goal)
+        if tl.sum(tl.where(keys >= low, measures, 0)) < goal:
+            low = lowest
+            if not _is_limited(k, vocab_size):
+                nats = tl.arange(0, NATS)
+                segments = tl.arange(0, SEGMENTS)
+                places = (row * num_segments + segments)[:, None] * NATS + nats[None, :]
+                near = tl.sum(tl.load(above + places, (segments < num_segments)[:, None], 0.0), axis=0)
+                num_short = tl.sum((near < goal.to(tl.float32) / ONE).to(tl.int32))
+                if num_short > 0:
+                    high = tl.minimum(high, rising_key(best - num_short * temperature_of))
+                if num_short < NATS:
+                    low = tl.minimum(high, tl.maximum(low, rising_key(best - (num_short + 1) * temperature_of)))
+        is_listed = is_chunk & (keys >= low)
         place = tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
         tl.store(listed + row * num_chunks + place, chunks, is_listed)
         tl.store(num_listed + row, tl.sum(is_listed.to(tl.int32)))
-        tl.store(cuts + row, cut)
+        tl.store(lows + row, low)
+        tl.store(highs + row, high)
 
 
 @triton.jit
-def _listed_keys(logits, listed, count, first, vocab_size, CHUNK_SIZE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits of some listed chunks, and their keys: -1 where there is none."""
-    entries = first + tl.arange(0, TILE)
-    chunks = tl.load(listed + entries, entries < count, 0)
-    tokens = chunks[:, None] * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)[None, :]
-    mask = (entries < count)[:, None] & (tokens < vocab_size)
-    x = tl.load(logits + tokens, mask, float("-inf"))
-    return x, tl.where(mask, rising_key(x), -1)
-
-
-@triton.jit
-def _weight_above(logits, listed, count, vocab_size, low, best, halving, CHUNK_SIZE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the listed logits whose key is at least `low`."""
-    total = tl.zeros((TILE, CHUNK_SIZE), tl.int64)
-    first = 0
-    while first < count:
-        x, keys = _listed_keys(logits, listed, count, first, vocab_size, CHUNK_SIZE, TILE)
-        total += tl.where(keys >= low, weigh(x, best, halving), 0)
-        first += TILE
-    return tl.sum(tl.sum(total, axis=1), axis=0)
-
-
-@triton.jit
-def _largest_listed(  # type: ignore[no-untyped-def]
-    logits,
-    listed,
-    count,
-    vocab_size,
-    low,
-    high,
-    goal,
-    best,
-    halving,
-    IS_WEIGHED: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """`largest_reached` of the listed logits, by their weights or by their number."""
-    shift = first_shift(low, high)
-    found = (high >> (shift + 2)) << (shift + 2)
-    while shift >= 0:
-        step = tl.full((), 1, tl.int64) << shift
-        above1 = tl.zeros((TILE, CHUNK_SIZE), tl.int64 if IS_WEIGHED else tl.int32)
-        above2, above3 = above1, above1
-        first = 0
-        while first < count:
-            x, keys = _listed_keys(logits, listed, count, first, vocab_size, CHUNK_SIZE, TILE)
-            measures = weigh(x, best, halving) if IS_WEIGHED else 1
-            above1 += tl.where(keys >= found + step, measures, 0)
-            above2 += tl.where(keys >= found + 2 * step, measures, 0)
-            above3 += tl.where(keys >= found + 3 * step, measures, 0)
-            first += TILE
-        digit = (tl.sum(tl.sum(above1, axis=1), axis=0) >= goal).to(tl.int64)
-        digit += (tl.sum(tl.sum(above2, axis=1), axis=0) >= goal).to(tl.int64)
-        digit += (tl.sum(tl.sum(above3, axis=1), axis=0) >= goal).to(tl.int64)
-        found += digit << shift
-        shift -= 2
-    return tl.maximum(found, low)
-
-
-@triton.jit
-def _search_listed_kernel(  # type: ignore[no-untyped-def]
-    smallest,
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    gathered,  # f32[R, MOST]
+    num_gathered,  # i32[R]; more than MOST: it was too much, the row itself is to be searched
+    weights_above,  # i64[R], of logits above what was gathered
+    lows,
+    highs,
     listed,
     num_listed,
-    cuts,
     weights,
     logits,
     largest,
     temperature,
     top_k,
     top_p,
+    min_p,
     vocab_size,
     num_chunks,
     num_segments,
@@ -198,25 +180,87 @@ def _search_listed_kernel(  # type: ignore[no-untyped-def]
     SEGMENTS: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_listed + row)
     if count > 0:
-        x, entries = logits + row * logits_stride, listed + row * num_chunks
+        best, temperature_of = tl.load(largest + row), tl.load(temperature + row)
+        low, high, halving = tl.load(lows + row), tl.load(highs + row), halvings(temperature_of)
+        of_above, of_inside = tl.zeros((TILE, CHUNK_SIZE), tl.int64), tl.zeros((TILE, CHUNK_SIZE), tl.int64)
+        num, first = 0, 0
+        while first < count:
+            entries = first + tl.arange(0, TILE)
+            chunks = tl.load(listed + row * num_chunks + entries, entries < count, 0)
+            tokens = chunks[:, None] * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)[None, :]
+            mask = (entries < count)[:, None] & (tokens < vocab_size)
+            x = tl.load(logits + row * logits_stride + tokens, mask, float("-inf"))
+            keys, found = rising_key(x), weigh(x, best, halving)
+            is_inside = mask & (keys >= low) & (keys <= high)
+            of_above += tl.where(keys > high, found, 0)
+            of_inside += tl.where(is_inside, found, 0)
+            num_of_chunks = tl.sum(is_inside.to(tl.int32), axis=1)
+            starts = num + tl.cumsum(num_of_chunks, axis=0) - num_of_chunks
+            place = starts[:, None] + tl.cumsum(is_inside.to(tl.int32), axis=1) - 1
+            tl.store(gathered + row * MOST + place, x, is_inside & (place < MOST))
+            num += tl.sum(num_of_chunks)
+            first += TILE
+        weight_above = tl.sum(tl.sum(of_above, axis=1), axis=0)
+        if not _is_limited(tl.load(top_k + row), vocab_size):
+            segments = tl.arange(0, SEGMENTS)
+            total = tl.sum(tl.load(weights + row * num_segments + segments, segments < num_segments, 0))
+            goal, reached = (
+                _share(tl.load(top_p + row), total),
+                weight_above + tl.sum(tl.sum(of_inside, axis=1), axis=0),
+            )
+            if (weight_above >= goal) | (reached < goal):  # the bounds do not hold
+                num = MOST + 1
+                tl.store(lows + row, rising_key(min_p_bound(best, temperature_of, tl.load(min_p + row))))
+                tl.store(highs + row, rising_key(best))
+        tl.store(num_gathered + row, num)
+        tl.store(weights_above + row, weight_above)
+
+
+@triton.jit
+def _search_kernel(  # type: ignore[no-untyped-def]
+    smallest,
+    gathered,
+    num_gathered,
+    weights_above,
+    lows,
+    highs,
+    num_listed,
+    weights,
+    logits,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    vocab_size,
+    num_segments,
+    logits_stride,
+    SEGMENTS: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(num_listed + row) > 0:
         best, halving = tl.load(largest + row), halvings(tl.load(temperature + row))
         k, p = tl.load(top_k + row), tl.load(top_p + row)
-        low, high = tl.load(cuts + row), rising_key(best)
+        low, high = tl.load(lows + row), tl.load(highs + row)
+        x, count, weight_above = gathered + row * MOST, tl.load(num_gathered + row), tl.load(weights_above + row)
+        if count > MOST:
+            x, count, weight_above = logits + row * logits_stride, vocab_size, tl.full((), 0, tl.int64)
         if _is_limited(k, vocab_size):
-            low = _largest_listed(x, entries, count, vocab_size, low, high, k, best, halving, False, CHUNK_SIZE, TILE)
+            low = largest_stored(x, count, low, high, k, best, halving, False, BLOCK)
         if p < 1:
             if _is_limited(k, vocab_size):
-                total = _weight_above(x, entries, count, vocab_size, low, best, halving, CHUNK_SIZE, TILE)
+                goal = _share(p, weight_stored(x, count, low, best, halving, BLOCK))
             else:
                 segments = tl.arange(0, SEGMENTS)
                 total = tl.sum(tl.load(weights + row * num_segments + segments, segments < num_segments, 0))
-            low = _largest_listed(
-                x, entries, count, vocab_size, low, high, _share(p, total), best, halving, True, CHUNK_SIZE, TILE
-            )
+                goal = _share(p, total) - weight_above
+            low = largest_stored(x, count, low, high, goal, best, halving, True, BLOCK)
         tl.store(smallest + row, tl.maximum(tl.load(smallest + row), from_rising_key(low)))
 
 
@@ -240,42 +284,75 @@ def kept_range(
         check_contiguous("kept_range", name, column, (count,), logits)
     if not count:
         return
-    segments, (chunks, num_warps) = num_segments(vocab_size), _chunk_tile(num_chunks)
+    num, (chunks, num_warps) = num_segments(vocab_size), _chunk_tile(num_chunks)
+    segments, stride = triton.next_power_of_2(num), logits.stride(0)
     weights = new_segment_weights(logits)
+    above, gathered = logits.new_empty(count, num, _NATS), logits.new_empty(count, _MOST_GATHERED)
     listed = torch.empty(count, num_chunks, dtype=torch.int32, device=logits.device)
-    num_listed, cuts = listed.new_empty(count), weights.new_empty(count)
-    sizes, filters = (vocab_size, num_chunks, segments), (temperature, min_p, top_k, top_p)
-    _total_weights_kernel[(count, segments)](weights, logits, maxima, largest, *filters, *sizes, logits.stride(0))
-    _list_chunks_kernel[(count,)](
+    num_listed, num_gathered = listed.new_empty(2, count)
+    lows, highs, weights_above = weights.new_empty(3, count)
+    of_rows, filters, sizes = (maxima, largest, temperature), (min_p, top_k, top_p), (vocab_size, num_chunks, num)
+    _weigh_kernel[(count, num)](weights, above, logits, *of_rows, *filters, *sizes, stride, ONE=ONE, NATS=_NATS)
+    _list_kernel[(count,)](
         smallest,
         listed,
         num_listed,
-        cuts,
+        lows,
+        highs,
         weights,
-        maxima,
-        largest,
+        above,
+        *of_rows,
         *filters,
         *sizes,
         CHUNKS=chunks,
-        SEGMENTS=triton.next_power_of_2(segments),
+        SEGMENTS=segments,
+        ONE=ONE,
+        NATS=_NATS,
         num_warps=num_warps,
     )
-    _search_listed_kernel[(count,)](
-        smallest,
+    _gather_kernel[(count,)](
+        gathered,
+        num_gathered,
+        weights_above,
+        lows,
+        highs,
         listed,
         num_listed,
-        cuts,
         weights,
         logits,
         largest,
         temperature,
         top_k,
         top_p,
+        min_p,
         *sizes,
-        logits.stride(0),
-        SEGMENTS=triton.next_power_of_2(segments),
+        stride,
+        SEGMENTS=segments,
         CHUNK_SIZE=CHUNK_SIZE,
         TILE=_TILE,
+        MOST=_MOST_GATHERED,
+        num_warps=8,
+    )
+    _search_kernel[(count,)](
+        smallest,
+        gathered,
+        num_gathered,
+        weights_above,
+        lows,
+        highs,
+        num_listed,
+        weights,
+        logits,
+        largest,
+        temperature,
+        top_k,
+        top_p,
+        vocab_size,
+        num,
+        stride,
+        SEGMENTS=segments,
+        MOST=_MOST_GATHERED,
+        BLOCK=_BLOCK,
         num_warps=8,
     )
 
@@ -288,37 +365,30 @@ def _chunk_tile(num_chunks: int) -> tuple[int, int]:
 
 def variants() -> Iterator[Variant]:
     """Vocabularies of 32,000, 128,256 and 262,144 tokens."""
-    pointers = {"weights": "*i64", "logits": "*fp32", "maxima": "*fp32", "largest": "*fp32", "temperature": "*fp32"}
-    pointers |= {"min_p": "*fp32", "top_k": "*i64", "top_p": "*fp32", "smallest": "*fp32", "listed": "*i32"}
-    pointers |= {"num_listed": "*i32", "cuts": "*i64"}
-    sizes = dict.fromkeys(["vocab_size", "num_chunks", "num_segments", "logits_stride"], "i32")
+    pointers = dict.fromkeys(["smallest", "above", "logits", "maxima", "largest", "temperature", "gathered"], "*fp32")
+    pointers |= dict.fromkeys(["min_p", "top_p"], "*fp32")
+    pointers |= dict.fromkeys(["weights", "weights_above", "lows", "highs", "top_k"], "*i64")
+    pointers |= dict.fromkeys(["listed", "num_listed", "num_gathered"], "*i32")
+    types = pointers | dict.fromkeys(["vocab_size", "num_chunks", "num_segments", "logits_stride"], "i32")
+    values: dict[str, object] = {"ONE": ONE, "NATS": _NATS, "CHUNK_SIZE": CHUNK_SIZE, "TILE": _TILE}
+    values |= {"MOST": _MOST_GATHERED, "BLOCK": _BLOCK}
 
-    def signature(kernel: object) -> dict[str, str]:
-        return {name: (pointers | sizes)[name] for name in kernel.arg_names if name in pointers | sizes}  # type: ignore[attr-defined]
-
-    def variant(name: str, kernel: object, constants: dict[str, object], num_warps: int) -> Variant:
-        types = signature(kernel)
-        aligned = (*(each for each in types if each in pointers), "vocab_size", "logits_stride")
+    def variant(name: str, kernel: Any, num_warps: int) -> Variant:
+        signature = {each: types[each] for each in kernel.arg_names if each in types}
         return Variant(
             f"kept_range {name}",
             kernel,
-            types,
-            constants,
+            signature,
+            {each: values[each] for each in kernel.arg_names if each in values},
             num_warps=num_warps,
-            divisible_by_16=tuple(each for each in aligned if each in types),
+            divisible_by_16=tuple(each for each in (*pointers, "vocab_size", "logits_stride") if each in signature),
             may_spill=False,
         )
 
-    yield variant("total weights", _total_weights_kernel, {}, 4)
+    yield variant("weigh", _weigh_kernel, 4)
     for vocab_size in (32_000, 128_256, 262_144):
-        chunks, num_warps = _chunk_tile(triton.cdiv(vocab_size, CHUNK_SIZE))
-        segments = triton.next_power_of_2(num_segments(vocab_size))
-        yield variant(
-            f"list chunks of {vocab_size}", _list_chunks_kernel, {"CHUNKS": chunks, "SEGMENTS": segments}, num_warps
-        )
-        yield variant(
-            f"search of {vocab_size}",
-            _search_listed_kernel,
-            {"SEGMENTS": segments, "CHUNK_SIZE": CHUNK_SIZE, "TILE": _TILE},
-            8,
-        )
+        values["CHUNKS"], num_warps = _chunk_tile(triton.cdiv(vocab_size, CHUNK_SIZE))
+        values["SEGMENTS"] = triton.next_power_of_2(num_segments(vocab_size))
+        yield variant(f"list of {vocab_size}", _list_kernel, num_warps)
+        yield variant(f"gather of {vocab_size}", _gather_kernel, 8)
+        yield variant(f"search of {vocab_size}", _search_kernel, 8)

@@ -21,11 +21,12 @@ from kernels.reference_sampling import CHUNK_SIZE
 
 SEGMENT_CHUNKS = 64
 SEGMENT_SIZE = SEGMENT_CHUNKS * CHUNK_SIZE
+ONE = 2.0**40  # the weight of the largest
 
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK_SIZE)
 _SEGMENT_CHUNKS: tl.constexpr = tl.constexpr(SEGMENT_CHUNKS)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_ONE: tl.constexpr = tl.constexpr(1099511627776.0)  # 2^40
+_ONE: tl.constexpr = tl.constexpr(ONE)
 # Colder than this the largest logit has all of the weight, and one over the temperature would overflow.
 _COLDEST: tl.constexpr = tl.constexpr(1e-30)
 

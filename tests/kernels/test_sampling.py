@@ -199,6 +199,19 @@ def test_top_p(implementation: tuple[ModuleType, str], temperature: float) -> No
         assert is_top_p(logits[row], found, temperature, -math.inf, top_p, tolerance), (row, top_p)
 
 
+def test_top_p_of_flat_distributions(implementation: tuple[ModuleType, str]) -> None:
+    """Where most tokens matter: equal ones, narrow ones, and such as lie at whole nats but for rounding."""
+    kernels, device = implementation
+    vocab_size, temperature, top_p = 9001, 0.7, float(np.float32(0.85))
+    numbers = torch.Generator().manual_seed(8)
+    logits = torch.randn(6, vocab_size, generator=numbers) * torch.tensor([[0.0], [0.01], [0.5], [1.0], [2.0], [3.0]])
+    logits[5] = -torch.randint(0, 12, (vocab_size,), generator=numbers) * temperature
+    logits[5, ::2] = logits[5, ::2].nextafter(torch.tensor(-torch.inf))
+    rows = Rows(logits, device, temperature=temperature, top_p=top_p)
+    for row, found in enumerate(rows.smallest(kernels).tolist()):
+        assert is_top_p(logits[row], found, temperature, -math.inf, top_p, TOLERANCE[kernels]), row
+
+
 def test_all_filters_and_rows_that_need_none(implementation: tuple[ModuleType, str]) -> None:
     kernels, device = implementation
     numbers = torch.Generator().manual_seed(3)
