@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from octavo.serving_plan import available_cores
+from octavo.cores import available_cores
 
 _PACKAGES = ("octavo", "torch", "transformers", "grpcio", "protobuf", "numpy", "numba")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.served import over_generate, served
 from octavo.bench import workloads
-from octavo.serving_plan import available_cores
+from octavo.cores import available_cores
 
 RESULTS = Path(__file__).parent / "results"
 # libgomp reads GOMP_SPINCOUNT before OMP_WAIT_POLICY: rounds of spinning before a waiting thread sleeps.
@@ -62,10 +62,32 @@ def main() -> int:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         path = RESULTS / f"{date[:10]}-threads-{machine.slug(facts)}.json"
         path.write_text(json.dumps({"date": date, "machine": facts, "output_tokens_per_s": speeds}, indent=1) + "\n")
-    print("| workload | threads | waiting | busy neighbours | tokens/s |\n| --- | --- | --- | --- | --- |")
-    for key in sorted(speeds):
-        print(f"| {key} | {statistics.median(speeds[key]):.1f} |")
+    print(table(speeds, available_cores()))
     return 0
+
+
+def table(speeds: dict[str, list[float]], num_cores: int) -> str:
+    """Medians; beside neighbours also what of the speed alone is left, and what a fair share of the cores would leave.
+
+    `speeds`: tokens/s of each round by "workload | threads | waiting | neighbours".
+    """
+    lines = ["| workload | threads | waiting | busy neighbours | tokens/s | left | fair |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for key in sorted(speeds):
+        setting, neighbours = key.rsplit(" | ", 1)
+        left = fair = "-"
+        if neighbours != "0":
+            alone = speeds[f"{setting} | 0"]
+            pairs = zip(speeds[key], alone, strict=True)
+            left = f"{statistics.median(beside / one for beside, one in pairs):.2f}"
+            fair = f"{fair_share(num_cores, int(setting.split(' | ')[1]), int(neighbours)):.2f}"
+        lines.append(f"| {key} | {statistics.median(speeds[key]):.1f} | {left} | {fair} |")
+    return "\n".join(lines)
+
+
+def fair_share(num_cores: int, num_threads: int, num_neighbours: int) -> float:
+    """What is left to `num_threads` threads where all threads on the machine get the same part of its cores."""
+    return min(num_cores / (num_threads + num_neighbours), 1.0)
 
 
 @contextmanager

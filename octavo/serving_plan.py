@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.cores import available_cores
 from octavo.options import OptionError, environment_without_options, option, to_arguments
 from octavo.supervisor import Child
 
@@ -96,11 +97,6 @@ def device_of(index: int, num_workers: int, asked: str) -> str:
 def computes_on_host(device: str) -> bool:
     """Whether a worker's cache is in this machine's own memory, as far as can be told without torch."""
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
-
-
-def available_cores() -> int:
-    """Cores this process may run on, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:

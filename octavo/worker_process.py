@@ -9,9 +9,10 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from octavo.cores import available_cores
 from octavo.end_with_parent import ends_with_parent
 from octavo.options import to_arguments
-from octavo.serving_plan import LOOPBACK, available_cores, free_port, worker_environment
+from octavo.serving_plan import LOOPBACK, free_port, worker_environment
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig

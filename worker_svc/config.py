@@ -62,7 +62,7 @@ class WorkerConfig:
     device: str = option(
         "auto", "where the model runs: cpu, cuda, cuda:N; auto: the first GPU where there is one", metavar="DEVICE"
     )
-    num_threads: int = option(0, "threads that compute; 0 takes torch's own choice, one a core")
+    num_threads: int = option(0, "threads that compute; 0: one a core that this process may use, or OMP_NUM_THREADS")
     block_size: int = option(16, "tokens in a block of the cache")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use; without meaning on the cpu")
     enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps; without meaning on the cpu")

@@ -20,6 +20,7 @@ import torch
 
 from octavo import log as logging
 from octavo.cache import ModelNotFound, resolve_model
+from octavo.cores import available_cores
 from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
@@ -104,8 +105,8 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
     SmolLM2 on two cores then takes 30 ms in place of 16.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    # torch counts the cores of its affinity and OMP_NUM_THREADS, but not what a control group pays for.
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), available_cores()))
     device = choose_device(config.device)
     asked, started_s = config.max_model_len, time.monotonic()
     with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:

@@ -1,0 +1,85 @@
+"""The workloads in float32 over `LLM`, with and without --batch-invariant, and W1 beside the bandwidth that bounds it:
+`python -m benchmarks.cpu_workloads`.
+
+Both modes take turns in each round, each with a worker of its own, so that a machine that slows down slows both. One
+request generates no token faster than its weights are read: the bound of W1 is the machine's bandwidth, measured in the
+same round between the workers, over the bytes of all matrices. Medians are shown and every round is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, machine_limits
+from octavo import LLM
+from octavo.bench import offline, workloads
+from octavo.cache import resolve_model
+from octavo.cores import available_cores
+from worker_svc.models.config import ModelConfig
+
+RESULTS = Path(__file__).parent / "results"
+MODES: dict[str, dict[str, Any]] = {"default": {}, "batch-invariant": {"batch_invariant": True}}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures the workloads on a CPU and what --batch-invariant costs.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    facts = machine.describe()
+    rounds = [_round(arguments.model, arguments.workloads) for _ in range(arguments.rounds)]
+    if not arguments.no_results:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        path = RESULTS / f"{date[:10]}-cpu-workloads-{machine.slug(facts)}.json"
+        path.write_text(json.dumps({"date": date, "machine": facts, "rounds": rounds}, indent=1) + "\n")
+    print(_table(rounds, arguments.workloads))
+    return 0
+
+
+def _round(model: str, names: list[str]) -> dict[str, Any]:
+    """Limits of the machine, the bound of W1, and tokens/s by mode and workload."""
+    limits = machine_limits.measure(available_cores())
+    result: dict[str, Any] = {
+        "limits": dataclasses.asdict(limits),
+        "bound_tokens_per_s": limits.read_gb_per_s * 1e9 / _bytes_a_token(model),
+    }
+    for mode, options in MODES.items():
+        with LLM(model, dtype="float32", **options) as llm:
+            vocab_size = llm.get_tokenizer().vocab_size
+            offline.run(llm, workloads.warm_up(vocab_size))
+            result[mode] = {
+                name: offline.run(llm, workloads.make(name, vocab_size))[0].output_tokens_per_s for name in names
+            }
+        print(f"{mode}: {result[mode]}", file=sys.stderr)
+    return result
+
+
+def _bytes_a_token(model: str) -> int:
+    """Of all matrices, each once; of the embedding's table only as the head."""
+    config = ModelConfig.from_folder(resolve_model(model), "float32")
+    return config.weights_bytes - config.vocab_size * config.hidden_size * config.dtype.itemsize
+
+
+def _table(rounds: list[dict[str, Any]], names: list[str]) -> str:
+    lines = ["| workload | tokens/s | batch-invariant | its cost | share of the bandwidth bound |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for name in names:
+        default, invariant = (statistics.median(one[mode][name] for one in rounds) for mode in MODES)
+        cost = statistics.median(1 - one["batch-invariant"][name] / one["default"][name] for one in rounds)
+        share = statistics.median(one["default"][name] / one["bound_tokens_per_s"] for one in rounds)
+        shown = f"{share:.2f}" if name == "W1" else "-"
+        lines.append(f"| {name} | {default:.1f} | {invariant:.1f} | {cost:.1%} | {shown} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
