@@ -9,7 +9,9 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from tests.oracle import GreedyOracle
+from tests.tiny_models import IM_END
 from tests.worker.families import VOCAB_SIZE, make_family
+from tests.worker.gguf_files import write_gguf
 
 SERVED = [
     "mistral",
@@ -43,3 +45,18 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         expected = oracle.generate(prompt, MAX_TOKENS)
         oracle.check(prompt, expected, list(output.outputs[0].token_ids), f"{name}, prompt of {len(prompt)} tokens")
     print(f"{name}: {oracle.num_near_ties} of {len(prompts)} outputs left the oracle at a near-tie")
+
+
+def test_a_gguf_file_gives_the_tokens_of_the_model_that_it_was_made_of(tmp_path: Path) -> None:
+    folder = make_family("qwen3", tmp_path / "model")
+    path = write_gguf(folder, tmp_path / "Tiny-Qwen3.gguf", "qwen3", token_ids={"eos": IM_END})
+    oracle, numbers = GreedyOracle(folder), random.Random(7)
+    prompts = [numbers.choices(range(256), k=length) for length in (1, 40, 90)]
+    with LLM(model=str(path), max_num_batched_tokens=32, max_num_seqs=8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+        text = llm.generate("the quick fox", params, use_tqdm=False)[0]
+        tokenizer = llm.get_tokenizer()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        oracle.check(prompt, oracle.generate(prompt, MAX_TOKENS), list(output.outputs[0].token_ids), f"{len(prompt)}")
+    assert text.outputs[0].text == tokenizer.decode(text.outputs[0].token_ids) and outputs[0].model == "tiny-qwen3"
