@@ -17,7 +17,8 @@ from kernels.lora import lora_expand, lora_shrink
 from kernels.matmul import matmul
 from kernels.penalties import penalize
 from kernels.random_bits import uniforms
-from kernels.reference import paged_attention, reshape_and_cache
+from kernels.reference import paged_attention
+from kernels.reshape_and_cache import reshape_and_cache
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_and_mul import silu_and_mul

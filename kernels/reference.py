@@ -92,17 +92,24 @@ def reshape_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
     """Write key and value [T, num_kv_heads, head_size] of new tokens to their slots, `block_id * block_size + offset`.
 
-    slot_mapping i64[T]; a token with a negative slot is padding and is not written.
+    slot_mapping i64[T]; a token with a negative slot is padding and is not written. In caches of float8_e4m3fn what is
+    too large becomes the largest number; they hold keys and values divided by key_scale, value_scale f32[num_kv_heads].
     """
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = key[kept].to(key_cache.dtype)
-    value_cache[blocks, :, offsets] = value[kept].to(value_cache.dtype)
+    for x, cache, scale in ((key[kept], key_cache, key_scale), (value[kept], value_cache, value_scale)):
+        if cache.dtype == torch.float8_e4m3fn:
+            x = x.to(_compute_dtype(x)) / (1 if scale is None else scale[:, None])
+            x = x.clamp(-torch.finfo(cache.dtype).max, torch.finfo(cache.dtype).max)
+        cache[blocks, :, offsets] = x.to(cache.dtype)
 
 
 def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
