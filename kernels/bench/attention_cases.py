@@ -85,7 +85,7 @@ def _calls(setting: Setting, num_seqs: int, query_len: int, seq_len: int) -> Cal
 
     def ours() -> torch.Tensor:
         paged_attention(out, query, caches[0], caches[1], **arguments)
-        return out
+        return out.view(num_seqs, query_len, NUM_HEADS, HEAD_SIZE).transpose(1, 2)  # as the peers have it
 
     # [sequences, kv heads, tokens, head size]
     key, value = (cache[tables.long()].transpose(1, 2).flatten(2, 3)[:, :, :seq_len].contiguous() for cache in caches)
@@ -94,21 +94,22 @@ def _calls(setting: Setting, num_seqs: int, query_len: int, seq_len: int) -> Cal
 
 
 def _peers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Mapping[str, Call]:
-    """By name; each gives [tokens, heads, head size]."""
-
-    def tokens(attend: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return attend().transpose(1, 2).flatten(0, 1)
-
-    peers: dict[str, Callable[[], torch.Tensor]] = {
-        name: functools.partial(_scaled_dot_product, backend, query, key, value)
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION))
-        if query.is_cuda
+    """By name; each gives [sequences, heads, tokens, head size]."""
+    backends = {"math": SDPBackend.MATH}
+    if query.is_cuda:
+        backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    peers: dict[str, Call] = {
+        name: functools.partial(_scaled_dot_product, backend, query, key, value) for name, backend in backends.items()
     }
-    if not query.is_cuda:
-        peers["math"] = functools.partial(_scaled_dot_product, SDPBackend.MATH, query, key, value)
-    if not query.is_cuda or (query.shape[0], query.shape[2], key.shape[2]) in _FLEX_SHAPES:
+    num_queries, seq_len = query.shape[2], key.shape[2]
+    if num_queries > 1:  # a backend may not take groups of heads; with a prompt this long their bytes hardly count
+        group = query.shape[1] // key.shape[1]
+        heads = (key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1))
+        for name, backend in backends.items():
+            peers[f"{name}, heads repeated"] = functools.partial(_scaled_dot_product, backend, query, *heads)
+    if not query.is_cuda or (query.shape[0], num_queries, seq_len) in _FLEX_SHAPES:
         peers["flex_attention"] = _flex(query, key, value)
-    return {name: functools.partial(tokens, attend) for name, attend in peers.items()}
+    return peers
 
 
 def _scaled_dot_product(
@@ -123,7 +124,9 @@ def _scaled_dot_product(
 
         options["attn_mask"] = causal_lower_right(query_len, seq_len)
     with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+        return functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=query.shape[1] > key.shape[1], **options
+        )
 
 
 def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], torch.Tensor]:

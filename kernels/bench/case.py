@@ -24,7 +24,7 @@ class Goal:
     """What is aimed at; with none of the last three: at least `value` of what the card can do."""
 
     value: float
-    peer: str = ""  # at least `value` of the speed of this peer
+    peer: str = ""  # at least `value` of the speed of this peer, or of the faster of "PEER" and "PEER, in another way"
     of_shape: str = ""  # at least `value` of the operations a second of the same operation at this shape
     is_us: bool = False  # at most `value` microseconds
 

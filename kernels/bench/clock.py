@@ -46,7 +46,7 @@ class GraphClock:
     def time_us(self, calls: Sequence[Call]) -> float:
         for call in calls:  # compiles, and allocates what libraries keep
             call()
-        once_us = self._between_events(calls)
+        once_us = max(1.0, self._between_events(calls))
         rounds = max(1, round(_GRAPH_US / (once_us * len(calls))))
         repeated = list(calls) * max(1, min(rounds, _MAX_CALLS_OF_A_GRAPH // len(calls)))
         graph = torch.cuda.CUDAGraph()

@@ -112,8 +112,8 @@ def _is_met(goal: Goal, row: Row, earlier: Sequence[Row]) -> bool | None:
     if goal.is_us:
         return row.us <= goal.value
     if goal.peer:
-        times = [peer.us for peer in row.peers if peer.name == goal.peer and peer.us is not None]
-        return times[0] / row.us >= goal.value if times else None
+        times = [peer.us for peer in row.peers if peer.name.split(", ")[0] == goal.peer and peer.us is not None]
+        return min(times) / row.us >= goal.value if times else None
     if goal.of_shape:
         rates = [other.tflops for other in earlier if (other.op, other.shape) == (row.op, goal.of_shape)]
         return row.tflops / rates[0] >= goal.value if rates else None

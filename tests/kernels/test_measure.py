@@ -91,7 +91,8 @@ def test_goals_are_met_up_to_their_bound(goal: Goal, text: str, met_below: float
     """The card copies as many bytes in 1 us, the rival takes 3, the first shape took 4 for half the operations."""
     first = case("first", Calls(Taking(4.0)), flops=500_000)
     for factor, is_met in ((0.99, True), (1.01, False)):
-        calls = Calls(Taking(factor * met_below), {"rival": Taking(3.0)})
+        rivals = {"rival": Taking(4.0), "rival, in another way": Taking(3.0), "rivalry": Taking(1.0)}
+        calls = Calls(Taking(factor * met_below), rivals)
         *_, row = rows_of(first, case("a", calls, goal, flops=1_000_000))
         assert (row.goal, row.is_goal_met) == (text, is_met)
 
