@@ -11,6 +11,7 @@ from typing import Any
 
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families import Sizes
+from worker_svc.models.raw_config import RawConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
@@ -28,6 +29,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever a configuration's own code raises
+        if not trust_remote_code and "auto_map" in RawConfig.read(folder / "config.json"):
+            raise ModelError(f"{folder}: the model is code of its own, run only with --trust-remote-code") from None
         raise ModelError(f"{folder}/config.json: {' '.join(str(error).split())[:300]}") from None
 
 
