@@ -30,7 +30,7 @@ _STORED_ELEMENTS = _ELEMENTS | {torch.float16: np.int16(0)}
 def element_of(*tensors: torch.Tensor) -> Any:
     """A number of the type that stands for the tensors' one dtype in a kernel: float32, or uint16 for bfloat16."""
     dtype = tensors[0].dtype
-    if dtype not in _ELEMENTS or any(tensor.dtype != dtype for tensor in tensors):
+    if dtype not in _ELEMENTS or not _have(dtype, tensors):
         raise TypeError(f"CPU kernels compute float32 or bfloat16, not {', '.join(str(t.dtype) for t in tensors)}")
     return _ELEMENTS[dtype]
 
@@ -44,6 +44,13 @@ def stored_element_of(*tensors: torch.Tensor) -> Any:
     if dtype not in _STORED_ELEMENTS or any(tensor.dtype != dtype for tensor in tensors):
         raise TypeError(f"a cache is float32, bfloat16 or float16, not {', '.join(str(t.dtype) for t in tensors)}")
     return _STORED_ELEMENTS[dtype]
+
+
+def _have(dtype: torch.dtype, tensors: tuple[torch.Tensor, ...]) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - three times as fast as `all` over a generator, ten times a layer
+        if tensor.dtype != dtype:
+            return False
+    return True
 
 
 @intrinsic

@@ -6,7 +6,7 @@ compiled loop that follows a product finds torch's threads awake. Measured on tw
 then a parallel loop, median: 92 + 3 us with `omp`, 91 + 62 us with numba's own `workqueue`.
 
 Cache. numba recompiles a kernel whose own file has changed, but not when a file that it calls into has. So compiled
-code is kept under a hash of all files of this package.
+code is kept under a hash of all files of this package, and of what it takes sizes from.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ import numba
 import torch
 
 _settings: Any = numba.config  # filled at import, from defaults and variables
+_told = threading.local()  # `num_threads`: what numba was told in this thread
 
 
 def num_threads() -> int:
     """How many threads a kernel uses: as many as torch's operators in the calling thread, as far as numba has them."""
     wanted = min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
-    if numba.get_num_threads() != wanted:
+    # Remembered, as asking numba takes locks: 0.7 us, hundreds of times a step.
+    if getattr(_told, "num_threads", 0) != wanted:
         numba.set_num_threads(wanted)
+        _told.num_threads = wanted
     return wanted
 
 
@@ -39,7 +43,8 @@ def _configure() -> None:
         numba.get_num_threads()
         torch.set_num_threads(torch_threads)
     here = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))).hexdigest()[:16]
+    files = [*sorted(here.glob("*.py")), here.parent / "int8_weight.py"]  # its sizes are compiled in
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
     folder = Path(_settings.CACHE_DIR or here / "__pycache__")
     if os.access(folder if folder.exists() else folder.parent, os.W_OK):  # else numba finds a folder of the user's
         _settings.CACHE_DIR = str(folder / f"kernels-{digest}")
