@@ -17,6 +17,8 @@ whatever the number of rows and threads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit, prange
@@ -41,7 +43,7 @@ ROWS_OF_WIDE_TILES = 8
 GROUP_CHUNK = 32  # with 3 panels, 48 KiB of weights
 ROWS_QUANTIZED_ALONE = 4  # waking the threads takes longer than fewer rows
 
-_dot_kind = dot_kind_of_this_cpu()
+DOT_KIND = DOT_KINDS[dot_kind_of_this_cpu()]
 
 
 def int8_linear(
@@ -50,11 +52,11 @@ def int8_linear(
     """See `kernels.reference.int8_linear`. out and x are float32 or bfloat16 and may be strided in their first
     dimension; weight, scale and bias are contiguous, the last two float32.
     """
-    multiply(_dot_kind, out, x, weight, scale, bias)
+    multiply(DOT_KIND, out, x, weight, scale, bias)
 
 
 def multiply(
-    dot_kind: str,
+    dot_kind: Any,
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,19 +65,14 @@ def multiply(
 ) -> None:
     """`int8_linear` by one of `int8_tile.DOT_KINDS`."""
     (num_rows, num_in), num_out = x.shape, scale.shape[0]
-    expected = (-(-num_out // PANEL), -(-num_in // GROUP))
-    if tuple(weight.shape[:2]) != expected or weight.dtype != torch.uint8 or not weight.is_contiguous():
-        raise ValueError(f"weight {tuple(weight.shape)} of {weight.dtype} is not packed for {num_out} x {num_in}")
-    if tuple(out.shape) != (num_rows, num_out) or out.stride(1) != 1 or x.stride(1) != 1:
+    check_weight(weight, scale, bias, num_out, num_in)
+    if out.shape != (num_rows, num_out) or out.stride(1) != 1 or x.stride(1) != 1:
         raise ValueError(f"out {tuple(out.shape)} or x {tuple(x.shape)} does not fit {num_out} outputs, line by line")
-    for name, values in (("scale", scale), ("bias", scale if bias is None else bias)):
-        if values.dtype != torch.float32 or tuple(values.shape) != (num_out,) or not values.is_contiguous():
-            raise ValueError(f"{name} {tuple(values.shape)} of {values.dtype} is not float32 for {num_out} outputs")
     if num_rows == 0:
         return
     _int8_linear(
         element_of(out, x),
-        DOT_KINDS[dot_kind],
+        dot_kind,
         out.data_ptr(),
         out.stride(0),
         x.data_ptr(),
@@ -88,6 +85,20 @@ def multiply(
         0 if bias is None else bias.data_ptr(),
         num_threads(),
     )
+
+
+def check_weight(
+    weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, num_out: int, num_in: int
+) -> None:
+    """Raises ValueError for what is not a packed weight of this size, its scale and its bias."""
+    expected = (-(-num_out // PANEL), -(-num_in // GROUP))
+    if weight.shape[:2] != expected or weight.dtype != torch.uint8 or not weight.is_contiguous():
+        raise ValueError(f"weight {tuple(weight.shape)} of {weight.dtype} is not packed for {num_out} x {num_in}")
+    for name, values in (("scale", scale), ("bias", bias)):
+        if values is None:
+            continue
+        if values.dtype != torch.float32 or values.shape != (num_out,) or not values.is_contiguous():
+            raise ValueError(f"{name} {tuple(values.shape)} of {values.dtype} is not float32 for {num_out} outputs")
 
 
 @njit(nogil=True)

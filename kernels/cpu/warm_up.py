@@ -12,6 +12,7 @@ import time
 import torch
 
 from kernels import cpu
+from kernels.cpu.int8_layer import Int8Norm, Int8Product, after_attention, before_attention
 from kernels.cpu.matmul import matmul, pack
 
 
@@ -35,9 +36,26 @@ def warm_up(dtype: torch.dtype) -> None:
     )
     cpu.rms_norm(torch.empty(2, 4, dtype=dtype), out[0], torch.ones(4, dtype=dtype), eps=1e-5)
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), out[0])
-    cpu.int8_linear(out[0], out[0], torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(4))
+    _warm_up_int8(dtype, key_cache)
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
+
+
+def _warm_up_int8(dtype: torch.dtype, cache: torch.Tensor) -> None:
+    """Rows of 4, 2 heads of 4 over 1, an MLP of 2."""
+
+    def product(num_in: int, num_out: int) -> Int8Product:
+        return Int8Product(torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(num_out), None, num_in)
+
+    update, residual, normed = (torch.zeros(2, 4, dtype=dtype) for _ in range(3))
+    qkv, attended, inner = (torch.zeros(2, size, dtype=dtype) for size in (16, 8, 6))
+    norm, positions, cos_sin = Int8Norm(torch.ones(4, dtype=dtype), 1e-5, 0.0), torch.arange(2), torch.zeros(2, 4)
+    before_attention(
+        qkv, update, residual, normed, norm, product(4, 16), (2, 1), positions, cos_sin, cache, cache, positions
+    )
+    after_attention(update, attended, residual, normed, inner, product(8, 4), norm, product(4, 4), product(2, 4))
+    weight, scale = torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(4)
+    cpu.int8_linear(update, residual, weight, scale)
 
 
 def warm_up_sampling() -> None:

@@ -44,7 +44,9 @@ class Case:
     def run(self, rows: slice = slice(None), kind: str | None = None, bias: bool = True) -> torch.Tensor:
         x = self.x[rows]
         out = torch.full((x.shape[0], self.scale.shape[0]), float("nan"), dtype=x.dtype)
-        multiply(kind or dot_kind_of_this_cpu(), out, x, self.packed, self.scale, self.bias if bias else None)
+        multiply(
+            DOT_KINDS[kind or dot_kind_of_this_cpu()], out, x, self.packed, self.scale, self.bias if bias else None
+        )
         return out
 
     def exact(self, bias: bool = True) -> torch.Tensor:

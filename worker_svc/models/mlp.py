@@ -20,19 +20,19 @@ class Mlp:
 
     def __init__(self, inner: Linear, outer: Linear, style: DecoderStyle, kernels: ModuleType) -> None:
         """`inner` gives [T, n], or, gated, [T, 2 n]: gate, then up; `outer` takes [T, n]."""
-        self._inner, self._outer = inner, outer
+        self.inner, self.outer = inner, outer
         self._activate = activation(style, kernels)
         self._is_gated = style.is_gated
 
     @property
     def weight_bytes(self) -> int:
-        return self._inner.weight_bytes + self._outer.weight_bytes
+        return self.inner.weight_bytes + self.outer.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self._inner(x)
+        inner = self.inner(x)
         activated = inner.new_empty(inner.shape[0], inner.shape[1] // 2) if self._is_gated else inner
         self._activate(activated, inner)
-        return self._outer(activated)
+        return self.outer(activated)
 
 
 def activation(style: DecoderStyle, kernels: ModuleType) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -24,12 +24,12 @@ class RmsNorm:
     """See `kernels.reference.rms_norm`."""
 
     def __init__(self, weight: torch.Tensor, eps: float, weight_offset: float, kernels: ModuleType) -> None:
-        self._weight, self._eps, self._weight_offset = weight, eps, weight_offset
+        self.weight, self.eps, self.weight_offset = weight, eps, weight_offset
         self._kernel = kernels.rms_norm
         self.weight_bytes = weight.nbytes
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-        self._kernel(out, x, self._weight, eps=self._eps, residual=residual, weight_offset=self._weight_offset)
+        self._kernel(out, x, self.weight, eps=self.eps, residual=residual, weight_offset=self.weight_offset)
 
 
 class LayerNorm:
