@@ -23,6 +23,12 @@ def stores() -> tuple[torch.Tensor, torch.Tensor]:
     return cache, host.copy_(store(*HOST, dtype=torch.float32, seed=1).cpu())
 
 
+def arrive() -> None:
+    """What was sent to the host is there."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def test_runs_are_of_neighbours() -> None:
     assert runs([]) == []
     assert runs([5]) == [Run(0, 5, 1)]
@@ -46,6 +52,7 @@ def test_out_and_in_again(num_staged: int, num_transfers: int, monkeypatch: pyte
     expected_host, expected_cache = host.clone(), cache.clone()
     reference.copy_blocks(cache, expected_host, OUT)
     swap_blocks.swap_blocks(cache, host, OUT, staging, when_done=lambda: done.append(len(transfers)))
+    arrive()
     assert torch.equal(bits(host), bits(expected_host)) and torch.equal(bits(cache), bits(expected_cache))
     assert len(transfers) == num_transfers and sum(transfers) == 6
     # The cache was read before the last round's transfers.

@@ -27,6 +27,7 @@ class NamedWeights(DummyWeights):
 
     def __init__(self, device: str) -> None:
         super().__init__(torch.float32, torch.device("cpu"), 0)
+        self.is_batch_invariant = True  # the router, too
         self._device = torch.device(device)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
