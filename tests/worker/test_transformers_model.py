@@ -200,12 +200,35 @@ def test_attention_that_is_not_what_it_seems_is_refused_in_its_first_step_at_the
         Stepper(model, [tokens(7)]).step({0: (0, 7)})
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"model.layers.1.mlp.more.weight": (3,)}, r"has one tensor too many: model\.layers\.1\.mlp\.more\.weight"),
+        ({"model.norm.weight": (61,)}, r"tensor model\.norm\.weight is \[61\], config\.json says \[60\]"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_names_the_tensor(
+    changes: dict[str, tuple[int, ...] | None], why: str, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = make("Olmo2Config", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    for name, shape in changes.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = torch.ones(shape)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=why) as caught:
         load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 7, 20_000])
+def test_a_truncated_checkpoint_is_one_line(length: int, tmp_path: Path) -> None:
+    path = make("Olmo2Config", tmp_path / "model") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ModelError, match=str(path.parent)) as caught:
+        load(path.parent)
+    assert "\n" not in str(caught.value)

@@ -195,12 +195,15 @@ def _load(folder: Path, raw: Any, config: ModelConfig, load_format: str, seed: i
             use_safetensors=load_format == "safetensors",
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be told of them by name, here below
             **common,
         ),
     )
     for key, what in (("missing_keys", "has no tensor"), ("unexpected_keys", "has one tensor too many:")):
         if names := sorted(report.get(key) or ()):
             raise ModelError(f"{folder}: the checkpoint {what} {names[0]}")
+    for name, found, expected in sorted(report.get("mismatched_keys") or ()):
+        raise ModelError(f"{folder}: tensor {name} is {list(found)}, config.json says {list(expected)}")
     return model
 
 
