@@ -1,13 +1,12 @@
 """Paged attention of sequences with one new token: the context in segments, shared out evenly, then joined in order.
 
-    sequence 0, head 0            sequence 0, head 1            sequence 1, head 0
-    |seg 0 |seg 1 |seg 2 |seg 3|  |seg 0 |seg 1 |seg 2 |seg 3|  |seg 0 |s|   ...
-    program 0 ------|             program 1 ------|             program 2 ...
-                    program 1 ---|               program 2 ----|
+    sequence 0, head 0             sequence 0, head 1             sequence 1, head 0
+    |seg 0 |seg 1 |seg 2 |seg 3|   |seg 0 |seg 1 |seg 2 |seg 3|   |seg 0 |s|   ...
+    |-- share 0 --|-- share 1 -|   |-- share 2 --|------ share 3 ------| ...
 
-All tiles of keys lie in a row, sequence by sequence, head by head. Program `i` of `n` begins at `i / n` of it and takes
-the segments that begin in its part, so that no program has more to do than another by more than a segment. Where they
-are cut depends on the batch; segments do not, and each is summed by one program and written for itself:
+All tiles of keys lie in a row, sequence by sequence, head by head, and are cut into equal shares, one a program. Of a
+share belong to it the segments that begin in it: no program has more than a segment more to do than another. Shares
+depend on the batch; segments do not, and each is summed by one program and written for itself:
 
     sums f32[S, num_heads, max_segments, head_size], maxima and totals f32[S, num_heads, max_segments]
 
@@ -53,6 +52,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     DOT_TYPE: tl.constexpr,
@@ -65,8 +65,11 @@ def segment_kernel(  # type: ignore[no-untyped-def]
         )
         all_tiles += tl.sum(tiles)
     all_tiles *= num_kv_heads
-    begin = all_tiles * tl.program_id(0) // tl.num_programs(0)
-    end = all_tiles * (tl.program_id(0) + 1) // tl.num_programs(0)
+    # A GPU deals its first programs out to all multiprocessors: so are neighbouring shares, of which some may be empty.
+    multiprocessors = tl.num_programs(0) // PROGRAMS
+    share = tl.program_id(0) % multiprocessors * PROGRAMS + tl.program_id(0) // multiprocessors
+    begin = all_tiles * share // tl.num_programs(0)
+    end = all_tiles * (share + 1) // tl.num_programs(0)
 
     # The sequence in which this program begins, and where that one's tiles do.
     sequence = tl.zeros([], tl.int32)

@@ -99,24 +99,17 @@ def attend_segment(  # type: ignore[no-untyped-def]
                 visible = visible & (places[None, :] > positions[:, None] - window)
             logits = tl.where(visible, logits, float("-inf"))
 
-        new_m = tl.maximum(m, tl.max(logits, 1))
+        new_m = tl.maximum(m, tl.max(logits, 1) * factor)
         # Of a row that has seen nothing yet any finite number, so that no infinity is taken from itself.
         top = tl.where(new_m == float("-inf"), 0.0, new_m)
-        weights = _exp2_of_difference(logits, top[:, None], factor)
-        decay = _exp2_of_difference(m, top, factor)
+        weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + factor, tl.zeros_like(logits) - top[:, None]))
+        # Of what was rounded already: exactly 1 where the maximum stays, which `fma` would miss.
+        decay = tl.exp2(m - top)
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(DOT_TYPE), values.to(DOT_TYPE), acc, input_precision="ieee")
         m = new_m
-    if not (HAS_SOFT_CAP or HAS_ALIBI):
-        m = m * logit_scale
     return m, total, acc
-
-
-@triton.jit
-def _exp2_of_difference(x, top, factor):  # type: ignore[no-untyped-def]
-    """2^((x - top) factor), rounded as one fma does."""
-    return tl.exp2(tl.fma(x, tl.zeros_like(x) + factor, tl.zeros_like(x) - top * factor))
 
 
 @triton.jit

@@ -15,12 +15,13 @@ from kernels.kept_range import kept_range
 from kernels.layer_norm import layer_norm
 from kernels.lora import lora_expand, lora_shrink
 from kernels.matmul import matmul
+from kernels.paged_attention import paged_attention
 from kernels.penalties import penalize
 from kernels.random_bits import uniforms
-from kernels.reference import paged_attention
 from kernels.reshape_and_cache import reshape_and_cache
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
+from kernels.rotary_and_cache import rotary_and_cache
 from kernels.silu_and_mul import silu_and_mul
 from kernels.token_logprobs import token_logprobs
 from kernels.top_logits import top_logits
@@ -42,6 +43,7 @@ __all__ = [
     "reshape_and_cache",
     "rms_norm",
     "rotary",
+    "rotary_and_cache",
     "silu_and_mul",
     "token_logprobs",
     "top_logits",

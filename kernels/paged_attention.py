@@ -12,7 +12,7 @@ needs `max_query_len=1`, and `max_seq_len` bounds the room for segments, not the
 
 A token has the same bits whatever runs beside it. Where the matrix units give a row the same sums in a tile of 64 rows
 as in one of 128 (the same instructions are chosen for both), also whether it is computed alone, in a chunk or in a
-whole prompt. Unmeasured on a GPU so far; with Triton's interpreter both hold.
+whole prompt: docs/paged-attention.md says why, and what of it has been seen where.
 """
 
 from __future__ import annotations
@@ -29,36 +29,14 @@ import triton.language as tl
 from kernels import attention_segment
 from kernels.attention_decode import join_kernel, segment_kernel
 from kernels.attention_prefill import prefill_kernel
+from kernels.attention_tiling import Tiling, tiling
 from kernels.attention_work import OF_A_STEP
 from kernels.variant import Variant
 
 LOG2_E, SEGMENT = attention_segment.LOG2_E.value, attention_segment.SEGMENT.value
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_MIN_HEAD_TILE = 16  # what matrix units multiply at once
 _CACHE_TYPES = (*_TYPES, torch.float8_e4m3fn)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How the kernels are cut. Of head size, type and GPU alone, never of a batch: bits depend on `key_tile`."""
-
-    key_tile: int
-    prefill_rows: int
-    prefill_warps: int
-    decode_rows: int
-    decode_warps: int
-    stages: int  # tiles of keys and values in use or on their way
-    decode_programs: int  # that one multiprocessor holds at once
-    prefill_programs: int
-
-
-def tiling(head_tile: int, element_size: int, group: int, capability: int, has_soft_cap: bool) -> Tiling:
-    """As large as registers allow: a prefill thread holds two sums of its rows' values, of the segment and of all."""
-    decode_rows = max(64, triton.next_power_of_2(group))
-    if element_size > 2 or head_tile > 128:
-        return Tiling(32, 64, 8, decode_rows, decode_rows // 8, 3, 2, 1)
-    # Hopper's matrix units read queries and keys from shared memory; others take them from registers.
-    is_hopper = 90 <= capability < 100
-    return Tiling(64 if is_hopper and not has_soft_cap else 32, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1)
 
 
 def paged_attention(
@@ -94,9 +72,12 @@ def paged_attention(
     num_kv_heads, block_size = key_cache.shape[1:3]
     if not num_tokens or not num_sequences:
         return
-    group, head_tile = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
+    group, head_tile = num_heads // num_kv_heads, max(triton.next_power_of_2(head_size), _MIN_HEAD_TILE)
     gpu = _gpu(query.device)
-    cut = tiling(head_tile, query.element_size(), group, gpu.capability, logit_soft_cap > 0)
+    if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
+        raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
+    features = {"has_alibi": alibi_slopes is not None, "has_soft_cap": logit_soft_cap > 0}
+    cut = tiling(head_tile, query.element_size(), group, gpu.capability, **features)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -115,9 +96,7 @@ def paged_attention(
     strides = (query.stride(0), key_cache.stride(0), block_tables.stride(0))
 
     if max_query_len > 1:
-        row_tiles = num_tokens * group // cut.prefill_rows + num_sequences
-        programs = min(cut.prefill_programs * gpu.num_multiprocessors, row_tiles * num_kv_heads)
-        prefill_kernel[(programs,)](
+        prefill_kernel[(cut.prefill_programs * gpu.num_multiprocessors,)](
             out,
             query,
             key_cache,
@@ -135,14 +114,14 @@ def paged_attention(
             sliding_window,
             ROWS=cut.prefill_rows,
             num_warps=cut.prefill_warps,
+            maxnreg=cut.prefill_registers,
             **kept,
         )
 
     max_segments = max(triton.cdiv(max_seq_len, SEGMENT), 1)
     sums = query.new_empty((num_sequences, num_heads, max_segments, head_size), dtype=torch.float32)
     maxima, totals = query.new_empty((2, num_sequences, num_heads, max_segments), dtype=torch.float32)
-    programs = min(cut.decode_programs * gpu.num_multiprocessors, num_sequences * num_kv_heads * max_segments)
-    segment_kernel[(programs,)](
+    segment_kernel[(cut.decode_programs * gpu.num_multiprocessors,)](
         sums,
         maxima,
         totals,
@@ -160,7 +139,9 @@ def paged_attention(
         soft_cap,
         sliding_window,
         ROWS=cut.decode_rows,
+        PROGRAMS=cut.decode_programs,
         num_warps=cut.decode_warps,
+        maxnreg=cut.decode_registers,
         **kept,
     )
     join_kernel[(num_sequences, num_kv_heads)](
@@ -255,7 +236,8 @@ class _Kind:
 
     def tiling(self, capability: int) -> Tiling:
         element_size, head_tile = 4 if self.dtype == "fp32" else 2, triton.next_power_of_2(self.head_size)
-        return tiling(head_tile, element_size, self.group, capability, self.has_soft_cap)
+        features = {"has_alibi": self.has_alibi, "has_soft_cap": self.has_soft_cap}
+        return tiling(head_tile, element_size, self.group, capability, **features)
 
     def __str__(self) -> str:
         words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]
@@ -309,8 +291,6 @@ def _variants(kind: _Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Var
         "HAS_SOFT_CAP": kind.has_soft_cap,
         "DOT_TYPE": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[kind.dtype],
     }
-    # An argument that may be None is a constant where it is.
-    optional = {"alibi_slopes": kind.has_alibi, "key_scale": bool(kind.cache)}
     common: dict[str, Any] = {
         "num_stages": cut.stages,
         "may_spill": kind.head_size > 128,
@@ -318,17 +298,21 @@ def _variants(kind: _Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Var
     }
     of_prefill = {"out": f"*{kind.dtype}", "out_stride": "i32"}
     of_decode = {"sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "max_segments": "i32"}
-    for name, kernel, own, rows, num_warps, may_be_none in (
-        ("prefill", prefill_kernel, of_prefill, cut.prefill_rows, cut.prefill_warps, ("value_scale",)),
-        ("decode", segment_kernel, of_decode, cut.decode_rows, cut.decode_warps, ()),
+    of_decode_shape = {"ROWS": cut.decode_rows, "PROGRAMS": cut.decode_programs}
+    scales = dict.fromkeys(("key_scale", "value_scale"), bool(kind.cache))
+    for name, kernel, own, shape, num_warps, max_registers in (
+        ("prefill", prefill_kernel, of_prefill, {"ROWS": cut.prefill_rows}, cut.prefill_warps, cut.prefill_registers),
+        ("decode", segment_kernel, of_decode, of_decode_shape, cut.decode_warps, cut.decode_registers),
     ):
-        given = optional | dict.fromkeys(may_be_none, bool(kind.cache))
+        # An argument that may be None is a constant where it is.
+        optional = {"alibi_slopes": kind.has_alibi, **{key: scales[key] for key in scales if key in kernel.arg_names}}
         yield Variant(
-            f"paged_attention {name} {kind} tile {rows}x{cut.key_tile}",
+            f"paged_attention {name} {kind} tile {shape['ROWS']}x{cut.key_tile}",
             kernel,
-            signature | own | {key: "*fp32" for key, is_given in given.items() if is_given},
-            constants | {"ROWS": rows} | {key: None for key, is_given in given.items() if not is_given},
+            signature | own | {key: "*fp32" for key, is_given in optional.items() if is_given},
+            constants | shape | {key: None for key, is_given in optional.items() if not is_given},
             num_warps=num_warps,
+            max_registers=max_registers,
             divisible_by_16=_aligned(signature | own),
             **common,
         )

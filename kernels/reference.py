@@ -112,6 +112,27 @@ def reshape_and_cache(
         cache[blocks, :, offsets] = x.to(cache.dtype)
 
 
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """`rotary` and then `reshape_and_cache`, but that what is left in `key` is nobody's business.
+
+    Rotated keys are rounded to their own type before they are scaled and stored, as if they had been written back.
+    """
+    rotary(query, key, positions, cos_sin)
+    reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale)
+
+
 def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copy whole blocks in every layer: pairs i64[n, 2] of (block of `source`, block of `destination`).
 

@@ -88,7 +88,7 @@ def reshape_and_cache(
     Raises ValueError where a shape, stride, type or device does not fit.
     """
     num_tokens, num_heads, head_size = key.shape
-    _check(key, value, key_cache, value_cache)
+    check_caches(key, value, key_cache, value_cache)
     check_contiguous("reshape_and_cache", "slot_mapping", slot_mapping, (num_tokens,), key)
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
@@ -119,7 +119,8 @@ def reshape_and_cache(
     )
 
 
-def _check(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+def check_caches(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Raises ValueError where keys, values and the caches that they go to do not fit each other."""
     _, num_heads, head_size = key.shape
     block_size = key_cache.shape[2]
     for name, x in (("key", key), ("value", value)):

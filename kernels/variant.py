@@ -20,6 +20,7 @@ class Variant:
     constants: Mapping[str, Any]  # value of each `tl.constexpr` argument
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None  # of a thread; without one, the assembler weighs spills against more threads
     divisible_by_16: tuple[str, ...] = field(default=())  # arguments that the launcher knows to be: addresses, strides
     may_spill: bool = True  # False: a register spill is a defect
     # Compute capabilities that a worker launches it on: types and tiles are not the same on all.

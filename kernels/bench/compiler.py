@@ -43,6 +43,8 @@ def _compile(variant: Variant, target: Target) -> dict[str, Any]:
     source = source_of(variant)
     gpu = GPUTarget("cuda", target.capability, _WARP_SIZE)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.max_registers is not None:
+        options["maxnreg"] = variant.max_registers
     facts = (_REVISION, triton.__version__, make_backend(gpu).hash(), source.hash(), sorted(options.items()))
     kept = get_cache_manager(hashlib.sha256(repr(facts).encode()).hexdigest())
     if path := kept.get_file(_RECORD):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kernels.cpu.activation import silu_and_mul
 from kernels.cpu.attention import paged_attention
-from kernels.cpu.cache import reshape_and_cache
+from kernels.cpu.cache import reshape_and_cache, rotary_and_cache
 from kernels.cpu.chunk_maxima import chunk_maxima
 from kernels.cpu.draw_tokens import draw_tokens
 from kernels.cpu.gelu import gelu, gelu_and_mul
@@ -38,6 +38,7 @@ __all__ = [
     "reshape_and_cache",
     "rms_norm",
     "rotary",
+    "rotary_and_cache",
     "silu_and_mul",
     "token_logprobs",
     "top_logits",

@@ -12,6 +12,7 @@ from numba import njit
 
 from kernels.cpu import runtime  # noqa: F401 - sets where compiled code is kept
 from kernels.cpu.numbers import INT64, element_of, from_float32, lines, stored_element_of, to_float32
+from kernels.cpu.rotary import rotary
 
 
 def reshape_and_cache(
@@ -35,6 +36,21 @@ def reshape_and_cache(
         slot_mapping.data_ptr(),
         slot_mapping.shape[0],
     )
+
+
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `kernels.reference.rotary_and_cache`; one after the other."""
+    rotary(query, key, positions, cos_sin)
+    reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 
 @njit(nogil=True)

@@ -119,9 +119,12 @@ class DecoderLayer:
         )
         if self._head_norms:
             query, key = (_normed(norm, x) for norm, x in zip(self._head_norms, (query, key), strict=True))
-        if self._cos_sin is not None:
-            kernels.rotary(query, key, step.positions, self._cos_sin)
-        kernels.reshape_and_cache(key[:num_tokens], value[:num_tokens], key_cache, value_cache, attention.slot_mapping)
+        tokens, caches = slice(num_tokens), (key_cache, value_cache, attention.slot_mapping)
+        if self._cos_sin is None:
+            kernels.reshape_and_cache(key[tokens], value[tokens], *caches)
+        else:
+            angles = (step.positions[tokens], self._cos_sin)
+            kernels.rotary_and_cache(query[tokens], key[tokens], value[tokens], *angles, *caches)
         kernels.paged_attention(
             step.attended.view(-1, config.num_heads, config.head_size),
             query,

@@ -1,0 +1,86 @@
+"""Rotation and cache writes in one launch against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels import rotary_and_cache as module
+from tests.kernels.device import DEVICE, IS_INTERPRETED
+from tests.kernels.rows import normal
+from tests.kernels.stores import bits
+
+rotary_and_cache: Callable[..., None] = module.rotary_and_cache
+
+SLOTS = torch.tensor([3, 39, -1, 0, 17, -1, 16], device=DEVICE)
+ROUNDED = pytest.mark.skipif(
+    IS_INTERPRETED, reason="Triton's interpreter does not round to bfloat16 and to 8 bits as a GPU does"
+)
+TYPES = pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float16),
+        pytest.param(torch.bfloat16, torch.bfloat16, marks=ROUNDED),
+        pytest.param(torch.bfloat16, torch.float8_e4m3fn, marks=ROUNDED),
+    ],
+    ids=str,
+)
+
+
+def caches(num_kv_heads: int, head_size: int, stored: torch.dtype) -> list[torch.Tensor]:
+    """Of 5 blocks of 8 slots, one layer of a store: NaN, and NaN between them."""
+    store = torch.full((5, 2, num_kv_heads, 8, head_size), float("nan"), device=DEVICE).to(stored)
+    return list(store.unbind(1))
+
+
+@TYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "rotary_size"), [(6, 2, 80, 80), (3, 3, 96, 24), (9, 1, 10, 10)]
+)
+def test_keys_are_rotated_on_their_way_and_the_query_in_place(
+    dtype: torch.dtype, stored: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, rotary_size: int
+) -> None:
+    heads = num_heads + 2 * num_kv_heads
+    fused = normal(7, heads, head_size, dtype=dtype)
+    parts = (num_heads, num_kv_heads, num_kv_heads)
+    query, key, value = fused.split(parts, dim=1)
+    exact_query, exact_key, exact_value = fused.clone().split(parts, dim=1)
+    positions, table = torch.tensor([0, 3, 30, 3, 7, 1, 29], device=DEVICE), normal(31, rotary_size, seed=2)
+    ours, expected = (caches(num_kv_heads, head_size, stored) for _ in range(2))
+    rotary_and_cache(query, key, value, positions, table, *ours, SLOTS)
+    reference.rotary_and_cache(exact_query, exact_key, exact_value, positions, table, expected[0], expected[1], SLOTS)
+    assert torch.equal(value, exact_value)
+    # A GPU may round a product and a sum at once, torch rounds twice: one unit in the last place of either type.
+    unit = max(torch.finfo(dtype).eps, torch.finfo(stored).eps)
+    torch.testing.assert_close(query.float(), exact_query.float(), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(ours[0].float(), expected[0].float(), rtol=unit, atol=1e-6, equal_nan=True)
+    assert torch.equal(bits(ours[1]), bits(expected[1]))
+
+
+@ROUNDED
+def test_keys_and_values_are_divided_by_their_heads_scales() -> None:
+    query, key, value = (normal(7, 2, 64, seed=seed) for seed in range(3))
+    positions, table = torch.arange(7, device=DEVICE), normal(31, 64, seed=2)
+    scales = {name: torch.tensor([0.1, 3.0], device=DEVICE) for name in ("key_scale", "value_scale")}
+    ours, expected = (caches(2, 64, torch.float8_e4m3fn) for _ in range(2))
+    rotary_and_cache(query.clone(), key.clone(), value, positions, table, *ours, SLOTS, **scales)
+    reference.rotary_and_cache(query, key, value, positions, table, expected[0], expected[1], SLOTS, **scales)
+    torch.testing.assert_close(ours[0].float(), expected[0].float(), rtol=0.125, atol=1e-2, equal_nan=True)
+    assert torch.equal(bits(ours[1]), bits(expected[1]))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, (key_cache, value_cache), slots = normal(7, 2, 16), caches(2, 16, torch.float32), SLOTS.abs()
+    for arguments, message in (
+        ((x, x, x, slots, normal(31, 18), key_cache, value_cache, SLOTS), "cannot be turned in halves"),
+        ((x, x, x, slots, normal(31, 16), key_cache, value_cache.half(), SLOTS), "differ in"),
+        ((x[:, :, :8], x, x, slots, normal(31, 16), key_cache, value_cache, SLOTS), "does not fit key"),
+        ((x, x, x, slots[:3], normal(31, 16), key_cache, value_cache, SLOTS), "positions must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rotary_and_cache(*arguments)
