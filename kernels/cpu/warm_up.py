@@ -1,6 +1,6 @@
 """Compiles every CPU kernel and keeps the machine code on disk: `python -m kernels.cpu.warm_up`.
 
-Compiling takes about 20 s once; with its result at hand a worker's first step takes a third of a second longer than the
+Compiling takes a minute once; with its result at hand a worker's first step takes a third of a second longer than the
 next. Set-up runs this, so that no start of a worker does. Nothing depends on a model's sizes: only on the dtype.
 """
 

@@ -238,6 +238,8 @@ def test_ties_with_the_last_kept_token_are_kept(implementation: tuple[ModuleType
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, -9.0]])
     assert Rows(logits, device, top_k=2).smallest(kernels).tolist() == [1.0]
     assert Rows(logits, device, top_p=0.8).smallest(kernels).tolist() == [1.0]
+    assert Rows(logits, device, top_k=2, top_p=0.95).smallest(kernels).tolist() == [1.0]
+    assert Rows(logits, device, top_k=2, top_p=0.7).smallest(kernels).tolist() == [3.0]
 
 
 # ---- Draws ----------------------------------------------------------------------------------------------------------
