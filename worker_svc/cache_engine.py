@@ -17,6 +17,8 @@ import torch
 from worker_svc.cpu_moves import CpuMoves, untouched_zeros
 from worker_svc.models.config import ModelConfig
 
+STAGING_BYTES = 64 << 20  # of a GPU: what a step can swap out without waiting for the bus
+
 
 class CacheEngine:
     """Blocks of `block_size` tokens; a block id names the same block in every layer."""
@@ -42,7 +44,7 @@ class CacheEngine:
             from worker_svc.cuda_moves import CudaMoves  # a compiler of kernels that a CPU worker has no need of
 
             store = torch.zeros(shape, dtype=dtype, device=device)
-            self._moves = CudaMoves(store, num_host_blocks)
+            self._moves = CudaMoves(store, num_host_blocks, STAGING_BYTES)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in store]
 
     @staticmethod

@@ -16,17 +16,16 @@ import torch
 from kernels.copy_blocks import copy_blocks
 from kernels.swap_blocks import block_major, on_device, swap_blocks
 
-_STAGING_BYTES = 64 << 20  # on the device: what can be swapped out at once without waiting for the bus
-
 
 class CudaMoves:
     """A cache's blocks in pinned host memory, and their ways there and back. No call waits for the device."""
 
-    def __init__(self, cache: torch.Tensor, num_host_blocks: int) -> None:
-        """`cache` [layers, 2, num_blocks, num_kv_heads, block_size, head_size] on a CUDA device."""
+    def __init__(self, cache: torch.Tensor, num_host_blocks: int, staging_bytes: int) -> None:
+        """`cache` [layers, 2, num_blocks, num_kv_heads, block_size, head_size] on a CUDA device, where at most
+        `staging_bytes`, or one block, are taken for what is under way."""
         layers, parts, _, *block = cache.shape
         block_bytes = layers * parts * cache[0, 0, :1].numel() * cache.itemsize
-        num_staged = min(num_host_blocks, max(1, _STAGING_BYTES // block_bytes))
+        num_staged = min(num_host_blocks, max(1, staging_bytes // block_bytes))
         self._cache = cache
         self._host = block_major((layers, parts, num_host_blocks, *block), cache.dtype, "cpu", pinned=True)
         self._staging = block_major((layers, parts, num_staged, *block), cache.dtype, cache.device)

@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from protos import worker_pb2
+from worker_svc.cache_engine import STAGING_BYTES
 from worker_svc.cache_sizing import Limits, size_cache
 from worker_svc.config import WorkerConfig
 from worker_svc.device_memory import memory_of
@@ -98,12 +99,13 @@ class Worker:
             self._profile = self._profiler.measure(self.bounds)
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
+        staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
         sizes = size_cache(
             self.config,
             limits,
             runner.block_bytes,
             self._memory.available_bytes(),
-            self._profiler.step_bytes(self._profile, limits) + graph_bytes,
+            self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes,
             None if self._memory.is_host else available_bytes(),
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)

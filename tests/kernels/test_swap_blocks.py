@@ -81,7 +81,7 @@ def test_streams_wait_for_what_they_must() -> None:
     if DEVICE == "cpu":
         pytest.skip("streams are for a GPU")
     cache = torch.zeros(CACHE, device=DEVICE)
-    moves = CudaMoves(cache, HOST[2])
+    moves = CudaMoves(cache, HOST[2], 1 << 20)
     for turn in range(1, 20):
         torch.cuda._sleep(2_000_000)  # what is swapped out is written late
         cache.fill_(turn)

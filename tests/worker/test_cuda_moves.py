@@ -69,7 +69,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_steps_wait_for_the_gathering_and_not_for_the_bus(log: list[str]) -> None:
     cache = torch.randn(2, 2, 5, 1, 4, 8)
-    before, moves = cache.clone(), CudaMoves(cache, 6)
+    before, moves = cache.clone(), CudaMoves(cache, 6, 1 << 20)
     moves.swap_out(PAIRS)
     assert log == [
         "swaps waits for compute",  # the blocks are written
@@ -97,15 +97,13 @@ def test_steps_wait_for_the_gathering_and_not_for_the_bus(log: list[str]) -> Non
     assert torch.equal(cache[:, :, 0], before[:, :, 3])
 
 
-def test_staging_has_room_for_what_is_worth_it(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_has_room_for_what_is_worth_it(log: list[str]) -> None:
     """Never more blocks than the host has, as many as fit in its bytes, and one at least."""
     cache = torch.zeros(2, 2, 5, 1, 4, 8)
     block_bytes = 2 * 2 * 4 * 8 * 4
-    assert CudaMoves(cache, 6)._staging.shape == (2, 2, 6, 1, 4, 8)
-    monkeypatch.setattr(cuda_moves, "_STAGING_BYTES", 2 * block_bytes + 1)
-    assert CudaMoves(cache, 6)._staging.shape[2] == 2
-    monkeypatch.setattr(cuda_moves, "_STAGING_BYTES", 1)
-    small = CudaMoves(cache, 6)
+    assert CudaMoves(cache, 6, 100 * block_bytes)._staging.shape == (2, 2, 6, 1, 4, 8)
+    assert CudaMoves(cache, 6, 3 * block_bytes - 1)._staging.shape[2] == 2
+    small = CudaMoves(cache, 6, 1)
     assert small._staging.shape[2] == 1
     small.swap_out(PAIRS)
     assert log.count("mark of swaps") == 1 and log.count("swaps: gather or scatter") == 3
