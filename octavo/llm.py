@@ -119,6 +119,10 @@ class LLM:
         """Lets the worker forget what prompts it has computed; how many cache blocks could be found before."""
         return self._embedded.engine.flush_prefix_cache()
 
+    def worker_peak_bytes(self) -> int:
+        """The most memory that the worker process has had at once; 0 if unknown."""
+        return self._embedded.worker.peak_bytes()
+
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps: counts, bytes, and nanoseconds by phase (`StepStatistics`)."""
         return self._embedded.statistics()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cores import available_cores
@@ -42,6 +43,14 @@ class WorkerProcess:
             code = self._process.returncode if self._process else None
             said = self._last_lines[-1] if self._last_lines else "it said nothing"
             raise RuntimeError(f"the worker has ended with exit code {code}: {said}")
+
+    def peak_bytes(self) -> int:
+        """The most memory that the worker has had at once since it measured its first steps; 0 if unknown."""
+        try:
+            status = Path(f"/proc/{self._process.pid if self._process else 0}/status").read_text(encoding="ascii")
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,14 @@ def test_figures_and_their_table() -> None:
         "| W9 | LLM | 2.0 | 10 / 30 ms | 5 / 10 ms | 2.00 s |",
         "| W9 | another | 2.0 | - | - | 2.00 s |",
     ]
+
+
+def test_what_a_start_took_stands_behind_where_it_is_known() -> None:
+    row = measure("W1", "LLM", 8, 4, 2_000_000_000, [])
+    assert "ready" not in table([row]) and row.as_dict()["ready_s"] is None
+    lines = table([replace(row, ready_s=3.25, worker_peak_gib=0.5)]).splitlines()
+    assert lines[0].endswith("| wall | ready | worker's memory |")
+    assert lines[2].endswith("| 2.00 s | 3.2 s | 0.50 GiB |")
 
 
 def test_step_costs_are_differences_per_step() -> None:

@@ -9,7 +9,7 @@ import torch
 from numba import njit, prange
 
 from kernels.cpu.numbers import FLOAT32, INT64, element_of, from_float32, lines, to_float32
-from kernels.cpu.runtime import num_threads
+from kernels.cpu.runtime import FEW_NUMBERS, num_threads
 
 
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -42,7 +42,65 @@ def _rotate(line, num_heads, head_size, angles):  # type: ignore[no-untyped-def]
             second[i] = from_float32(x2 * cos[i] + x1 * sin[i], second[i])
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@njit(nogil=True)
+def _rows(  # type: ignore[no-untyped-def]
+    lane,
+    lanes,
+    element,
+    query_address,
+    query_stride,
+    query_shape,
+    key_address,
+    key_stride,
+    num_kv_heads,
+    positions_address,
+    table_address,
+    table_shape,
+):
+    num_tokens, num_heads, head_size = query_shape
+    query = lines(query_address, element, num_tokens, query_stride)
+    key = lines(key_address, element, num_tokens, key_stride)
+    positions = lines(positions_address, INT64, 1, num_tokens)[0]
+    cos_sin = lines(table_address, FLOAT32, table_shape[0], table_shape[1])
+    for t in range(lane, num_tokens, lanes):
+        angles = cos_sin[positions[t]]
+        _rotate(query[t], num_heads, head_size, angles)
+        _rotate(key[t], num_kv_heads, head_size, angles)
+
+
+@njit(nogil=True, parallel=True)
+def _together(  # type: ignore[no-untyped-def]
+    element,
+    query_address,
+    query_stride,
+    query_shape,
+    key_address,
+    key_stride,
+    num_kv_heads,
+    positions_address,
+    table_address,
+    table_shape,
+    num_threads,
+):
+    lanes = min(num_threads, query_shape[0])
+    for lane in prange(lanes):
+        _rows(
+            lane,
+            lanes,
+            element,
+            query_address,
+            query_stride,
+            query_shape,
+            key_address,
+            key_stride,
+            num_kv_heads,
+            positions_address,
+            table_address,
+            table_shape,
+        )
+
+
+@njit(nogil=True, cache=True)
 def _rotary(  # type: ignore[no-untyped-def]
     element,
     query_address,
@@ -56,14 +114,32 @@ def _rotary(  # type: ignore[no-untyped-def]
     table_shape,
     num_threads,
 ):
-    num_tokens, num_heads, head_size = query_shape
-    query = lines(query_address, element, num_tokens, query_stride)
-    key = lines(key_address, element, num_tokens, key_stride)
-    positions = lines(positions_address, INT64, 1, num_tokens)[0]
-    cos_sin = lines(table_address, FLOAT32, table_shape[0], table_shape[1])
-    lanes = min(num_threads, num_tokens)
-    for lane in prange(lanes):
-        for t in range(lane, num_tokens, lanes):
-            angles = cos_sin[positions[t]]
-            _rotate(query[t], num_heads, head_size, angles)
-            _rotate(key[t], num_kv_heads, head_size, angles)
+    if query_shape[0] * (query_shape[1] + num_kv_heads) * query_shape[2] <= FEW_NUMBERS:
+        _rows(
+            0,
+            1,
+            element,
+            query_address,
+            query_stride,
+            query_shape,
+            key_address,
+            key_stride,
+            num_kv_heads,
+            positions_address,
+            table_address,
+            table_shape,
+        )
+    else:
+        _together(
+            element,
+            query_address,
+            query_stride,
+            query_shape,
+            key_address,
+            key_stride,
+            num_kv_heads,
+            positions_address,
+            table_address,
+            table_shape,
+            num_threads,
+        )

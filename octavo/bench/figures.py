@@ -25,6 +25,8 @@ class Figures:
     first_token_p99_ms: float
     between_tokens_p50_ms: float
     between_tokens_p99_ms: float
+    ready_s: float = math.nan  # from the start of the engine, weights included, to the moment it takes requests
+    worker_peak_gib: float = math.nan  # of the process that computes
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what was not measured is null."""
@@ -73,6 +75,9 @@ _HEADERS = ("workload", "over", "tokens/s", "first token p50 / p99", "between to
 def table(rows: Sequence[Figures]) -> str:
     """A Markdown table, a row a run."""
     cells = [_HEADERS, tuple("---" for _ in _HEADERS), *map(_cells, rows)]
+    if not all(math.isnan(row.ready_s) for row in rows):
+        ends = [("ready", "worker's memory"), ("---", "---"), *map(_start_cells, rows)]
+        cells = [left + right for left, right in zip(cells, ends, strict=True)]
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
@@ -85,6 +90,10 @@ def _cells(row: Figures) -> tuple[str, ...]:
         _pair(row.between_tokens_p50_ms, row.between_tokens_p99_ms),
         f"{row.wall_s:.2f} s",
     )
+
+
+def _start_cells(row: Figures) -> tuple[str, ...]:
+    return f"{row.ready_s:.1f} s", f"{row.worker_peak_gib:.2f} GiB"
 
 
 def _pair(p50_ms: float, p99_ms: float) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
     offline.add_argument("--quantization", default="none", choices=("none", "int8"), help="(default: none)")
+    offline.add_argument("--batch-invariant", action="store_true", help="as `octavo worker` takes it")
     serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
     serve.add_argument("--streams", type=_counts, metavar="N[,N...]", help="default: one a request, at most 64")
     serve.add_argument(
@@ -92,11 +95,16 @@ def _offline(arguments: argparse.Namespace) -> list[Figures]:
     from octavo.bench import offline, workloads
     from octavo.llm import LLM
 
-    with LLM(model=arguments.model, quantization=arguments.quantization) as llm:
+    options = {"quantization": arguments.quantization, "batch_invariant": arguments.batch_invariant}
+    started_s = time.monotonic()
+    with LLM(model=arguments.model, **options) as llm:
+        ready_s = time.monotonic() - started_s
         vocab_size = llm.get_tokenizer().vocab_size
         workload = _workload(arguments, vocab_size)
         offline.run(llm, workloads.warm_up(vocab_size))
-        return [offline.run(llm, workload)[0] for _ in range(arguments.repeat)]
+        rows = [offline.run(llm, workload)[0] for _ in range(arguments.repeat)]
+        peak_gib = llm.worker_peak_bytes() / 2**30
+    return [dataclasses.replace(row, ready_s=ready_s, worker_peak_gib=peak_gib) for row in rows]
 
 
 def _serve(arguments: argparse.Namespace) -> list[Figures]:

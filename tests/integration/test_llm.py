@@ -41,6 +41,10 @@ def test_outputs_come_in_the_order_of_the_prompts(llm, capsys):
     assert "tokens/s" in capsys.readouterr().err
 
 
+def test_the_worker_has_taken_memory_of_its_own(llm):
+    assert 50 << 20 < llm.worker_peak_bytes() < 16 << 30
+
+
 def test_each_prompt_may_have_parameters_of_its_own(llm):
     params = [SamplingParams(temperature=0, max_tokens=number + 1, ignore_eos=True) for number in range(4)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.cpu.runtime import num_threads
+from kernels.cpu.runtime import FEW_NUMBERS, num_threads
 from tests.kernels.cases import PagedCase
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -269,6 +269,26 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
     reference.silu_and_mul(exact, x.double())
     cpu.silu_and_mul(out, x)
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+def test_a_row_is_the_same_among_few_and_among_so_many_that_threads_share_them(dtype: torch.dtype) -> None:
+    rows = FEW_NUMBERS // 50
+    x, weight = torch.randn(rows, 106).to(dtype), torch.randn(106).to(dtype)
+    positions, table = torch.arange(rows) % 31, torch.randn(31, 10)
+
+    def results(first: int, last: int) -> list[torch.Tensor]:
+        part = x[first:last].contiguous()
+        gated, normed, residual = torch.empty(last - first, 53, dtype=dtype), torch.empty_like(part), part.clone()
+        cpu.silu_and_mul(gated, part)
+        cpu.rms_norm(normed, part, weight, eps=1e-5, residual=residual)
+        turned = part.clone()
+        query, key = turned[:, :60].unflatten(1, (6, 10)), turned[:, 60:80].unflatten(1, (2, 10))
+        cpu.rotary(query, key, positions[first:last], table)
+        return [gated, normed, residual, turned]
+
+    for together, few in zip(results(0, rows), results(700, 717), strict=True):
+        assert torch.equal(together[700:717], few)
 
 
 def test_other_dtypes_are_refused_by_name() -> None:

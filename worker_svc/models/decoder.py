@@ -19,6 +19,7 @@ from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.norm_behind import NormBehindLayer
+from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.weights import Weights
 
@@ -67,7 +68,8 @@ class Decoder:
         else:
             self._head = take_linear(weights, [names.head], [config.vocab_size], width)
         # One row may round differently from the same row among others: see FloatLinear, which experts are chosen by.
-        self._least_rows = 1 if config.quantization and style.experts is None else 2
+        is_packed = style.experts is None if config.quantization else isinstance(self._head, PackedLinear)
+        self._least_rows = 1 if is_packed else 2
 
     @property
     def weights_bytes(self) -> int:
