@@ -24,7 +24,7 @@ from kernels.checks import check_alike, check_contiguous
 from kernels.reshape_and_cache import check_caches
 from kernels.variant import Variant
 
-_ELEMENTS = 1024  # of keys, and as many of values, that a program writes: 16 bytes of each a thread, in 16 bits
+_ELEMENTS = 1024  # of keys, and as many of values, that a program writes
 _MAX_E4M3 = tl.constexpr(448.0)
 
 
@@ -174,7 +174,8 @@ def _heads(num_kv_heads: int, head_size: int) -> int:
 
 
 def _num_warps(heads: int, head_size: int) -> int:
-    return max(heads * triton.next_power_of_2(head_size) * 4 // _ELEMENTS, 1)
+    """16 elements of keys a thread: 16 bytes of either half, in 16 bits."""
+    return max(heads * triton.next_power_of_2(head_size) // (32 * 16), 1)
 
 
 def variants() -> Iterator[Variant]:
