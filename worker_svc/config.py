@@ -57,7 +57,9 @@ class WorkerConfig:
         False, "a row's logits depend on nothing in its batch, bit for bit, whatever the model's type and shapes"
     )
     kv_cache_dtype: str = option(
-        "auto", "of keys and values in the cache; auto: as dtype", choices=("auto", "float32", "float16", "bfloat16")
+        "auto",
+        "of keys and values in the cache; auto: as dtype; fp8: float8_e4m3fn, on GPUs that have it",
+        choices=("auto", "float32", "float16", "bfloat16", "fp8"),
     )
     device: str = option(
         "auto", "where the model runs: cpu, cuda, cuda:N; auto: the first GPU where there is one", metavar="DEVICE"
@@ -94,6 +96,8 @@ class WorkerConfig:
         check_port("port", self.port)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; auto, cpu, cuda and cuda:N are accepted")
+        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
+            raise ValueError("kv_cache_dtype fp8 is for GPUs, not for device cpu")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")

@@ -1,12 +1,14 @@
-"""Which device a worker computes on: what `--device` asks for, against what this machine and this torch have."""
+"""Which device a worker computes on, and what it can do: what was asked for, against what machine and torch have."""
 
 from __future__ import annotations
 
 import torch
 
 from worker_svc.errors import StartupError
+from worker_svc.models.config import DTYPES
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in its matrix units, and asynchronous copies to shared memory
+_FP8_CAPABILITY = (8, 9)  # conversions from and to 8 bits
 
 
 def choose_device(asked: str) -> torch.device:
@@ -21,6 +23,20 @@ def choose_device(asked: str) -> torch.device:
         raise StartupError(f"device {asked} cannot be used: {why}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def cache_dtype(asked: str, device: torch.device) -> torch.dtype | None:
+    """Of keys and values, as `--kv-cache-dtype` has it; None (auto): the model's. Raises StartupError.
+
+    fp8 needs no scales: four bits of exponent hold keys and values of common models, and what is larger is cut.
+    """
+    if asked != "fp8":
+        return DTYPES.get(asked)
+    if device.type != "cuda":
+        raise StartupError(f"kv_cache_dtype fp8 is for GPUs, not for device {device}")
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise StartupError(f"kv_cache_dtype fp8: {torch.cuda.get_device_name(device)} computes with no 8-bit floats")
+    return torch.float8_e4m3fn
 
 
 def _why_not(index: int) -> str:

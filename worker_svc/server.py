@@ -24,7 +24,7 @@ from octavo.cores import available_cores
 from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
-from worker_svc.devices import choose_device
+from worker_svc.devices import cache_dtype, choose_device
 from worker_svc.errors import StartupError
 from worker_svc.failures import is_out_of_memory
 from worker_svc.graph_backend import CudaGraphBackend
@@ -32,7 +32,6 @@ from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
 from worker_svc.models import ModelConfig, ModelError
-from worker_svc.models.config import DTYPES
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.tokenizer_files import TokenizerFiles
@@ -108,6 +107,7 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     # torch counts the cores of its affinity and OMP_NUM_THREADS, but not what a control group pays for.
     torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), available_cores()))
     device = choose_device(config.device)
+    of_cache = cache_dtype(config.kv_cache_dtype, device)
     asked, started_s = config.max_model_len, time.monotonic()
     with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:
         model_config = ModelConfig.from_folder(
@@ -124,10 +124,9 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
-    cache_dtype = DTYPES.get(config.kv_cache_dtype)  # auto: none
     has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
     backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None
-    return ModelRunner(model, model_config, config.block_size, device, cache_dtype, graph_backend=backend), files
+    return ModelRunner(model, model_config, config.block_size, device, of_cache, graph_backend=backend), files
 
 
 def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from worker_svc.device_memory import CudaMemory, HostMemory, memory_of
-from worker_svc.devices import choose_device
+from worker_svc.devices import cache_dtype, choose_device
 from worker_svc.errors import StartupError
 from worker_svc.memory import GIB
 
@@ -62,6 +62,18 @@ def test_a_gpu_that_is_too_old_is_passed_over_or_refused(monkeypatch: pytest.Mon
     assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(StartupError, match=r"a card has compute capability 7\.5, at least 8\.0 is needed"):
         choose_device("cuda")
+
+
+def test_a_cache_of_8_bits_is_for_gpus_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpus(monkeypatch, 1, capability=(8, 9))
+    assert cache_dtype("fp8", torch.device("cuda", 0)) == torch.float8_e4m3fn
+    assert cache_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert cache_dtype("auto", torch.device("cpu")) is None
+    with pytest.raises(StartupError, match="fp8 is for GPUs, not for device cpu"):
+        cache_dtype("fp8", torch.device("cpu"))
+    FakeGpus(monkeypatch, 1, capability=(8, 0))
+    with pytest.raises(StartupError, match="a card computes with no 8-bit floats"):
+        cache_dtype("fp8", torch.device("cuda", 0))
 
 
 def test_others_on_a_gpu_count_against_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

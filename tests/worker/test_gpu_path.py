@@ -84,6 +84,14 @@ def test_logits_of_prompts_chunks_and_single_tokens_are_those_of_transformers(
             torch.testing.assert_close(logits.cpu(), expected[sequence][1][first:last], rtol=1e-4, atol=1e-4)
 
 
+def test_a_cache_of_8_bits_costs_its_rounding(model: Model, expected: list[tuple[list[int], torch.Tensor]]) -> None:
+    sequence, exact = expected[0]
+    stepper = Stepper(model, [sequence], torch.float8_e4m3fn, BLOCK_SIZE)
+    found = torch.cat([stepper.step({0: piece})[0].cpu() for piece in ((0, 9), (9, 10), (10, len(sequence)))])
+    # Three bits of mantissa, which the interpreter cuts rather than rounds; unrelated logits differ by 1.1 of it.
+    assert 1e-3 * exact.std() < (found - exact).abs().mean() < 0.3 * exact.std()
+
+
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
 def test_greedy_tokens_are_those_of_transformers(
     model: Model, expected: list[tuple[list[int], torch.Tensor]], has_graphs: bool

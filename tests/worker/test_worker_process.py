@@ -240,6 +240,7 @@ def test_port_in_use(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFi
     "options",
     [
         dict(device="gpu"),
+        dict(device="cpu", kv_cache_dtype="fp8"),
         dict(device="cuda:"),
         dict(cuda_graph_memory=-1.0),
         dict(gpu_memory_utilization=0.0),
