@@ -83,7 +83,7 @@ class Profiler:
         num_blocks = min(-(-_SWAPPED_BYTES // self._runner.block_bytes), most)
         if num_blocks == 0:
             return 0.0
-        pairs = torch.arange(num_blocks)[:, None].expand(-1, 2).contiguous().to(self._runner.device)
+        pairs = torch.arange(num_blocks)[:, None].expand(-1, 2).contiguous()  # as `ModelRunner.operate` has them
         both = (cache.swap_out, cache.swap_in)
         for swap in both:
             swap(pairs)  # touches the pages

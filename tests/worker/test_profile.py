@@ -76,3 +76,16 @@ def test_swaps_are_timed_where_there_are_host_blocks(model: Recorder) -> None:
     assert profiler.swap_bytes_per_s() == 0
     runner.allocate_cache(8, 5)
     assert profiler.swap_bytes_per_s() > 0
+
+
+def test_swaps_are_asked_for_from_the_host_whatever_the_device(
+    model: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner(model, fake_config(), 4)
+    runner.allocate_cache(8, 5)
+    runner.device = torch.device("meta")
+    asked: list[torch.Tensor] = []
+    for name in ("swap_out", "swap_in"):
+        monkeypatch.setattr(runner.cache, name, asked.append)
+    Profiler(runner, HostMemory()).swap_bytes_per_s()
+    assert asked and all(pairs.device.type == "cpu" for pairs in asked)
