@@ -46,8 +46,7 @@ def operations(config: dict[str, Any], batch: int, context: int, itemsize: int) 
     yield rows("embedding", 1, 2 * hidden)
     yield rows("norm and residual", 2 * num_layers + 1, 4 * hidden)
     yield product("query, key, value", num_layers, heads + 2 * kv_heads, hidden)
-    yield rows("rotary", num_layers, 2 * (heads + kv_heads))
-    yield rows("cache write", num_layers, 4 * kv_heads)
+    yield rows("rotation and cache write", num_layers, 2 * heads + 4 * kv_heads)  # in one launch
     cache_bytes = batch * context * 2 * kv_heads * itemsize
     yield StepOp("attention", num_layers, cache_bytes + 2 * batch * heads * itemsize, share=_ATTENTION_SHARE)
     yield product("attention's output", num_layers, hidden, heads)
