@@ -15,8 +15,9 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     _silu_and_mul(element_of(out, x), out.data_ptr(), x.data_ptr(), *out.shape, num_threads())
 
 
-@njit(nogil=True, fastmath={"contract"})
+@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
 def _rows(lane, lanes, element, out_address, x_address, count, size):  # type: ignore[no-untyped-def]
+    # numpy's errors: a division that may raise is not vectorised, 32 rows of 1,536 then take 140 us in place of 10.
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, 2 * size)
     for t in range(lane, count, lanes):
