@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -28,6 +29,7 @@ from benchmarks.machine_limits import Limits
 from kernels import cpu
 from octavo.cache import resolve_model
 from octavo.cores import available_cores
+from octavo.serving_plan import waiting_threads
 from worker_svc.attention import AttentionMetadata
 from worker_svc.cache_engine import CacheEngine
 from worker_svc.models.config import ModelConfig
@@ -189,6 +191,9 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=30)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if waiting := waiting_threads():  # OpenMP has read its variables: once more, with those that a worker is given
+        command = [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | waiting)
     facts, limits = machine.describe(), machine_limits.measure(arguments.threads)
     profilers = {
         count: profile(arguments.model, count, arguments.seq_len, arguments.passes) for count in arguments.sequences
