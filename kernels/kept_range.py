@@ -289,8 +289,9 @@ def kept_range(
     weights = new_segment_weights(logits)
     above, gathered = logits.new_empty(count, num, _NATS), logits.new_empty(count, _MOST_GATHERED)
     listed = torch.empty(count, num_chunks, dtype=torch.int32, device=logits.device)
-    num_listed, num_gathered = listed.new_empty(2, count)
-    lows, highs, weights_above = weights.new_empty(3, count)
+    # Each by itself: where an address is no multiple of 16, as that of a part may be, kernels are compiled once more.
+    num_listed, num_gathered = listed.new_empty(count), listed.new_empty(count)
+    lows, highs, weights_above = weights.new_empty(count), weights.new_empty(count), weights.new_empty(count)
     of_rows, filters, sizes = (maxima, largest, temperature), (min_p, top_k, top_p), (vocab_size, num_chunks, num)
     _weigh_kernel[(count, num)](weights, above, logits, *of_rows, *filters, *sizes, stride, ONE=ONE, NATS=_NATS)
     _list_kernel[(count,)](

@@ -120,7 +120,8 @@ def paged_attention(
 
     max_segments = max(triton.cdiv(max_seq_len, SEGMENT), 1)
     sums = query.new_empty((num_sequences, num_heads, max_segments, head_size), dtype=torch.float32)
-    maxima, totals = query.new_empty((2, num_sequences, num_heads, max_segments), dtype=torch.float32)
+    maxima = sums.new_empty((num_sequences, num_heads, max_segments))
+    totals = torch.empty_like(maxima)  # a part of `maxima` might begin at no multiple of 16, and compile again
     segment_kernel[(cut.decode_programs * gpu.num_multiprocessors,)](
         sums,
         maxima,
