@@ -91,14 +91,17 @@ def _keep_allowed(logits: torch.Tensor, owners: Ints, token_ids: npt.NDArray[np.
     if owners.size:
         restricted, rows, columns = upload(logits.device, np.unique(owners), owners, token_ids.astype(np.int64))
         allowed = logits[rows, columns]
-        logits[restricted] = -torch.inf
+        logits.index_fill_(0, restricted, -torch.inf)
         logits[rows, columns] = allowed
 
 
 def _forbid(logits: torch.Tensor, owners: Ints, token_ids: npt.NDArray[np.generic]) -> None:
-    if owners.size:
-        rows, columns = upload(logits.device, owners, token_ids.astype(np.int64))
-        logits[rows, columns] = -torch.inf
+    columns, vocab_size = token_ids.astype(np.int64), logits.shape[1]
+    is_drawable = columns < vocab_size  # a tokenizer may have end tokens and words that the model has not
+    if is_drawable.any():
+        (places,) = upload(logits.device, (owners * vocab_size + columns)[is_drawable])
+        # A number that is assigned to indexed places is copied to a GPU, which the host would wait for.
+        logits.view(-1).index_fill_(0, places, -torch.inf)
 
 
 def _ends_of_bad_words(states: SequenceStates, slots: npt.NDArray[np.integer]) -> tuple[Ints, npt.NDArray[np.int64]]:

@@ -65,7 +65,7 @@ class TokenCounts:
         (token_ids,) = upload(self.counts.device, states.token_ids[slot, : states.num_tokens[slot]].astype(np.int64))
         num_prompt = int(states.num_prompt_tokens[slot])
         counts = self.counts[row].zero_()
-        counts[token_ids[:num_prompt]] = _IN_PROMPT
+        counts.index_fill_(0, token_ids[:num_prompt], _IN_PROMPT)  # an assignment would wait for a GPU
         generated = token_ids[num_prompt:]
         counts.index_add_(0, generated, counts.new_full(generated.shape, _GENERATED))
 

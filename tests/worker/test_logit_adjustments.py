@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -113,6 +114,36 @@ def test_only_allowed_tokens_are_left() -> None:
     assert torch.equal(ours[0], logits[0])
     assert torch.isfinite(ours[1]).nonzero()[:, 0].tolist() == [5, 40]
     assert torch.equal(ours[1, [5, 40]], logits[1, [5, 40]])
+
+
+def test_tokens_that_the_model_does_not_have_are_not_forbidden_to_others() -> None:
+    logits, sequence = logits_of(3), {"prompt": PROMPT, "generated": []}
+    beyond = {**sequence, "stops": [5, VOCAB_SIZE + 7], "min_tokens": 2, "bad_words": [[VOCAB_SIZE + 9]]}
+    ours = adjusted(logits, beyond, sequence, beyond)
+    assert torch.isinf(ours).nonzero().tolist() == [[0, 5], [2, 5]]
+    assert torch.equal(ours[1], logits[1])
+
+
+class Assignments(TorchDispatchMode):
+    """Remembers how many dimensions what is assigned to indexed places has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.index_put_.default:
+            self.dims.append(args[2].dim())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_assigned_to_indexed_places() -> None:
+    """It would be copied to a GPU, which the host waits for."""
+    sequence = {"prompt": PROMPT, "generated": GENERATED, "stops": [4], "min_tokens": 9, "bad_words": [[8]]}
+    with Assignments() as assignments:
+        ours = adjusted(logits_of(1), {**sequence, "allowed_token_ids": [4, 5, 8, 40], "repetition_penalty": 1.3})
+    assert torch.isfinite(ours[0]).nonzero()[:, 0].tolist() == [5, 40]
+    assert assignments.dims and 0 not in assignments.dims
 
 
 def test_where_nobody_asks_the_logits_are_the_same_tensor() -> None:
