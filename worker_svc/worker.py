@@ -195,6 +195,8 @@ class Worker:
         """Waits on a thread of its own, so that the model thread can launch what comes next."""
         if self._waiter is None:
             self._waiter = ModelThread("outputs")
+            if self.device.type == "cuda":  # a thread begins on the first GPU, and would take memory of it
+                self._waiter.submit(lambda: torch.cuda.set_device(self.device))
 
         def wait() -> None:
             with contextlib.suppress(Exception):  # it is raised again where the outputs are read
