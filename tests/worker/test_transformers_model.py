@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_rows_without_logits_and_dummy_weights(tmp_path: Path) -> None:
     first, second = (Stepper(model, [tokens(7)]).step({0: (0, 7)})[0] for model in models)
     assert torch.equal(first, second) and first.shape == (7, VOCAB_SIZE)
     assert Stepper(models[0], [tokens(7)]).step({0: (0, 7)}, logits_rows=[])[0].shape == (0, VOCAB_SIZE)
+
+
+def test_a_cache_is_given_up_by_who_owns_it(tmp_path: Path) -> None:
+    model = load(make("Olmo2Config", tmp_path / "model"))
+    stepper = Stepper(model, [tokens(7)])
+    stepper.step({0: (0, 7)})
+    cache = weakref.ref(stepper._caches[0][0])
+    del stepper
+    assert cache() is None, "its memory is wanted for the next one"
 
 
 @pytest.mark.parametrize("kind", list(LIBRARY))

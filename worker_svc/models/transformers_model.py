@@ -102,7 +102,10 @@ class TransformersModel:
             options["position_ids"] = positions[None]
         if self._picks_rows:
             options["logits_to_keep"] = logits_rows
-        logits = self._model(input_ids=token_ids[None], **options).logits[0]
+        try:
+            logits = self._model(input_ids=token_ids[None], **options).logits[0]
+        finally:  # whoever gives up a cache wants its memory back
+            context.caches, context.attention = [], None
         if len(context.layers_seen) != self.config.num_layers:
             seen, all_layers = len(context.layers_seen), self.config.num_layers
             raise context.refuse(f"{seen} of its {all_layers} layers attend where attention can be replaced")
