@@ -38,11 +38,8 @@ ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG APT_PACKAGES=
 RUN if [ -n "$APT_PACKAGES" ]; then apt-get update && apt-get install --yes --no-install-recommends $APT_PACKAGES \
     && rm -rf /var/lib/apt/lists/*; fi
-# Beside the other index: of the pinned version pip prefers the one with a local part, 2.13.0+cpu. A CUDA build of torch
-# takes no triton but the one that it was made with (2.13.0: 3.7.1), which is not the pinned one, of tests on a CPU build.
-RUN grep --invert-match '^triton==' constraints.txt > worker-constraints.txt \
-    && PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" \
-    pip install --constraint worker-constraints.txt ".[worker]"
+# Beside the other index: of the pinned version pip prefers the one with a local part, 2.13.0+cpu.
+RUN PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" pip install --constraint constraints.txt ".[worker]"
 COPY octavo octavo
 COPY protos protos
 COPY kernels kernels

@@ -165,6 +165,11 @@ def paged_attention(
     )
 
 
+def scratch_bytes(num_sequences: int, num_heads: int, head_size: int, max_seq_len: int) -> int:
+    """What a call takes besides its arguments, until the device is done with it: the segments of all sequences."""
+    return num_sequences * num_heads * max(triton.cdiv(max_seq_len, SEGMENT), 1) * (head_size + 2) * 4
+
+
 @dataclass(frozen=True, slots=True)
 class _Gpu:
     """What a launch asks of a device."""

@@ -36,6 +36,7 @@ def test_everything_asked_for_is_pinned_for_ci() -> None:
     asked = names([each for group in project()["optional-dependencies"].values() for each in group])
     assert asked | names(project()["dependencies"]) <= pins().keys() | {"octavo"}
     assert pins()["torch"] == "2.13.0"
+    assert pins()["triton"] == "3.7.1", "what a CUDA build of this torch asks for: with another, pip finds no solution"
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:

@@ -76,10 +76,14 @@ def size_cache(
             f"too little memory: the cache takes {_gib(num_blocks * block_bytes)}, {swapped}"
             f"a step up to {_gib(step_bytes)}, but {_gib(available_bytes)} are free"
         )
-    if host_bytes is not None and swap_bytes > host_bytes:
-        raise StartupError(
-            f"too little memory on the host: swapped blocks take {_gib(swap_bytes)}, but {_gib(host_bytes)} are free"
-        )
+    if host_bytes is not None:
+        if config.swap_space is None and _power_of_two(swap_bytes) > swap_bytes:
+            swap_bytes = _power_of_two(swap_bytes) // 2
+        if (pinned_bytes := _power_of_two(swap_bytes)) > host_bytes:
+            raise StartupError(
+                f"too little memory on the host: swapped blocks of {_gib(swap_bytes)} take {_gib(pinned_bytes)} of "
+                f"pinned memory, which comes in powers of two, but {_gib(host_bytes)} are free"
+            )
     longest = num_blocks * config.block_size
     if longest < limits.max_model_len:
         if config.max_model_len != AUTO:
@@ -90,6 +94,11 @@ def size_cache(
             )
         limits = Limits(limits.max_num_seqs, limits.max_num_batched_tokens, longest)
     return CacheSizes(num_blocks, swap_bytes // block_bytes, limits)
+
+
+def _power_of_two(num_bytes: int) -> int:
+    """What torch pins for so many bytes: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
 def _gib(num_bytes: int) -> str:

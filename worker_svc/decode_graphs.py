@@ -22,6 +22,7 @@ import structlog
 import torch
 
 from worker_svc.attention import AttentionMetadata
+from worker_svc.failures import is_out_of_memory
 from worker_svc.graph_backend import Graph, GraphBackend
 from worker_svc.input_batch import InputArrays
 from worker_svc.last_tokens import LastTokens
@@ -94,7 +95,9 @@ class DecodeGraphs:
         for num_rows in reversed(batch_sizes(self._max_num_seqs)):
             try:
                 step = self._capture(num_rows)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 log.warning("no memory for the graph of a decode step", rows=num_rows)
                 continue
             if (num_bytes := self._backend.bytes_taken()) > most_bytes:

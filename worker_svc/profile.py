@@ -67,9 +67,13 @@ class Profiler:
 
     def step_bytes(self, profile: Profile, limits: Limits) -> int:
         """The most memory that a step of this size takes besides weights and cache."""
-        if profile.is_whole:
-            return profile.peak_bytes
         config = self._runner.config
+        if profile.is_whole:
+            # Sequences of the profile are short; what attention keeps of segments grows with the longest one.
+            from kernels.paged_attention import scratch_bytes  # here: a worker on a CPU does without Triton
+
+            most = scratch_bytes(limits.max_num_seqs, config.num_heads, config.head_size, limits.max_model_len)
+            return profile.peak_bytes + most
         # What the head gives is converted to float32 where it is less.
         head_bytes = config.dtype.itemsize % 4
         row_bytes = max(

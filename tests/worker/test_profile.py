@@ -50,7 +50,11 @@ def test_a_device_of_its_own_is_measured_with_the_largest_step(model: Recorder) 
     profile = profiler.measure(LIMITS)
     assert model.steps[2:] == [([6, 6, 5, 5, 5, 5], 6), ([1] * 6, 6)] * 2  # the second time is measured
     assert (profile.num_tokens, profile.peak_bytes, profile.is_whole) == (32, 1000, True)
-    assert profiler.step_bytes(profile, LIMITS) == 1000
+    config = fake_config()
+    # One segment of each sequence: its sums, largest score and total, in float32.
+    assert profiler.step_bytes(profile, LIMITS) == 1000 + 6 * config.num_heads * (config.head_size + 2) * 4
+    longer = Limits(6, 32, 4096)
+    assert profiler.step_bytes(profile, longer) == 1000 + 6 * config.num_heads * 8 * (config.head_size + 2) * 4
 
 
 def test_no_profiled_sequence_is_longer_than_the_model_takes(model: Recorder) -> None:
