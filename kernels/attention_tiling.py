@@ -25,9 +25,7 @@ class Tiling:
     decode_registers: int | None = _ALL_REGISTERS
 
 
-def tiling(
-    head_tile: int, element_size: int, group: int, capability: int, *, has_alibi: bool, has_soft_cap: bool
-) -> Tiling:
+def tiling(head_tile: int, element_size: int, group: int, capability: int, *, has_soft_cap: bool) -> Tiling:
     """As large as registers allow: a prefill thread holds two sums of its rows' values, of the segment and of all.
 
     head_tile: the head size, padded to a power of 2; element_size in bytes, of queries; capability 90 is Hopper. A
@@ -36,12 +34,10 @@ def tiling(
     decode_rows = max(64, triton.next_power_of_2(group))
     if element_size > 2:
         # Multiplied without matrix units.
-        rows, registers = (64, None) if capability >= 90 else (32, _ALL_REGISTERS)
-        return Tiling(32, rows, 8, max(rows, triton.next_power_of_2(group)), 8, 2, 1, 1, registers)
+        return Tiling(16, 32, 8, max(32, triton.next_power_of_2(group)), 8, 2, 1, 1, _ALL_REGISTERS)
     if head_tile > 128:
         return Tiling(32, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
-    # Hopper's matrix units read queries and keys from shared memory; others take them from registers.
-    key_tile = 64 if 90 <= capability < 100 and not has_soft_cap else 32
-    if has_alibi and capability < 90:
-        key_tile = 16
+    # Hopper's matrix units read queries and keys from shared memory; others take them from registers. Triton 3.6, 3.7
+    # and 3.9 differ in how many they use: with these tiles none spills.
+    key_tile = 16 if capability < 90 else 64 if capability < 100 and not has_soft_cap else 32
     return Tiling(key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1)

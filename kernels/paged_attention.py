@@ -76,8 +76,7 @@ def paged_attention(
     gpu = _gpu(query.device)
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
         raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
-    features = {"has_alibi": alibi_slopes is not None, "has_soft_cap": logit_soft_cap > 0}
-    cut = tiling(head_tile, query.element_size(), group, gpu.capability, **features)
+    cut = tiling(head_tile, query.element_size(), group, gpu.capability, has_soft_cap=logit_soft_cap > 0)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -242,8 +241,7 @@ class _Kind:
 
     def tiling(self, capability: int) -> Tiling:
         element_size, head_tile = 4 if self.dtype == "fp32" else 2, triton.next_power_of_2(self.head_size)
-        features = {"has_alibi": self.has_alibi, "has_soft_cap": self.has_soft_cap}
-        return tiling(head_tile, element_size, self.group, capability, **features)
+        return tiling(head_tile, element_size, self.group, capability, has_soft_cap=self.has_soft_cap)
 
     def __str__(self) -> str:
         words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]

@@ -27,9 +27,7 @@ def on_gpu(available: float, host: float, **options: Any) -> CacheSizes:
 
 def test_a_gpus_cache_takes_all_that_steps_leave_and_swapped_blocks_the_hosts_memory():
     found = on_gpu(available=25, host=6)
-    assert (found.num_device_blocks, found.num_host_blocks) == (24 * 1024, 2 * 1024), (
-        "a half, in a power of two, which is what can be pinned"
-    )
+    assert (found.num_device_blocks, found.num_host_blocks) == (24 * 1024, 2 * 1024)  # of 3 GiB: what is pinned
     assert on_gpu(available=60, host=100).num_device_blocks == MOST_BLOCKS
 
 
