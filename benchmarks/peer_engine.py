@@ -194,6 +194,7 @@ class PeerEngine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            self._errors.wait()
             raise EngineFailed(f"it ended; said last: {self._errors}")
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -219,9 +220,16 @@ class _Tail:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
+        self._thread: threading.Thread | None = None
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
-        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        self._thread = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until its last line is here; not for long, as what it has started may hold the pipe."""
+        if self._thread is not None:
+            self._thread.join(timeout=5)
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
