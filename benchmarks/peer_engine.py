@@ -20,6 +20,7 @@ from octavo.bench.workloads import Workload
 
 _FOLDER = Path(__file__).parent / "peer_engines"
 _MEMORY_EVERY_S = 0.2
+_LONGEST_RUN_S = 300.0
 
 
 class EngineFailed(Exception):
@@ -152,7 +153,12 @@ class PeerEngine:
             self._process.stdin.flush()
         except OSError as error:
             raise EngineFailed(f"{error}; said: {self._errors}") from None
-        answer = self._read()
+        limit = threading.Timer(_LONGEST_RUN_S, self._process.kill)
+        limit.start()
+        try:
+            answer = self._read()
+        finally:
+            limit.cancel()
         if "error" in answer:
             raise EngineFailed(str(answer["error"]))
         lengths = [len(ids) for ids in answer["token_ids"]]
