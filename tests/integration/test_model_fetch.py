@@ -471,7 +471,7 @@ def test_a_hub_that_hangs_costs_three_seconds_at_most(hub: Hub) -> None:
     started = time.monotonic()
     with pytest.raises(SourceUnavailable, match=r"did not answer within|timed out"):
         fetch(NAME, source="hub", report=quiet)
-    assert time.monotonic() - started < 10, "3 s, and a busy machine"
+    assert time.monotonic() - started < 6, "3 s, and a busy machine"
     hub.may_answer.set()
 
 
