@@ -1,4 +1,4 @@
-"""How many cores this process may compute with: those of its affinity, and no more than its control group pays for.
+"""Cores that this process may compute with: those of its affinity, and no more than its control group pays for.
 
 A container is often given "1.5 CPUs" of a machine with many: it sees all of them, and threads beyond its share are
 stopped, all together, for the rest of every period. Linux, control groups of version 2 and 1.
@@ -7,6 +7,7 @@ stopped, all together, for the rest of every period. Linux, control groups of ve
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,25 @@ _ROOT = Path("/")
 def available_cores(root: Path = _ROOT) -> int:
     """At least 1. Of a share that is no whole number the fraction is left unused: a thread that is stopped for part of
     each period holds up all that wait for it. `root` is where /proc and /sys are looked for."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *(int(quota) for quota in _quotas(root))]))
+    return max(1, min([len(allowed_cores()), *(int(quota) for quota in _quotas(root))]))
+
+
+def allowed_cores() -> list[int]:
+    """Numbers of the cores of this process's affinity, in order."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def parse_cores(text: str) -> list[int]:
+    """Numbers in a list such as "0-3,8", in its order. Raises ValueError for anything else and for repeated ones."""
+    cores: list[int] = []
+    for part in text.split(","):
+        if not (match := re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())):
+            raise ValueError(f"{text!r} is no list of cores such as 0-3,8")
+        first, last = int(match[1]), int(match[2] or match[1])
+        cores.extend(range(first, last + 1))
+    if not cores or len(set(cores)) < len(cores):
+        raise ValueError(f"{text!r} has a core twice, or a range without any")
+    return cores
 
 
 def _quotas(root: Path) -> Iterator[float]:

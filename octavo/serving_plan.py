@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.cores import available_cores
+from octavo.cores import allowed_cores, available_cores, parse_cores
 from octavo.options import OptionError, environment_without_options, option, to_arguments
 from octavo.supervisor import Child
 
@@ -54,7 +54,11 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
     ports = [free_port() for _ in range(serve.workers)]
-    threads = worker.num_threads or max(1, available_cores() // serve.workers)
+    cores = _cores_to_pin(worker)
+    available = min(available_cores(), len(cores)) if cores else available_cores()
+    threads = worker.num_threads or max(1, available // serve.workers)
+    if cores and len(cores) < threads * serve.workers:
+        raise PlanError(f"cpu_pinning: {len(cores)} cores for {serve.workers} workers of {threads} threads")
     worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(
         scheduler,
@@ -69,8 +73,18 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
         config = dataclasses.replace(
             worker, host=LOOPBACK, port=worker_port, device=device_of(index, serve.workers, worker.device)
         )
+        if cores:
+            own = cores[index * threads : (index + 1) * threads]
+            config = dataclasses.replace(config, cpu_pinning=",".join(map(str, own)))
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
     return reachable(scheduler.host, port), children
+
+
+def _cores_to_pin(worker: WorkerConfig) -> list[int]:
+    """Those that the workers share out among them; empty: none is asked for, or no worker computes on cores."""
+    if worker.cpu_pinning == "none" or not computes_on_host(worker.device):
+        return []
+    return allowed_cores() if worker.cpu_pinning == "auto" else parse_cores(worker.cpu_pinning)
 
 
 def _child(name: str, command: str, config: object, environment: Mapping[str, str], *, essential: bool) -> Child:

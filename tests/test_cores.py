@@ -83,3 +83,46 @@ def test_workers_divide_the_cores_and_say_so_to_openmp(monkeypatch, num_cores, n
     for worker in workers:
         assert f"--num-threads={threads}" in worker.command
         assert worker.environment["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", [0]), ("4-6, 1", [4, 5, 6, 1]), ("0-3,8,10-11", [0, 1, 2, 3, 8, 10, 11])]
+)
+def test_a_list_of_cores(text, expected):
+    assert cores.parse_cores(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "0,0", "0-2,1", "1.5", "999999"])
+def test_no_list_of_cores(text):
+    with pytest.raises(ValueError, match="core"):
+        cores.parse_cores(text)
+    with pytest.raises(ValueError, match="cpu_pinning"):
+        WorkerConfig(cpu_pinning=text)
+
+
+def test_fewer_cores_than_threads():
+    with pytest.raises(ValueError, match="too few cores for 3 threads"):
+        WorkerConfig(cpu_pinning="0-1", num_threads=3)
+
+
+def pinned(num_workers: int, worker: WorkerConfig) -> list[tuple[str, str]]:
+    """The flags by which each worker of a plan is told its cores and threads."""
+    _, (_, *workers) = plan(ServeConfig(workers=num_workers), SchedulerConfig(port=0), worker)
+    flags = [dict(flag.split("=") for flag in worker.command if "=" in flag) for worker in workers]
+    return [(each.get("--cpu-pinning", "none"), each["--num-threads"]) for each in flags]
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_workers_divide_the_cores_they_are_kept_on(monkeypatch):
+    monkeypatch.setattr(serving_plan, "available_cores", lambda: 16)
+    assert pinned(2, WorkerConfig()) == [("none", "8")] * 2
+    assert pinned(3, WorkerConfig(device="cpu", cpu_pinning="auto")) == [
+        ("0,1,2,3,4", "5"),
+        ("5,6,7,8,9", "5"),
+        ("10,11,12,13,14", "5"),
+    ]
+    assert pinned(2, WorkerConfig(device="cpu", cpu_pinning="8-11")) == [("8,9", "2"), ("10,11", "2")]
+    assert pinned(1, WorkerConfig(device="cpu", cpu_pinning="8-11", num_threads=2)) == [("8,9", "2")]
+    assert pinned(2, WorkerConfig(device="cuda", cpu_pinning="auto")) == [("auto", "8")] * 2
+    with pytest.raises(serving_plan.PlanError, match="4 cores for 3 workers of 2 threads"):
+        pinned(3, WorkerConfig(device="cpu", cpu_pinning="8-11", num_threads=2))

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.cores import parse_cores
 from octavo.log import LEVELS
 from octavo.options import check_port, option
 
@@ -65,6 +66,12 @@ class WorkerConfig:
         "auto", "where the model runs: cpu, cuda, cuda:N; auto: the first GPU where there is one", metavar="DEVICE"
     )
     num_threads: int = option(0, "threads that compute; 0: one a core that this process may use, or OMP_NUM_THREADS")
+    cpu_pinning: str = option(
+        "none",
+        "cores to keep the threads that compute on, one each: auto: the first that this process may use; a list such "
+        "as 0-3,8; none: where the system puts them; without meaning on a GPU",
+        metavar="CORES",
+    )
     block_size: int = option(16, "tokens in a block of the cache")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use; without meaning on the cpu")
     enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps; without meaning on the cpu")
@@ -117,6 +124,13 @@ class WorkerConfig:
             raise ValueError(f"memory_share is {self.memory_share}, not within (0, 1]")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}, at least 0 is accepted")
+        if self.cpu_pinning not in ("none", AUTO):
+            try:
+                num_cores = len(parse_cores(self.cpu_pinning))
+            except ValueError as error:
+                raise ValueError(f"cpu_pinning: {error}; auto and none are accepted, too") from None
+            if self.num_threads > num_cores:
+                raise ValueError(f"cpu_pinning {self.cpu_pinning} is too few cores for {self.num_threads} threads")
         if self.max_loras:
             raise ValueError(f"max_loras {self.max_loras} is not supported yet, only 0: adapters cannot be loaded")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -20,9 +20,9 @@ import torch
 
 from octavo import log as logging
 from octavo.cache import ModelNotFound, resolve_model
-from octavo.cores import available_cores
 from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
 from protos import worker_pb2_grpc
+from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
 from worker_svc.devices import cache_dtype, choose_device
 from worker_svc.errors import StartupError
@@ -104,9 +104,8 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
     SmolLM2 on two cores then takes 30 ms in place of 16.
     """
-    # torch counts the cores of its affinity and OMP_NUM_THREADS, but not what a control group pays for.
-    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), available_cores()))
     device = choose_device(config.device)
+    set_threads(config, device)
     of_cache = cache_dtype(config.kv_cache_dtype, device)
     asked, started_s = config.max_model_len, time.monotonic()
     with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:
