@@ -16,7 +16,6 @@ from pathlib import Path
 
 import grpc
 import structlog
-import torch
 
 from octavo import log as logging
 from octavo.cache import ModelNotFound, resolve_model
