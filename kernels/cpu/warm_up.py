@@ -6,6 +6,7 @@ next. Set-up runs this, so that no start of a worker does. Nothing depends on a 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -14,6 +15,8 @@ import torch
 from kernels import cpu
 from kernels.cpu.int8_layer import Int8Norm, Int8Product, after_attention, before_attention
 from kernels.cpu.matmul import matmul, pack
+from kernels.cpu.pinning import pin_threads
+from kernels.cpu.runtime import num_threads
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -71,6 +74,11 @@ def warm_up_sampling() -> None:
     cpu.top_logits(token_ids[:, None], half[:, None], logits, maxima, row)
 
 
+def warm_up_pinning() -> None:
+    """Leaves the calling thread on its core."""
+    pin_threads(sorted(os.sched_getaffinity(0))[: num_threads()])
+
+
 if __name__ == "__main__":
     for dtype in (torch.float32, torch.bfloat16):
         start = time.perf_counter()
@@ -78,4 +86,5 @@ if __name__ == "__main__":
         print(f"CPU kernels for {dtype}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     start = time.perf_counter()
     warm_up_sampling()
-    print(f"CPU kernels of sampling: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    warm_up_pinning()
+    print(f"CPU kernels of sampling and threads: {time.perf_counter() - start:.1f} s", file=sys.stderr)

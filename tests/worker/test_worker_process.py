@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -86,10 +87,17 @@ class Scheduler:
         self.step_id += 1
         step.step_id = self.step_id
         await self.call.write(worker_pb2.StepRequest(epoch=self.epoch, step=step))
-        while not (response := await self.call.read()).HasField("result"):
+        while not (response := await self.read()).HasField("result"):
             pass
         assert response.result.status == worker_pb2.STEP_STATUS_OK, response.result.error.message
         return tokens_of(response.result)
+
+    async def read(self) -> worker_pb2.StepResponse:
+        """The next message; until it comes the lease is kept, as a first step may have kernels to compile."""
+        reading = asyncio.ensure_future(self.call.read())
+        while not (await asyncio.wait([reading], timeout=1))[0]:
+            await self.call.write(worker_pb2.StepRequest(epoch=self.epoch, heartbeat=worker_pb2.Heartbeat()))
+        return reading.result()
 
     def introduce(self, prompts: list[list[int]], params: list[inference_pb2.SamplingParams]) -> worker_pb2.Step:
         step = worker_pb2.Step()
