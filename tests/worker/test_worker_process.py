@@ -96,7 +96,7 @@ class Scheduler:
         """The next message; until it comes the lease is kept, as a first step may have kernels to compile."""
         reading = asyncio.ensure_future(self.call.read())
         while not (await asyncio.wait([reading], timeout=1))[0]:
-            await self.call.write(worker_pb2.StepRequest(epoch=self.epoch, heartbeat=worker_pb2.Heartbeat()))
+            await self.call.write(worker_pb2.StepRequest(epoch=self.epoch, keepalive=worker_pb2.Keepalive()))
         return reading.result()
 
     def introduce(self, prompts: list[list[int]], params: list[inference_pb2.SamplingParams]) -> worker_pb2.Step:
