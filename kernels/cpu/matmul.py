@@ -2,7 +2,7 @@
 
     packed [panels, in_features, 48]     packed[p, k, c] = W[48 p + c, k], zeros past the last row of W
 
-A panel is what a thread multiplies at a time: 8 rows of x by its 48 columns are 24 accumulators in registers, and while
+A panel is what a thread takes at a time: 8 rows of x by its 48 columns are 24 accumulators in registers, and while
 they are summed the next panel is on its way from memory. A weight whose numbers all fit bfloat16, as those of most
 checkpoints do, is kept as bfloat16: half the bytes to read, the same products bit for bit.
 
@@ -33,6 +33,7 @@ from numba import njit, prange
 from kernels.cpu.numbers import FLOAT32, element_of, lines
 from kernels.cpu.registers import LANES, STREAMED_ROWS, STREAMED_VECTORS, stream_add
 from kernels.cpu.runtime import num_threads
+from kernels.cpu.shared_work import counters, shared
 
 PANEL = STREAMED_VECTORS * LANES
 # Rows of x and depth of a panel that are multiplied before the next ones: both stay in a second cache level of 1 MiB.
@@ -86,6 +87,76 @@ def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch
     )
 
 
+@njit(nogil=True)
+def _rows_at_once(depth):  # type: ignore[no-untyped-def]
+    return max(_ROWS_BYTES // (4 * depth), 1) // STREAMED_ROWS * STREAMED_ROWS + STREAMED_ROWS
+
+
+@njit(nogil=True)
+def items_of(count, size, depth):  # type: ignore[no-untyped-def]
+    """How many items a product has: a panel and some rows each, all panels with the first rows before the next rows."""
+    rows_at_once = _rows_at_once(depth)
+    return (count + rows_at_once - 1) // rows_at_once * ((size + PANEL - 1) // PANEL)
+
+
+@njit(nogil=True)
+def multiply_panel(  # type: ignore[no-untyped-def]
+    item,
+    end,
+    element,
+    out_address,
+    out_stride,
+    x_address,
+    x_stride,
+    packed_address,
+    bias_address,
+    count,
+    size,
+    depth,
+):
+    """One item of `items_of`, in all of which no number of `out` is computed twice; see `shared_work.share`."""
+    num_panels = (size + PANEL - 1) // PANEL
+    out = lines(out_address, FLOAT32, 1, count * out_stride)[0]
+    x = lines(x_address, FLOAT32, 1, count * x_stride)[0]
+    packed = lines(packed_address, element, 1, num_panels * depth * PANEL)[0]
+    bias = lines(bias_address, FLOAT32, 1, size)[0]
+    rows_at_once = _rows_at_once(depth)
+    row, panel = item // num_panels * rows_at_once, item % num_panels
+    rows = min(rows_at_once, count - row)
+    column = panel * PANEL
+    width = min(PANEL, size - column)
+    sums, place, stride = out, row * out_stride + column, out_stride
+    if width < PANEL:  # sums of a panel that is wider than what is left of out
+        sums, place, stride = np.empty(rows * PANEL, dtype=np.float32), 0, PANEL
+    for r in range(rows):
+        start = sums[place + r * stride : place + r * stride + PANEL]
+        start[:] = np.float32(0.0)
+        if bias_address != 0:
+            start[:width] = bias[column : column + width]
+    ahead = depth * PANEL if panel + 1 < num_panels and item + 1 < end else 0
+    for k in range(0, depth, _DEPTH):
+        stream_add(
+            rows,
+            x,
+            row * x_stride + k,
+            x_stride,
+            packed,
+            (panel * depth + k) * PANEL,
+            sums,
+            place,
+            stride,
+            min(_DEPTH, depth - k),
+            ahead,
+        )
+    if width < PANEL:
+        for r in range(rows):
+            place = (row + r) * out_stride + column
+            out[place : place + width] = sums[r * PANEL : r * PANEL + width]
+
+
+multiply_panels = shared(multiply_panel)
+
+
 @njit(nogil=True, parallel=True, cache=True)
 def _matmul(  # type: ignore[no-untyped-def]
     element: Any,
@@ -100,47 +171,9 @@ def _matmul(  # type: ignore[no-untyped-def]
     depth,
     num_threads,
 ):
-    num_panels = (size + PANEL - 1) // PANEL
-    out = lines(out_address, FLOAT32, 1, count * out_stride)[0]
-    x = lines(x_address, FLOAT32, 1, count * x_stride)[0]
-    packed = lines(packed_address, element, 1, num_panels * depth * PANEL)[0]
-    bias = lines(bias_address, FLOAT32, 1, size)[0]
-    rows_at_once = max(_ROWS_BYTES // (4 * depth), 1) // STREAMED_ROWS * STREAMED_ROWS + STREAMED_ROWS
-    lanes = min(num_threads, num_panels)
+    num_items = items_of(count, size, depth)
+    lanes = min(num_threads, num_items)
+    counts = counters(lanes, 1)
     for lane in prange(lanes):
-        tile = np.empty(
-            rows_at_once * PANEL, dtype=np.float32
-        )  # sums of a panel that is wider than what is left of out
-        first_panel, end_panel = num_panels * lane // lanes, num_panels * (lane + 1) // lanes
-        for row in range(0, count, rows_at_once):
-            rows = min(rows_at_once, count - row)
-            for panel in range(first_panel, end_panel):
-                column = panel * PANEL
-                width = min(PANEL, size - column)
-                sums, place, stride = out, row * out_stride + column, out_stride
-                if width < PANEL:
-                    sums, place, stride = tile, 0, PANEL
-                for r in range(rows):
-                    start = sums[place + r * stride : place + r * stride + PANEL]
-                    start[:] = np.float32(0.0)
-                    if bias_address != 0:
-                        start[:width] = bias[column : column + width]
-                ahead = depth * PANEL if panel + 1 < end_panel else 0
-                for k in range(0, depth, _DEPTH):
-                    stream_add(
-                        rows,
-                        x,
-                        row * x_stride + k,
-                        x_stride,
-                        packed,
-                        (panel * depth + k) * PANEL,
-                        sums,
-                        place,
-                        stride,
-                        min(_DEPTH, depth - k),
-                        ahead,
-                    )
-                if width < PANEL:
-                    for r in range(rows):
-                        place = (row + r) * out_stride + column
-                        out[place : place + width] = tile[r * PANEL : r * PANEL + width]
+        product = element, out_address, out_stride, x_address, x_stride, packed_address, bias_address
+        multiply_panels(counts, lane, lanes, 0, num_items, (*product, count, size, depth))
