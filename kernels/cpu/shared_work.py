@@ -52,14 +52,15 @@ def counters(lanes, phases):  # type: ignore[no-untyped-def]
 
 
 def shared(do: Any) -> Any:
-    """A compiled function `(counts, lane, lanes, phase, num_items, arguments)`: this lane's part in a phase.
+    """A compiled function `(team, phase, num_items, arguments)`: a lane's part in a phase.
 
-    It calls the compiled `do(item, end, *arguments)` for each item that the lane takes; items up to `end` are those
-    that come next. `counts` comes from `counters`. It returns when no item is left to take.
+    It calls the compiled `do(item, end, *arguments)` for each item that the lane takes; those up to `end` are likely
+    to come next. It returns when no item is left to take. `team`: what `counters` gave, the lane, how many there are.
     """
 
     @njit(nogil=True)
-    def share(counts, lane, lanes, phase, num_items, arguments):  # type: ignore[no-untyped-def]
+    def share(team, phase, num_items, arguments):  # type: ignore[no-untyped-def]
+        counts, lane, lanes = team
         start = counts.ctypes.data
         phases = counts.size // (lanes + 1)
         num_done = 0
@@ -84,8 +85,9 @@ def shared(do: Any) -> Any:
 
 
 @njit(nogil=True)
-def wait(counts, lanes, phase, num_items):  # type: ignore[no-untyped-def]
-    """Returns when all items of a phase are done; what was written by then can be read."""
+def wait(team, phase, num_items):  # type: ignore[no-untyped-def]
+    """Returns when all items of a phase are done; what was written by then can be read. `team`: see `shared`."""
+    counts, _, lanes = team
     phases = counts.size // (lanes + 1)
     done = counts.ctypes.data + (lanes * phases + phase) * _COUNTER_BYTES
     for _ in range(LOOKS):

@@ -38,8 +38,8 @@ def _run(lanes: Any, num_items: Any, slow: Any, late: Any, times: Any, early: An
                 turns = turns * 1.0000001 + 1e-9
         for phase in range(times.shape[0]):
             delay = slow if lane == slow % lanes and phase == 1 and turns > 0.0 else 0
-            _count_shared(counts, lane, lanes, phase, num_items, (phase, times, early, num_items, delay))
-            wait(counts, lanes, phase, num_items)
+            _count_shared((counts, lane, lanes), phase, num_items, (phase, times, early, num_items, delay))
+            wait((counts, lane, lanes), phase, num_items)
 
 
 @pytest.mark.parametrize("slow", [0, 3_000_000], ids=["all the same", "one slow"])
