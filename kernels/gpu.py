@@ -18,6 +18,9 @@ from kernels.matmul import matmul
 from kernels.paged_attention import paged_attention
 from kernels.penalties import penalize
 from kernels.random_bits import uniforms
+
+# What torch does well already: no sampling follows that could use the maxima of chunks.
+from kernels.reference import most_likely
 from kernels.reshape_and_cache import reshape_and_cache
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
@@ -38,6 +41,7 @@ __all__ = [
     "lora_expand",
     "lora_shrink",
     "matmul",
+    "most_likely",
     "paged_attention",
     "penalize",
     "reshape_and_cache",

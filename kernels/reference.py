@@ -14,6 +14,7 @@ from kernels.reference_sampling import CHUNK_SIZE as CHUNK_SIZE
 from kernels.reference_sampling import chunk_maxima as chunk_maxima
 from kernels.reference_sampling import draw_tokens as draw_tokens
 from kernels.reference_sampling import kept_range as kept_range
+from kernels.reference_sampling import most_likely as most_likely
 from kernels.reference_sampling import penalize as penalize
 from kernels.reference_sampling import token_logprobs as token_logprobs
 from kernels.reference_sampling import top_logits as top_logits

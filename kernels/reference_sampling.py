@@ -52,6 +52,15 @@ def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
     out.copy_(padded.unflatten(1, (-1, CHUNK_SIZE)).amax(dim=-1))
 
 
+def most_likely(token_ids: torch.Tensor, largest: torch.Tensor, logits: torch.Tensor) -> None:
+    """The largest logit of each row, f32[R], NaN where one is NaN; and the first token that has it, i64[R].
+
+    Token 0 where the largest is not finite: nothing can be drawn there. What `draw_tokens` says at temperature 0.
+    """
+    torch.max(logits, dim=-1, out=(largest, token_ids))  # of equal ones the first
+    token_ids.masked_fill_(~torch.isfinite(largest), 0)
+
+
 def kept_range(
     smallest: torch.Tensor,
     logits: torch.Tensor,

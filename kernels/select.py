@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
 import torch
 
 _MODULES = {"cpu": "kernels.cpu", "cuda": "kernels.gpu"}
+_imported = functools.cache(importlib.import_module)  # asking again takes locks, and a step asks several times
 
 
 def kernels_for(device: str | torch.device) -> ModuleType:
@@ -18,4 +20,4 @@ def kernels_for(device: str | torch.device) -> ModuleType:
     kind = torch.device(device).type
     if kind not in _MODULES:
         raise ValueError(f"there are no kernels for {device}, only for {' and '.join(_MODULES)}")
-    return importlib.import_module(_MODULES[kind])
+    return _imported(_MODULES[kind])

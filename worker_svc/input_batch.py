@@ -33,11 +33,7 @@ class InputArrays:
     logits_rows: Ints  # i64[L], of the T tokens: the last one of each row that samples
     max_query_len: int
     max_seq_len: int
-
-    @property
-    def lacks_tokens(self) -> bool:
-        """Whether some are known to the device alone."""
-        return bool((self.token_ids < 0).any())
+    lacks_tokens: bool  # some are known to the device alone
 
     def to_device(self, device: torch.device, last_tokens: LastTokens | None = None) -> InputBatch:
         """The tensors; `last_tokens` is needed where tokens are lacking."""
@@ -80,31 +76,40 @@ def build_input_arrays(states: SequenceStates, rows: AppliedRows, vocab_size: in
     Raises ProtocolError for a token id that the model has no embedding for: on a GPU it would take the others along.
     """
     slots, query_lens = rows.slots, rows.query_lens
-    query_starts = np.zeros(slots.size + 1, np.int32)
-    np.cumsum(query_lens, out=query_starts[1:])
-    seq_lens = rows.context_lens + query_lens
-    token_slots = np.repeat(slots, query_lens)
-    positions = np.repeat(rows.context_lens, query_lens) + ragged_offsets(query_lens)
+    max_query_len, max_seq_len = int(query_lens.max()), int(rows.seq_lens.max())
+    if max_query_len == 1:
+        query_starts, token_slots, positions = np.arange(slots.size + 1, dtype=np.int32), slots, rows.context_lens
+    else:
+        query_starts = np.zeros(slots.size + 1, np.int32)
+        np.cumsum(query_lens, out=query_starts[1:])
+        token_slots = np.repeat(slots, query_lens)
+        positions = np.repeat(rows.context_lens, query_lens) + ragged_offsets(query_lens)
     token_ids = states.token_ids[token_slots, positions].astype(np.int64)
-    if (is_negative := token_ids < 0).any():
+    lacks_tokens = False
+    if (is_wrong := _is_outside(token_ids, vocab_size)).any():
         is_on_device = (token_ids == UNKNOWN) & np.repeat(rows.uses_last_sampled, query_lens)
+        lacks_tokens = bool(is_on_device.any())
         token_ids = np.where(is_on_device, -1 - token_slots, token_ids)
-        is_negative &= ~is_on_device
-    if (is_wrong := is_negative | (token_ids >= vocab_size)).any():
-        raise ProtocolError(
-            f"token {token_ids[is_wrong][0]} of slot {token_slots[is_wrong][0]} is outside {vocab_size}"
-        )
-    max_seq_len = int(seq_lens.max())
+        is_wrong &= ~is_on_device
+        if is_wrong.any():
+            token_id, slot = token_ids[is_wrong][0], token_slots[is_wrong][0]
+            raise ProtocolError(f"token {token_id} of slot {slot} is outside {vocab_size}")
     num_columns = -(-max_seq_len // states.block_size)
-    block_ids = states.block_tables[token_slots, positions // states.block_size].astype(np.int64)
+    columns, offsets = np.divmod(positions, states.block_size)
     return InputArrays(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=block_ids * states.block_size + positions % states.block_size,
+        slot_mapping=states.block_tables[token_slots, columns].astype(np.int64) * states.block_size + offsets,
         query_starts=query_starts,
-        seq_lens=seq_lens.astype(np.int32),
+        seq_lens=rows.seq_lens.astype(np.int32),
         block_tables=states.block_tables[slots, :num_columns],
         logits_rows=query_starts[1:][rows.num_samples > 0].astype(np.int64) - 1,
-        max_query_len=int(query_lens.max()),
+        max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        lacks_tokens=lacks_tokens,
     )
+
+
+def _is_outside(token_ids: Ints, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """One comparison: without their sign, negative ones are larger than any vocabulary."""
+    return token_ids.view(np.uint64) >= vocab_size

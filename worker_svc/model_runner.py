@@ -24,7 +24,7 @@ from worker_svc.models import ModelConfig
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.output_copies import OutputCopies, output_copies
 from worker_svc.prompt_logprobs import PromptLogprobs
-from worker_svc.row_samples import draw_rows
+from worker_svc.row_samples import RowSamples, draw_rows, largest_of_rows
 from worker_svc.sequence_states import UNKNOWN, AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations
 from worker_svc.step_timer import StepTimer
@@ -135,7 +135,7 @@ class ModelRunner:
         The token that a row begins with is filled in on the device, where it counts for penalties as well.
         """
         others = ~rows.uses_last_sampled
-        last_inputs = (rows.context_lens + rows.query_lens)[others] - 1
+        last_inputs = rows.seq_lens[others] - 1
         if (states.token_ids[rows.slots[others], last_inputs] == UNKNOWN).any():
             return True
         return self._adjustments.waits_for_tokens(states, rows.slots[rows.num_samples > 0])
@@ -149,22 +149,17 @@ class ModelRunner:
         if rows.slots.size == 0:
             return LaunchedStep.of_nothing(states, rows)
         arrays = build_input_arrays(states, rows, self.config.vocab_size)
-        of_prompts = PromptLogprobs(states, rows)
+        of_prompts = PromptLogprobs(states, rows) if states.sampling.wants_prompt_logprobs[rows.slots].any() else None
         marks = DeviceMarks(self.device) if self.device.type == "cuda" else None
         timer.end_phase("prepare_ns")
         _mark(marks)
-        logits = self._forward(arrays, of_prompts.reader(self.device))
+        logits = self._forward(arrays, None if of_prompts is None else of_prompts.reader(self.device))
         _mark(marks)
         timer.end_phase("forward_ns")
-        drawn = None
-        if rows.sample_rows.size:
-            slots = rows.slots[rows.num_samples > 0]
-            keeps_logits = states.sampling.wants_raw_logits(slots)
-            adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
-            drawn = draw_rows(adjusted, states.sampling, rows, raw_logits=logits)
-            if self.is_late:
-                (sample_slots,) = upload(self.device, rows.sample_slots)
-                self._last_tokens.put(sample_slots, drawn.token_ids)
+        drawn = self._draw(logits, states, rows) if rows.sample_rows.size else None
+        if drawn is not None and self.is_late:
+            (sample_slots,) = upload(self.device, rows.sample_slots)
+            self._last_tokens.put(sample_slots, drawn.token_ids)
         _mark(marks)
         copy = self._outputs.start(() if drawn is None else drawn.tensors)
         tenancies = states.expect_samples(rows)
@@ -174,6 +169,16 @@ class ModelRunner:
     def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
         """`launch`, and its outputs as soon as they are here."""
         return self.launch(states, rows, timer).outputs(timer)
+
+    def _draw(self, logits: torch.Tensor, states: SequenceStates, rows: AppliedRows) -> RowSamples:
+        """Adjusts `logits` f32[L, vocab] where somebody asked for it, and draws; L rows sample."""
+        sampling = states.sampling
+        if sampling.takes_largest[rows.sample_slots].all():
+            return largest_of_rows(logits, rows)
+        slots = rows.slots[rows.num_samples > 0]
+        keeps_logits = sampling.wants_raw_logits(slots)
+        adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
+        return draw_rows(adjusted, sampling, rows, raw_logits=logits)
 
     def _forward(self, arrays: InputArrays, reader: LogitReader | None) -> torch.Tensor:
         if self._graphs is not None and reader is None and self._graphs.suits(arrays):

@@ -75,4 +75,4 @@ class PromptLogprobs:
                 read.top_token_ids[top],
                 read.top_logprobs[top],
             )
-            pack_logprobs(entry.logprobs, of_row, np.ones(count, np.bool_))
+            pack_logprobs(entry.logprobs, of_row, slice(None))

@@ -15,24 +15,40 @@ if TYPE_CHECKING:
     from worker_svc.sequence_states import SequenceStates
 
 
-def check_rows(states: SequenceStates, columns: RowColumns, tokens_before: Ints, num_tokens: Ints) -> None:
-    """Raises ProtocolError, naming a slot. `tokens_before`, `num_tokens` [R]: known without and with given tokens."""
-    slots, inputs = columns.slots, columns.inputs
-    context_lens = states.num_computed_tokens[slots]
-    seq_lens = context_lens + columns.query_lens
-    samples = columns.num_samples > 0
-    is_last = inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED
-    computes_unknown = (context_lens > tokens_before) | (seq_lens > num_tokens)
+def check_rows(
+    states: SequenceStates, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints
+) -> None:
+    """Raises ProtocolError, naming a slot. All [R]; `tokens_before`, `num_tokens`: known without and with given tokens.
+
+    Decode rows, of which steps mostly consist, cannot break most of the rules.
+    """
+    slots, decodes = columns.slots, slice(columns.num_decode_rows)
     _refuse(slots, ~states.occupied[slots], "which is not occupied")
+    _refuse(slots[decodes], seq_lens[decodes] != tokens_before[decodes], _NO_LAST_TOKEN)
+    if columns.num_decode_rows < slots.size:
+        _check_described(states, columns, seq_lens, tokens_before, num_tokens)
+    _refuse(slots, seq_lens > states.num_blocks[slots] * states.block_size, "whose block table is too short")
+    samples_beyond = (seq_lens >= states.max_model_len) & (columns.num_samples > 0)
+    _refuse(slots, samples_beyond, "which samples beyond the model's length")
+
+
+_NO_LAST_TOKEN = "which has no sampled token to go on from"
+
+
+def _check_described(
+    states: SequenceStates, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints
+) -> None:
+    """What only rows that are no decode rows can break."""
+    slots, inputs = columns.slots, columns.inputs
+    context_lens = seq_lens - columns.query_lens
+    is_last, is_given = inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED, inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
+    computes_unknown = (context_lens > tokens_before) | (seq_lens > num_tokens)
     _refuse(slots, inputs > worker_pb2.ROW_INPUT_GIVEN_TOKENS, "whose input is unknown")
     _refuse(slots, is_last & (columns.query_lens > 1), "which looks ahead; this worker cannot")
-    _refuse(slots, is_last & (context_lens + 1 != tokens_before), "which has no sampled token to go on from")
+    _refuse(slots, is_last & (context_lens + 1 != tokens_before), _NO_LAST_TOKEN)
     _refuse(slots, computes_unknown, "which computes beyond its known tokens")
     _refuse(slots, seq_lens > states.max_model_len, f"which computes beyond {states.max_model_len} tokens")
-    _refuse(slots, seq_lens > states.num_blocks[slots] * states.block_size, "whose block table is too short")
-    _refuse(slots, samples & (seq_lens != num_tokens), "which samples before its last known token")
-    _refuse(slots, samples & (seq_lens >= states.max_model_len), "which samples beyond the model's length")
-    is_given = inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
+    _refuse(slots, (columns.num_samples > 0) & (seq_lens != num_tokens), "which samples before its last known token")
     _refuse(slots, is_given & (context_lens != tokens_before), "which is given tokens where it knows its own")
     num_given = int(columns.query_lens[is_given].sum())
     if num_given != columns.given_token_ids.size:

@@ -16,7 +16,7 @@ import torch
 from worker_svc.errors import ProtocolError
 from worker_svc.row_maxima import RowMaxima
 from worker_svc.sampled import Logprobs, Sampled
-from worker_svc.sampler import Drawn, Draws, draw
+from worker_svc.sampler import Drawn, Draws, draw, take_largest
 from worker_svc.sampling_columns import SamplingColumns
 from worker_svc.sequence_states import AppliedRows
 from worker_svc.step_columns import Ints, ragged_offsets
@@ -113,6 +113,16 @@ def draw_rows(
         raw = None if raw_logits is None or raw_logits is logits else _rows_of(raw_logits, ~ranks)
         drawn = draw(_rows_of(logits, ~ranks), sampling.take(rows.slots[sampling_rows[~ranks]]), draws, raw)
     return RowSamples(drawn, ranked, ranks, rows.is_candidate, logits.device)
+
+
+def largest_of_rows(logits: torch.Tensor, rows: AppliedRows) -> RowSamples:
+    """What `draw_rows` gives where each of `rows` that samples takes the largest of its `logits` f32[L, vocab]."""
+    num_rows = logits.shape[0]
+    logits_rows = np.arange(num_rows)
+    if rows.sample_rows.size != num_rows:
+        logits_rows = np.searchsorted(np.flatnonzero(rows.num_samples), rows.sample_rows)
+    nobody = np.zeros(num_rows, np.bool_)
+    return RowSamples(take_largest(logits, logits_rows), None, nobody, rows.is_candidate, logits.device)
 
 
 def candidates(logits: torch.Tensor, counts: Ints) -> Ranked:

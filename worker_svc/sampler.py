@@ -25,6 +25,8 @@ from worker_svc.sampling_columns import SamplingRows
 from worker_svc.token_logprobs import FoundLogprobs, find_logprobs
 from worker_svc.uploads import upload
 
+_NONE = np.zeros(0, np.intp)
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -65,6 +67,17 @@ def sample(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits:
     """`draw`, and its result on the host."""
     drawn = draw(logits, params, draws, raw_logits)
     return drawn.on_host(tuple(tensor.cpu().numpy() for tensor in drawn.tensors))
+
+
+def take_largest(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
+    """What `draw` gives at temperature 0, without logprobs, for N samples from `rows` [N] of `logits` f32[R, vocab]."""
+    num_rows = logits.shape[0]
+    token_ids, largest = logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows)
+    kernels_for(logits.device).most_likely(token_ids, largest, logits)
+    if rows.size != num_rows:  # several from one row are the same
+        (of_samples,) = upload(logits.device, rows)
+        token_ids = token_ids[of_samples]
+    return Drawn(token_ids, largest, rows, None, _NONE)
 
 
 def draw(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: torch.Tensor | None = None) -> Drawn:

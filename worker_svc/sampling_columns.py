@@ -42,8 +42,9 @@ class SamplingRows:
 class SamplingColumns:
     """One entry a slot for every parameter of `SamplingRows`, whether the slot draws at all, and what adjusts logits.
 
-    `adjusts_logits` is set where any of the columns after it does something, `is_penalised` where one of the penalties
-    does. `bad_words` holds rows of `bad_word_table`.
+    `takes_largest` is set where the model's largest logit decides and nothing else is told. `adjusts_logits` is set
+    where any of the columns after it does something, `is_penalised` where one of the penalties does. `bad_words` holds
+    rows of `bad_word_table`.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -57,6 +58,7 @@ class SamplingColumns:
         self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int32)  # as num_logprobs
         self.use_beam_search = np.zeros(max_num_seqs, np.bool_)  # answers candidates and draws nothing
+        self.takes_largest = np.zeros(max_num_seqs, np.bool_)
         self.adjusts_logits = np.zeros(max_num_seqs, np.bool_)
         self.is_penalised = np.zeros(max_num_seqs, np.bool_)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
@@ -115,12 +117,16 @@ class SamplingColumns:
         self.adjusts_logits[slot] = (
             self.is_penalised[slot] or bad_words or any(column.counts[slot] for column in self._lists)
         )
+        is_more = self.adjusts_logits[slot] or self.wants_logprobs[slot] or self.use_beam_search[slot]
+        self.takes_largest[slot] = self.temperature[slot] == 0 and not is_more
 
     def copy(self, parent: int, child: int) -> None:
         """A forked slot samples as its parent does."""
         for values in self._columns:
             values[child] = values[parent]
-        for flags in (self.wants_prompt_logprobs, self.use_beam_search, self.adjusts_logits, self.is_penalised):
+        for flags in (self.wants_prompt_logprobs, self.use_beam_search, self.takes_largest):
+            flags[child] = flags[parent]
+        for flags in (self.adjusts_logits, self.is_penalised):
             flags[child] = flags[parent]
         self.num_prompt_logprobs[child] = self.num_prompt_logprobs[parent]
         for numbers in (self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.min_tokens):

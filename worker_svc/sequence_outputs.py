@@ -13,10 +13,9 @@ from worker_svc.sequence_states import AppliedRows
 def pack_outputs(rows: AppliedRows, sampled: Sampled) -> worker_pb2.SequenceOutputs:
     """Every drawn token of every row; a row whose logits were not finite answers no token but a RowError."""
     outputs = worker_pb2.SequenceOutputs()
-    sampling_rows = np.flatnonzero(rows.num_samples > 0)
-    bad_rows = sampling_rows[sampled.bad_rows]
-    keeps = np.ones(len(sampled.token_ids), np.bool_)
-    if bad_rows.size:
+    keeps: npt.NDArray[np.bool_] | slice = slice(None)
+    if sampled.bad_rows.size:
+        bad_rows = np.flatnonzero(rows.num_samples > 0)[sampled.bad_rows]
         keeps = ~np.isin(rows.sample_rows, bad_rows)
         num_tokens = rows.num_samples.copy()
         num_tokens[bad_rows] = 0
@@ -29,7 +28,9 @@ def pack_outputs(rows: AppliedRows, sampled: Sampled) -> worker_pb2.SequenceOutp
     return outputs
 
 
-def pack_logprobs(outputs: worker_pb2.SequenceOutputs, logprobs: Logprobs, keeps: npt.NDArray[np.bool_]) -> None:
+def pack_logprobs(
+    outputs: worker_pb2.SequenceOutputs, logprobs: Logprobs, keeps: npt.NDArray[np.bool_] | slice
+) -> None:
     """Fills the logprob columns from the entries that `keeps` names; what it leaves out has no candidates."""
     outputs.logprobs_f32 = logprobs.drawn[keeps].astype("<f4").tobytes()
     outputs.ranks_u32 = logprobs.ranks[keeps].astype("<u4").tobytes()

@@ -59,6 +59,7 @@ class AppliedRows:
     slots: Ints  # [R]
     context_lens: Ints  # [R], tokens in the cache before this step
     query_lens: Ints  # [R], tokens that this step computes
+    seq_lens: Ints  # [R], the sum of both
     num_samples: Ints  # [R]
     uses_last_sampled: npt.NDArray[np.bool_]  # [R]
     sample_rows: Ints  # [N], the row whose last token's logits the sample is taken from
@@ -66,6 +67,7 @@ class AppliedRows:
     sample_indices: Ints  # [N], index of that slot's sequence in its group
     sample_positions: Ints  # [N], absolute position that the token gets
     is_candidate: npt.NDArray[np.bool_]  # [N]
+    draws: npt.NDArray[np.bool_] | slice  # the samples that are no candidates
     touched_slots: Ints  # slots whose columns the rows changed, for `roll_back`
     computed_before: Ints  # of touched_slots
     tokens_before: Ints  # of touched_slots
@@ -154,6 +156,8 @@ class SequenceStates:
 
     def _check_released(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> Ints:
         released = read_slots(step.released_slots_u16, self.max_num_seqs, "released_slots")
+        if not released.size:
+            return released
         empty = released[~occupied[released]]
         if empty.size and not step.HasField("resume_after"):
             raise ProtocolError(f"released slot {empty[0]} is not occupied")
@@ -162,6 +166,8 @@ class SequenceStates:
 
     def _check_forks(self, step: worker_pb2.Step, occupied: npt.NDArray[np.bool_]) -> list[tuple[int, int, int]]:
         """(parent slot, child slot, index of the child in its group) of each fork."""
+        if not (step.forks_u16 or step.fork_indices_u16):
+            return []
         slots = read_slots(step.forks_u16, self.max_num_seqs, "forks", unique=False)
         if slots.size % 2:
             raise ProtocolError(f"forks holds {slots.size} slots, which are no pairs")
@@ -256,13 +262,16 @@ class SequenceStates:
         columns = read_rows(step.rows, self.max_num_seqs)
         slots, query_lens, num_samples = columns.slots, columns.query_lens, columns.num_samples
         context_lens, tokens_before = self.num_computed_tokens[slots], self.num_tokens[slots]
-        uses_last_sampled = columns.inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED
+        seq_lens, num_tokens = context_lens + query_lens, tokens_before
         is_given = columns.inputs == worker_pb2.ROW_INPUT_GIVEN_TOKENS
-        num_tokens = np.where(is_given, context_lens + query_lens, tokens_before)
-        check_rows(self, columns, tokens_before, num_tokens)
+        if columns.given_token_ids.size:
+            num_tokens = np.where(is_given, seq_lens, tokens_before)
+        check_rows(self, columns, seq_lens, tokens_before, num_tokens)
 
-        sample_rows = np.repeat(np.arange(slots.size), num_samples)
-        sample_slots = slots[sample_rows]
+        sample_rows, sample_slots = np.arange(slots.size), slots
+        if columns.num_decode_rows < slots.size:
+            sample_rows = np.repeat(sample_rows, num_samples)
+            sample_slots = slots[sample_rows]
         is_candidate = self.sampling.use_beam_search[sample_slots]
         touched_slots, computed_before = slots, context_lens
         child_slots = columns.child_slots
@@ -273,23 +282,25 @@ class SequenceStates:
             touched_slots = np.union1d(slots, child_slots)
             computed_before, tokens_before = self.num_computed_tokens[touched_slots], self.num_tokens[touched_slots]
 
-        if is_given.any():
+        if columns.given_token_ids.size:
             self._take_given(columns, is_given, context_lens)
-        self.num_tokens[slots] = num_tokens
-        self.num_computed_tokens[slots] = context_lens + query_lens
+            self.num_tokens[slots] = num_tokens
+        self.num_computed_tokens[slots] = seq_lens
         if child_slots.size:
             self._follow_parents(child_slots, parent_slots)
         return AppliedRows(
             slots=slots,
             context_lens=context_lens,
             query_lens=query_lens,
+            seq_lens=seq_lens,
             num_samples=num_samples,
-            uses_last_sampled=uses_last_sampled,
+            uses_last_sampled=columns.inputs == worker_pb2.ROW_INPUT_LAST_SAMPLED,
             sample_rows=sample_rows,
             sample_slots=sample_slots,
             sample_indices=self.sequence_index[sample_slots],
             sample_positions=self.num_tokens[sample_slots],
             is_candidate=is_candidate,
+            draws=~is_candidate if is_candidate.any() else slice(None),
             touched_slots=touched_slots,
             computed_before=computed_before,
             tokens_before=tokens_before,
@@ -322,16 +333,16 @@ class SequenceStates:
 
         The tenancies [N] that it wants back, by which it knows slots that have come to have other sequences meanwhile.
         """
-        drawn = ~rows.is_candidate
-        slots, positions = rows.sample_slots[drawn], rows.sample_positions[drawn]
+        slots, positions = rows.sample_slots[rows.draws], rows.sample_positions[rows.draws]
         self.token_ids[slots, positions] = UNKNOWN
         self.num_tokens[slots] = positions + 1
         return self.tenancy[rows.sample_slots]
 
     def fill_in_samples(self, rows: AppliedRows, token_ids: npt.NDArray[np.integer], tenancies: Ints) -> None:
         """The tokens of samples that were expected; other steps may have been applied since."""
-        meant = ~rows.is_candidate & (self.tenancy[rows.sample_slots] == tenancies)
-        self.token_ids[rows.sample_slots[meant], rows.sample_positions[meant]] = token_ids[meant]
+        slots, positions = rows.sample_slots[rows.draws], rows.sample_positions[rows.draws]
+        meant = self.tenancy[slots] == tenancies[rows.draws]
+        self.token_ids[slots[meant], positions[meant]] = token_ids[rows.draws][meant]
 
     def roll_back(self, rows: AppliedRows) -> None:
         """Undoes `apply_rows`, and `record_samples` or `expect_samples` where one has run, after a failure.

@@ -16,6 +16,11 @@ from worker_svc.errors import ProtocolError
 
 Ints = npt.NDArray[np.int64]
 
+_NOTHING: Ints = np.zeros(0, np.int64)
+_NOTHING.flags.writeable = False
+_NO_PAIRS = _NOTHING.reshape(0, 2)
+_NO_TOKENS = np.frombuffer(b"", "<i4")
+
 
 @dataclass(frozen=True, slots=True)
 class BlockOperations:
@@ -38,8 +43,9 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """The `Rows` message with its decode rows spelled out: every array has one entry a row."""
+    """The `Rows` message with its decode rows, which come first, spelled out: every array has one entry a row."""
 
+    num_decode_rows: int
     slots: Ints  # [R]
     query_lens: Ints  # [R]
     num_samples: Ints  # [R]
@@ -50,6 +56,8 @@ class RowColumns:
 
 def read_column(data: bytes, dtype: str, name: str) -> Ints:
     """`data` as int64; `dtype` is the little-endian wire type, for example "<u2"."""
+    if not data:
+        return _NOTHING
     item_bytes = np.dtype(dtype).itemsize
     if len(data) % item_bytes:
         raise ProtocolError(f"{name} holds {len(data)} bytes, which is no multiple of {item_bytes}")
@@ -84,13 +92,15 @@ def read_operations(step: worker_pb2.Step, num_device_blocks: int, num_host_bloc
 
 
 def _read_pairs(pairs: worker_pb2.BlockPairs, num_sources: int, num_destinations: int, name: str) -> Ints:
+    if not pairs.pairs_u32:
+        return _NO_PAIRS
     blocks = read_column(pairs.pairs_u32, "<u4", name)
     if blocks.size % 2:
         raise ProtocolError(f"{name} holds {blocks.size} block ids, which are no pairs")
     table = blocks.reshape(-1, 2)
     check_below(table[:, 0], num_sources, f"sources of {name}")
     check_below(table[:, 1], num_destinations, f"destinations of {name}")
-    if table.size and np.unique(table[:, 1]).size != len(table):
+    if np.unique(table[:, 1]).size != len(table):
         raise ProtocolError(f"{name} has a destination twice")
     return table
 
@@ -118,11 +128,11 @@ def read_rows(rows: worker_pb2.Rows, max_num_seqs: int) -> RowColumns:
     num_rows, num_decode_rows = slots.size, rows.num_decode_rows
     if num_decode_rows > num_rows:
         raise ProtocolError(f"{num_decode_rows} decode rows among {num_rows} rows")
-    query_lens, num_samples = np.ones(num_rows, np.int64), np.ones(num_rows, np.int64)
+    query_lens = num_samples = np.ones(num_rows, np.int64)
     inputs = np.full(num_rows, worker_pb2.ROW_INPUT_LAST_SAMPLED, np.uint8)
-    given = np.frombuffer(b"", "<i4")
-    child_slots = np.zeros(0, np.int64)
+    given, child_slots = _NO_TOKENS, _NOTHING
     if num_decode_rows < num_rows:
+        query_lens, num_samples = query_lens.copy(), num_samples.copy()
         others = slice(num_decode_rows, None)
         query_lens[others] = _read_one_a_row(rows.query_lens_u32, "<u4", "query_lens", num_rows - num_decode_rows)
         num_samples[others] = _read_one_a_row(rows.num_samples_u16, "<u2", "num_samples", num_rows - num_decode_rows)
@@ -133,9 +143,9 @@ def read_rows(rows: worker_pb2.Rows, max_num_seqs: int) -> RowColumns:
             raise ProtocolError(f"given_token_ids holds {len(rows.given_token_ids_i32)} bytes, no multiple of 4")
         given = np.frombuffer(rows.given_token_ids_i32, "<i4")
         child_slots = read_slots(rows.child_slots_u16, max_num_seqs, "child_slots")
-    if query_lens.size and int(query_lens.min()) == 0:
-        raise ProtocolError("a row with query length 0")
-    return RowColumns(slots, query_lens, num_samples, inputs, given, child_slots)
+        if int(query_lens.min()) == 0:
+            raise ProtocolError("a row with query length 0")
+    return RowColumns(num_decode_rows, slots, query_lens, num_samples, inputs, given, child_slots)
 
 
 def _read_one_a_row(data: bytes, dtype: str, name: str, num_rows: int) -> Ints:

@@ -13,19 +13,18 @@ class StepTimer:
     def __init__(self, arrived_ns: int) -> None:
         self._arrived_ns = arrived_ns
         self._phase_started_ns = time.perf_counter_ns()
-        self._timings = worker_pb2.StepTimings(queue_ns=max(self._phase_started_ns - arrived_ns, 0))
+        self._ns = {"queue_ns": max(self._phase_started_ns - arrived_ns, 0)}
 
     def end_phase(self, name: str) -> None:
         """`name` is a field of StepTimings, such as forward_ns."""
         now_ns = time.perf_counter_ns()
-        setattr(self._timings, name, getattr(self._timings, name) + now_ns - self._phase_started_ns)
+        self._ns[name] = self._ns.get(name, 0) + now_ns - self._phase_started_ns
         self._phase_started_ns = now_ns
 
     def set_phase(self, name: str, duration_ns: int) -> None:
         """What another clock than the host's has found for a phase that has ended."""
-        setattr(self._timings, name, duration_ns)
+        self._ns[name] = duration_ns
 
     def timings(self) -> worker_pb2.StepTimings:
         """All phases so far; the total ends now."""
-        self._timings.total_ns = time.perf_counter_ns() - self._arrived_ns
-        return self._timings
+        return worker_pb2.StepTimings(**self._ns, total_ns=time.perf_counter_ns() - self._arrived_ns)

@@ -14,6 +14,7 @@ from kernels.cpu.draw_tokens import draw_tokens
 from kernels.cpu.gelu import gelu, gelu_and_mul
 from kernels.cpu.int8_linear import int8_linear
 from kernels.cpu.kept_range import kept_range
+from kernels.cpu.most_likely import most_likely
 from kernels.cpu.norm import rms_norm
 from kernels.cpu.penalties import penalize
 from kernels.cpu.random_bits import uniforms
@@ -33,6 +34,7 @@ __all__ = [
     "int8_linear",
     "kept_range",
     "layer_norm",
+    "most_likely",
     "paged_attention",
     "penalize",
     "reshape_and_cache",

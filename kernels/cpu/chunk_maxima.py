@@ -16,13 +16,22 @@ def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 @njit(nogil=True, fastmath={"nsz"})  # so that a maximum is one instruction
-def _largest(x, first):  # type: ignore[no-untyped-def]
+def largest_of_chunk(x, first):  # type: ignore[no-untyped-def]
     """Of a whole chunk; as if NaN were no number."""
     largest = x[first]
     for i in range(CHUNK_SIZE):
         value = x[first + i]
         largest = value if value > largest else largest
     return largest
+
+
+@njit(nogil=True)
+def has_nan(x):  # type: ignore[no-untyped-def]
+    """Without a branch, so that many numbers are looked at together."""
+    is_bad = False
+    for i in range(x.size):
+        is_bad |= x[i] != x[i]
+    return is_bad
 
 
 @njit(nogil=True, parallel=True, cache=True)
@@ -33,15 +42,11 @@ def _chunk_maxima(out, logits, num_threads):  # type: ignore[no-untyped-def]
     for lane in prange(lanes):
         for row in range(lane, count, lanes):
             x, maxima = logits[row], out[row]
-            is_bad = False
             for chunk in range(num_whole):
-                first = chunk * CHUNK_SIZE
-                maxima[chunk] = _largest(x, first)
-            for i in range(vocab_size):
-                is_bad |= x[i] != x[i]
+                maxima[chunk] = largest_of_chunk(x, chunk * CHUNK_SIZE)
             if num_whole < maxima.size:
                 maxima[num_whole] = x[num_whole * CHUNK_SIZE :].max()
-            if is_bad:
+            if has_nan(x):
                 for i in range(vocab_size):
                     if np.isnan(x[i]):
                         maxima[i // CHUNK_SIZE] = np.nan

@@ -72,6 +72,7 @@ def warm_up_sampling() -> None:
     cpu.penalize(logits, row, torch.zeros(1, 3, dtype=torch.int32), row, one, zero, zero)
     maxima, token_ids = torch.empty(1, 1), torch.empty_like(row)
     cpu.chunk_maxima(maxima, logits)
+    cpu.most_likely(token_ids, torch.empty(1), logits)
     cpu.kept_range(zero, logits, maxima, maxima[:, 0], one, half, row + 1, half)
     cpu.draw_tokens(token_ids, logits, maxima, maxima[:, 0], zero, one, row, row, row, row)
     cpu.token_logprobs(zero, torch.empty_like(row), half, logits, maxima[:, 0], row, token_ids)

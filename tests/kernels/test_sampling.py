@@ -157,6 +157,33 @@ def test_maxima_of_chunks(implementation: tuple[ModuleType, str], vocab_size: in
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("vocab_size", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, VOCAB_SIZE, 5003])
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_the_most_likely_token_is_the_first_of_the_largest_logits(
+    implementation: tuple[ModuleType, str], vocab_size: int, num_rows: int
+) -> None:
+    """As its own loop finds it; what has no finite maximum is 0, wherever in the row that shows."""
+    kernels, device = implementation
+    logits = logits_of(9, vocab_size)
+    logits[5, vocab_size // 2] = torch.nan
+    logits[6, -1], logits[7, 0], logits[8] = torch.nan, torch.inf, -torch.inf
+    for first in range(0, 9, num_rows):
+        rows = logits[first : first + num_rows]
+        out = [torch.full((num_rows,), 99), torch.full((num_rows,), 9e9)]
+        token_ids, largest = run(kernels.most_likely, device, out, rows)
+        torch.testing.assert_close(largest, rows.amax(dim=1), rtol=0, atol=0, equal_nan=True)
+        finite = [row.tolist() if row.max().isfinite() else [0.0] for row in rows]
+        assert token_ids.tolist() == [row.index(max(row)) for row in finite]
+
+
+def test_the_last_token_of_a_short_chunk_can_be_the_most_likely(implementation: tuple[ModuleType, str]) -> None:
+    kernels, device = implementation
+    logits = torch.zeros(2, CHUNK_SIZE + 3)
+    logits[0, -1], logits[1, -3:] = 1.0, 2.0
+    token_ids, largest = run(kernels.most_likely, device, [torch.zeros(2, dtype=torch.int64), torch.zeros(2)], logits)
+    assert (token_ids.tolist(), largest.tolist()) == ([CHUNK_SIZE + 2, CHUNK_SIZE], [1.0, 2.0])
+
+
 # ---- Filters --------------------------------------------------------------------------------------------------------
 
 

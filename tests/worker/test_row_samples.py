@@ -11,7 +11,7 @@ import torch
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import slots_u16, u32
 from worker_svc.errors import ProtocolError
-from worker_svc.row_samples import candidates, sample_rows
+from worker_svc.row_samples import candidates, largest_of_rows, sample_rows
 from worker_svc.sampled import Sampled
 from worker_svc.sequence_outputs import pack_outputs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
@@ -131,6 +131,44 @@ def test_rows_of_every_kind_answer_together_what_each_answers_alone() -> None:
     assert i32(together.top_token_ids_i32) == [token for one in alone for token in i32(one.top_token_ids_i32)]
     assert f32(together.top_logprobs_f32) == [value for one in alone for value in f32(one.top_logprobs_f32)]
     assert not together.num_tokens_u16 and not together.row_errors
+
+
+GREEDY = inference_pb2.SamplingParams(seed=8, temperature=0)
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 1, 1, 1), (1, 0, 3, 1), (2,), (0, 1)])
+def test_rows_that_take_the_largest_answer_what_they_answer_among_others(counts: tuple[int, ...]) -> None:
+    states, rows = applied(*((GREEDY, count) for count in counts))
+    assert states.sampling.takes_largest[rows.sample_slots].all()
+    logits = logits_of(sum(count > 0 for count in counts), seed=4)
+    logits[0, 7] = logits[0, 90] = 20.0
+    if len(logits) > 1:
+        logits[1, 5] = torch.nan
+    expected, found = sample_rows(logits, states.sampling, rows), largest_of_rows(logits, rows)
+    sampled = found.on_host(tuple(tensor.numpy() for tensor in found.tensors))
+    assert sampled.token_ids.tolist() == expected.token_ids.tolist() and sampled.token_ids[0] == 7
+    assert sampled.bad_rows.tolist() == expected.bad_rows.tolist() == [1][: len(logits) - 1]
+    assert pack_outputs(rows, sampled) == pack_outputs(rows, expected)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.1},
+        {"logprobs": 0},
+        {"use_beam_search": True},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"allowed_token_ids": [1]},
+        {"logit_bias": {3: 1.0}},
+    ],
+)
+def test_who_asks_for_more_does_not_take_the_largest(more: dict[str, Any]) -> None:
+    params = inference_pb2.SamplingParams()
+    params.CopyFrom(GREEDY)
+    params.MergeFrom(inference_pb2.SamplingParams(**more))
+    states, _ = applied((params, 1), (GREEDY, 1))
+    assert states.sampling.takes_largest[:3].tolist() == [False, True, False]
 
 
 def test_logprobs_of_several_samples_of_a_row() -> None:
