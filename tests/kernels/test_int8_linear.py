@@ -9,7 +9,7 @@ import torch
 
 from kernels import cpu, reference
 from kernels.cpu.int8_linear import multiply
-from kernels.cpu.int8_tile import DOT_KINDS, dot_kind_of_this_cpu
+from kernels.cpu.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.int8_weight import pack_int8, quantize_int8, unpack_int8
 
 # out x in: whole panels and groups, neither, less than one of each, more inputs than are multiplied at a time.
