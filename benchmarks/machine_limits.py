@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kernels.cpu.matmul import matmul, pack
+from kernels.cpu.matmul import matmul
 from kernels.cpu.numbers import FLOAT32, lines
+from kernels.cpu.packed_weight import pack
 from kernels.cpu.registers import prefetch
 
 _READ_BYTES = 512 << 20  # far more than any cache

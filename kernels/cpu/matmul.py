@@ -1,13 +1,11 @@
-"""out = x W^T + bias in float32, with W packed once for streaming; for one row as for thousands.
+"""out = x W^T + bias in float32, with W packed once for streaming (`packed_weight`); for one row as for thousands.
 
-    packed [panels, in_features, 48]     packed[p, k, c] = W[48 p + c, k], zeros past the last row of W
-
-A panel is what a thread takes at a time: 8 rows of x by its 48 columns are 24 accumulators in registers, and while
-they are summed the next panel is on its way from memory. A weight whose numbers all fit bfloat16, as those of most
-checkpoints do, is kept as bfloat16: half the bytes to read, the same products bit for bit.
+A panel is what a thread multiplies at a time: 8 rows of x by its 48 columns are 24 accumulators in registers, and while
+they are summed the next panel is on its way from memory. A weight kept in few bits becomes float32 in registers, where
+a few rows are multiplied by it at once; for more rows a piece of a panel is written out and streamed from the cache.
 
 Every sum starts with the bias and runs over `in_features` in order, one fused multiply-add after the other. So a row's
-result depends neither on the other rows nor on the number of threads: bit for bit.
+result depends neither on the other rows nor on the number of threads nor on how the weight is kept: bit for bit.
 
 One Zen 5 core, weights out of memory, us of CPU time; oneDNN: `mkldnn._linear_pointwise` with its own packing:
 
@@ -31,49 +29,29 @@ import torch
 from numba import njit, prange
 
 from kernels.cpu.numbers import FLOAT32, element_of, lines
-from kernels.cpu.registers import LANES, STREAMED_ROWS, STREAMED_VECTORS, stream_add
+from kernels.cpu.packed_weight import element_of_packed, packed_shape
+from kernels.cpu.panel_products import add_panels
+from kernels.cpu.registers import PANEL, STREAMED_ROWS
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared
 
-PANEL = STREAMED_VECTORS * LANES
-# Rows of x and depth of a panel that are multiplied before the next ones: both stay in a second cache level of 1 MiB.
-_ROWS_BYTES = 512 << 10
-_DEPTH = 2048
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out_features, in_features], float32 or bfloat16, as [panels, in_features, 48]; its type: see above."""
-    # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
-    if weight.dtype == torch.float32 and _fits_bfloat16(weight[:1]) and _fits_bfloat16(weight):
-        weight = weight.to(torch.bfloat16)
-    out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL)
-    packed = torch.zeros(num_panels, in_features, PANEL, dtype=weight.dtype)
-    whole = out_features // PANEL
-    packed[:whole] = weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2)
-    if whole < num_panels:
-        packed[whole, :, : out_features - whole * PANEL] = weight[whole * PANEL :].t()
-    return packed
-
-
-def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    return not (weight.view(torch.int32) & 0xFFFF).any()
+_ROWS_BYTES = 512 << 10  # of x that are multiplied before the next rows: they stay in a second cache level of 1 MiB
 
 
 def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """out [T, out_features] = x [T, in_features] W^T + bias [out_features]; all float32 but `packed`, see `pack`.
+    """out [T, out_features] = x [T, in_features] W^T + bias [out_features]; all float32 but `packed`, of `pack`.
 
     out and x may be strided in their first dimension. Raises ValueError for shapes that do not fit.
     """
     (count, size), depth = out.shape, x.shape[1]
-    if x.shape[0] != count or packed.shape != (-(-size // PANEL), depth, PANEL):
+    if x.shape[0] != count or packed.shape != packed_shape(packed.dtype, size, depth):
         raise ValueError(f"out {tuple(out.shape)}, x {tuple(x.shape)} and packed {tuple(packed.shape)} do not fit")
     if bias is not None and bias.shape != (size,):
         raise ValueError(f"bias {tuple(bias.shape)} does not fit out {tuple(out.shape)}")
     if element_of(out, x, *([] if bias is None else [bias])) is not FLOAT32:
         raise TypeError(f"products are computed in float32, not {x.dtype}")
     _matmul(
-        element_of(packed),
+        element_of_packed(packed),
         out.data_ptr(),
         out.stride(0),
         x.data_ptr(),
@@ -93,10 +71,16 @@ def _rows_at_once(depth):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def _panels_at_once(count):  # type: ignore[no-untyped-def]
+    return 2 if count == 1 else 1  # one row by one panel has too few sums to add to while one is added to
+
+
+@njit(nogil=True)
 def items_of(count, size, depth):  # type: ignore[no-untyped-def]
-    """How many items a product has: a panel and some rows each, all panels with the first rows before the next rows."""
-    rows_at_once = _rows_at_once(depth)
-    return (count + rows_at_once - 1) // rows_at_once * ((size + PANEL - 1) // PANEL)
+    """How many items a product has: a panel and some rows each, all panels with the first rows before the next rows; or
+    two panels and the one row."""
+    rows_at_once, columns = _rows_at_once(depth), _panels_at_once(count) * PANEL
+    return (count + rows_at_once - 1) // rows_at_once * ((size + columns - 1) // columns)
 
 
 @njit(nogil=True)
@@ -115,43 +99,40 @@ def multiply_panel(  # type: ignore[no-untyped-def]
     depth,
 ):
     """One item of `items_of`, in all of which no number of `out` is computed twice; see `shared_work.share`."""
-    num_panels = (size + PANEL - 1) // PANEL
+    at_once, num_panels = _panels_at_once(count), (size + PANEL - 1) // PANEL
+    items_a_block = (num_panels + at_once - 1) // at_once
     out = lines(out_address, FLOAT32, 1, count * out_stride)[0]
-    x = lines(x_address, FLOAT32, 1, count * x_stride)[0]
-    packed = lines(packed_address, element, 1, num_panels * depth * PANEL)[0]
     bias = lines(bias_address, FLOAT32, 1, size)[0]
     rows_at_once = _rows_at_once(depth)
-    row, panel = item // num_panels * rows_at_once, item % num_panels
-    rows = min(rows_at_once, count - row)
-    column = panel * PANEL
-    width = min(PANEL, size - column)
+    row, panel = item // items_a_block * rows_at_once, item % items_a_block * at_once
+    rows, panels = min(rows_at_once, count - row), min(at_once, num_panels - panel)
+    column, whole = panel * PANEL, panels * PANEL
+    width = min(whole, size - column)
     sums, place, stride = out, row * out_stride + column, out_stride
-    if width < PANEL:  # sums of a panel that is wider than what is left of out
-        sums, place, stride = np.empty(rows * PANEL, dtype=np.float32), 0, PANEL
+    if width < whole:  # sums of a panel that is wider than what is left of out
+        sums, place, stride = np.empty(rows * whole, dtype=np.float32), 0, whole
     for r in range(rows):
-        start = sums[place + r * stride : place + r * stride + PANEL]
+        start = sums[place + r * stride : place + r * stride + whole]
         start[:] = np.float32(0.0)
         if bias_address != 0:
             start[:width] = bias[column : column + width]
-    ahead = depth * PANEL if panel + 1 < num_panels and item + 1 < end else 0
-    for k in range(0, depth, _DEPTH):
-        stream_add(
-            rows,
-            x,
-            row * x_stride + k,
-            x_stride,
-            packed,
-            (panel * depth + k) * PANEL,
-            sums,
-            place,
-            stride,
-            min(_DEPTH, depth - k),
-            ahead,
-        )
-    if width < PANEL:
+    add_panels(
+        element,
+        rows,
+        panels,
+        x_address + row * x_stride * 4,
+        x_stride,
+        packed_address,
+        panel,
+        panel + panels < num_panels and item + 1 < end,
+        sums.ctypes.data + place * 4,
+        stride,
+        depth,
+    )
+    if width < whole:
         for r in range(rows):
             place = (row + r) * out_stride + column
-            out[place : place + width] = sums[r * PANEL : r * PANEL + width]
+            out[place : place + width] = sums[r * whole : r * whole + width]
 
 
 multiply_panels = shared(multiply_panel)

@@ -23,6 +23,7 @@ LANES = 16  # float32 numbers of one AVX-512 register; LLVM splits them on narro
 
 HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 of 16 numbers; else 16 of 8 or fewer
 STREAMED_VECTORS = 3  # columns of a panel that is streamed, in vectors: 8 x 3 accumulators, 3 of B, of 32 registers
+PANEL = STREAMED_VECTORS * LANES
 STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -228,19 +229,18 @@ def matmul_add(rows, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, 
 @njit(nogil=True)
 def stream_add(rows, a, a_offset, a_stride, panel, offset, c, c_offset, c_stride, depth, ahead):  # type: ignore[no-untyped-def]
     """C[rows, 48] += A[rows, depth] . panel[depth, 48], whose successor `ahead` elements further is asked for."""
-    width = STREAMED_VECTORS * LANES
     row = 0
     while row < rows:
         a_place, c_place, left = a_offset + row * a_stride, c_offset + row * c_stride, rows - row
         if left >= 8 and STREAMED_ROWS >= 8:
-            _stream_8(a, a_place, a_stride, panel, offset, width, c, c_place, c_stride, depth, ahead)
+            _stream_8(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
             row += 8
         elif left >= 4 and STREAMED_ROWS >= 4:
-            _stream_4(a, a_place, a_stride, panel, offset, width, c, c_place, c_stride, depth, ahead)
+            _stream_4(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
             row += 4
         elif left >= 2:
-            _stream_2(a, a_place, a_stride, panel, offset, width, c, c_place, c_stride, depth, ahead)
+            _stream_2(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
             row += 2
         else:
-            _stream_1(a, a_place, a_stride, panel, offset, width, c, c_place, c_stride, depth, ahead)
+            _stream_1(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
             row += 1

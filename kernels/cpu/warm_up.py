@@ -13,8 +13,10 @@ import time
 import torch
 
 from kernels import cpu
+from kernels.cpu.few_bits import GROUP
 from kernels.cpu.int8_layer import Int8Norm, Int8Product, after_attention, before_attention
-from kernels.cpu.matmul import matmul, pack
+from kernels.cpu.matmul import matmul
+from kernels.cpu.packed_weight import pack
 from kernels.cpu.pinning import pin_threads
 from kernels.cpu.runtime import num_threads
 
@@ -41,6 +43,8 @@ def warm_up(dtype: torch.dtype) -> None:
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), out[0])
     _warm_up_int8(dtype, key_cache)
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
+    for few_bits in (torch.zeros(2, GROUP), torch.arange(2.0 * GROUP).view(2, -1) % 16, torch.arange(-32.0, 32)[None]):
+        matmul(torch.empty(2, len(few_bits)), torch.empty(2, few_bits.shape[1]), pack(few_bits))
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 
 

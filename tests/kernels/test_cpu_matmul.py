@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.cpu.matmul import PANEL, matmul, pack
+from kernels.cpu.matmul import matmul
+from kernels.cpu.packed_weight import pack
+from kernels.cpu.registers import PANEL
+from tests.kernels.few_bits_weights import KINDS, few_bits_weight, pack_float32
 
 SHAPES = [(960, 576), (576, 1536), (60, 157), (1031, 60), (5, 1), (PANEL, 2049), (2 * PANEL + 1, 4100)]
 
@@ -61,6 +64,41 @@ def test_a_weight_that_fits_half_the_bytes_gives_the_same_bits(out_features: int
     assert torch.equal(product(x, packed, None, out_features), product(x, packed.float(), None, out_features))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (60, 160), (97, 32), (1031, 64), (50, 2080)])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_a_weight_of_few_bits_gives_the_bits_of_its_float32_numbers(
+    dtype: torch.dtype, out_features: int, in_features: int, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    weight, bias = few_bits_weight(dtype, out_features, in_features), numbers(out_features, seed=2)
+    packed, expected = pack(weight), pack_float32(weight)
+    assert packed.dtype == dtype and expected.dtype == torch.float32
+    for rows in (1, 2, 3, 4, 5, 8, 9, 33, 130):
+        x = numbers(rows, in_features + 3, seed=rows)[:, 3:]
+        assert torch.equal(
+            product(x, packed, bias, out_features).view(torch.int32),
+            product(x, expected, bias, out_features).view(torch.int32),
+        ), rows
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_more_rows_of_few_bits_than_a_cache_holds_give_the_same_bits(dtype: torch.dtype) -> None:
+    weight, x = few_bits_weight(dtype, 60, 4128), numbers(81, 4128, seed=1)
+    expected = product(x, pack_float32(weight), None, 60)
+    assert torch.equal(product(x, pack(weight), None, 60), expected)
+    assert torch.equal(product(x[-1:], pack(weight), None, 60), expected[-1:])
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_numbers_that_are_none_meet_few_bits_as_float32(dtype: torch.dtype) -> None:
+    weight, x = few_bits_weight(dtype, 50, 64), numbers(7, 64, seed=1)
+    x[2, 5], x[3, 6] = float("nan"), float("inf")
+    torch.testing.assert_close(
+        product(x, pack(weight), None, 50), product(x, pack_float32(weight), None, 50), rtol=0, atol=0, equal_nan=True
+    )
+
+
 def test_one_number_with_more_bits_keeps_a_weight_in_float32() -> None:
     weight = numbers(50, 3).bfloat16().float()
     weight[49, 2] = 1 + 2**-8
@@ -99,5 +137,11 @@ def test_what_does_not_fit_is_refused() -> None:
         matmul(torch.empty(2, 200), torch.empty(2, 20), packed)
     with pytest.raises(ValueError, match=r"bias \(49,\)"):
         matmul(torch.empty(2, 50), torch.empty(2, 20), packed, torch.empty(49))
+    few_bits = pack(few_bits_weight(torch.uint8, 50, 64))
+    for in_features in (32, 60, 63, 96):
+        with pytest.raises(ValueError, match=rf"x \(2, {in_features}\)"):
+            matmul(torch.empty(2, 50), torch.empty(2, in_features), few_bits)
+    with pytest.raises(TypeError, match="packed as"):
+        matmul(torch.empty(2, 50), torch.empty(2, 20), packed.half())
     with pytest.raises(TypeError, match="bfloat16"):
         matmul(torch.empty(2, 50).bfloat16(), torch.empty(2, 20).bfloat16(), packed)

@@ -9,10 +9,11 @@ class PackedLinear:
     """See `Linear`; on a CPU. Of bfloat16 rows the sums are float32, too, and rounded once."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        from kernels.cpu import matmul  # here, so that a worker with a GPU does not wait for a compiler of CPU code
+        from kernels.cpu.matmul import matmul  # here, so that a worker with a GPU waits for no compiler of CPU code
+        from kernels.cpu.packed_weight import pack
 
-        self._matmul = matmul.matmul
-        self._packed, self._bias = matmul.pack(weight), None if bias is None else bias.float()
+        self._matmul = matmul
+        self._packed, self._bias = pack(weight), None if bias is None else bias.float()
         self._out_features = weight.shape[0]
         self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 

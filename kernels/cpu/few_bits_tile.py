@@ -1,0 +1,220 @@
+"""Products with weights of few bits, and such weights as float32, as LLVM vector code; see `few_bits`.
+
+An integer of 4 bits becomes float32 by one permutation of a register that holds all sixteen of them, which looks at the
+lowest four bits of a lane alone; one of 8 bits is widened and converted. A fused multiply-add, or a product, then gives
+the weight's own bits. A few rows are multiplied by these numbers where they are made. For more of them a piece of a
+panel is written out and streamed, which gives the same sums: they run over the inputs in order in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import extending, njit, types
+from numba.core import cgutils
+
+from kernels.cpu.few_bits import FORMATS, GROUP, STEP, FewBits
+from kernels.cpu.registers import CACHE_LINE_BYTES, HAS_WIDE_REGISTERS, LANES, PANEL, STREAMED_VECTORS
+
+intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
+
+FORMAT_OF = {types.int32: FORMATS[torch.int32], types.uint8: FORMATS[torch.uint8], types.int8: FORMATS[torch.int8]}
+MOST_ROWS = 4  # 12 sums, 6 scales and minima, 3 words and a table of 32 registers
+
+_BYTE, _INTEGER, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
+_BYTES, _INTEGERS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_BYTE, _INTEGER, _FLOAT))
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+
+
+def _multiply_add(rows: int, panels: int) -> Any:
+    """Compiles C[rows, 48 panels] += A[rows, 32 groups] . W[32 groups, 48 panels] with C in registers.
+
+    A and C are float32. Memory is given by its address, strides in bytes, and so is `ahead`: what lies so far behind
+    each record is asked for meanwhile.
+    """
+
+    @intrinsic
+    def multiply_add(
+        typing_context: Any,
+        element: Any,
+        a: Any,
+        a_stride: Any,
+        weight: Any,
+        weight_stride: Any,
+        c: Any,
+        c_stride: Any,
+        groups: Any,
+        ahead: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _, a_start, a_row, weight_start, weight_row, c_start, c_row, count, distance = arguments
+            few, index = FORMAT_OF[signature.args[0]], count.type
+            a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
+            first_records = [builder.add(weight_start, builder.mul(weight_row, index(p))) for p in range(panels)]
+            places = {
+                (r, v): builder.add(c_start, builder.add(builder.mul(c_row, index(r)), index(v * LANES * 4)))
+                for r in range(rows)
+                for v in range(panels * STREAMED_VECTORS)
+            }
+            sums = {cell: cgutils.alloca_once(builder, _FLOATS) for cell in places}
+            for cell, place in places.items():
+                builder.store(_load(builder, place, _FLOATS), sums[cell])
+            with cgutils.for_range(builder, count) as group:
+                offset = builder.mul(group.index, index(few.record_bytes))
+                records = [builder.add(first, offset) for first in first_records]
+                for record in records:
+                    _ask_for(builder, builder.add(record, distance), few.record_bytes)
+                for k, values in _numbers(builder, few, records):
+                    offset = builder.mul(builder.add(builder.mul(group.index, index(GROUP)), k), index(4))
+                    for r in range(rows):
+                        factor = _spread(builder, _load(builder, builder.add(a_rows[r], offset), _FLOAT))
+                        for v, value in enumerate(values):
+                            total = _fma(builder, factor, value, builder.load(sums[r, v]))
+                            builder.store(total, sums[r, v])
+            for cell, place in places.items():
+                _store(builder, builder.load(sums[cell]), place)
+            return context.get_dummy_value()
+
+        return types.void(element, *[types.intp] * 8), generate
+
+    return multiply_add
+
+
+@intrinsic
+def expand(typing_context: Any, element: Any, weight: Any, out: Any, groups: Any, ahead: Any) -> Any:
+    """out f32[32 groups, 48] from `groups` records; what lies `ahead` bytes behind each is asked for."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, start, out_start, count, distance = arguments
+        few, index = FORMAT_OF[signature.args[0]], count.type
+        with cgutils.for_range(builder, count) as group:
+            record = builder.add(start, builder.mul(group.index, index(few.record_bytes)))
+            _ask_for(builder, builder.add(record, distance), few.record_bytes)
+            for k, values in _numbers(builder, few, [record]):
+                row = builder.add(builder.mul(group.index, index(GROUP)), k)
+                line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
+                for v, value in enumerate(values):
+                    _store(builder, value, builder.add(line, index(v * LANES * 4)))
+        return context.get_dummy_value()
+
+    return types.void(element, *[types.intp] * 4), generate
+
+
+@intrinsic
+def record_bytes(typing_context: Any, element: Any) -> Any:
+    """Of the format that `element` stands for."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_constant(types.intp, FORMAT_OF[signature.args[0]].record_bytes)
+
+    return types.intp(element), generate
+
+
+def _numbers(builder: Any, few: FewBits, records: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """The float32 numbers of a record of each panel: an input's number in the group, and 16 outputs a vector.
+
+    What the caller emits for each of the `STEP` inputs becomes the body of a loop over the group.
+    """
+    index = records[0].type
+    starts = [(record, v) for record in records for v in range(STREAMED_VECTORS)]
+    scales, minima = (
+        [_load_halves(builder, builder.add(record, index((first + v * LANES) * 2))) for record, v in starts]
+        if first == 0 or few.has_minimum
+        else []
+        for first in (0, PANEL)
+    )
+    vector_bytes = LANES if few.bits == 8 else LANES * 4
+    with cgutils.for_range(builder, index(GROUP // STEP)) as step:
+        offset = builder.add(builder.mul(step.index, index(PANEL * STEP * few.bits // 8)), index(few.integers_offset))
+        places = [builder.add(builder.add(record, offset), index(v * vector_bytes)) for record, v in starts]
+        words = [_load(builder, place, _INTEGERS) for place in places] if few.bits == 4 else []
+        for i in range(STEP):
+            if few.bits == 4:
+                integers = [_of_four_bits(builder, few, builder.lshr(word, _constant(4 * i))) for word in words]
+            else:
+                integers = [
+                    builder.sitofp(
+                        builder.sext(_load(builder, builder.add(place, index(i * PANEL)), _BYTES), _INTEGERS), _FLOATS
+                    )
+                    for place in places
+                ]
+            if few.has_minimum:
+                values = [_fma(builder, *numbers) for numbers in zip(scales, integers, minima, strict=True)]
+            else:
+                values = [builder.fmul(*numbers) for numbers in zip(scales, integers, strict=True)]
+            yield builder.add(builder.mul(step.index, index(STEP)), index(i)), values
+
+
+def _of_four_bits(builder: Any, few: FewBits, lanes: Any) -> Any:
+    """The integers that the lowest four bits of 16 lanes stand for, as float32."""
+    if HAS_WIDE_REGISTERS:
+        table = ir.Constant(_FLOATS, [float(few.least + i) for i in range(LANES)])
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_FLOATS, [_FLOATS, _INTEGERS]), "llvm.x86.avx512.permvar.sf.512"
+        )
+        return builder.call(function, [table, lanes])
+    return builder.sitofp(builder.add(builder.and_(lanes, _constant(15)), _constant(few.least)), _FLOATS)
+
+
+def _constant(number: int) -> Any:
+    return ir.Constant(_INTEGERS, [number] * LANES)
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1 if kind == _BYTES else 4)
+
+
+def _load_halves(builder: Any, address: Any) -> Any:
+    """16 float16 as float32."""
+    return builder.fpext(builder.load(builder.inttoptr(address, _HALVES.as_pointer()), align=2), _FLOATS)
+
+
+def _store(builder: Any, values: Any, address: Any) -> None:
+    builder.store(values, builder.inttoptr(address, values.type.as_pointer()), align=4)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
+    )
+    return builder.call(function, [a, b, c])
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """A number in all lanes."""
+    nothing = ir.Constant(_FLOATS, ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, _INTEGER(0)), nothing, _constant(0))
+
+
+def _ask_for(builder: Any, address: Any, num_bytes: int) -> None:
+    """Have the lines of so many bytes brought to the second cache level."""
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INTEGER] * 3]),
+        "llvm.prefetch.p0",
+    )
+    for offset in range(0, num_bytes, CACHE_LINE_BYTES):
+        place = builder.inttoptr(builder.add(address, address.type(offset)), _BYTE.as_pointer())
+        builder.call(function, [place, _INTEGER(0), _INTEGER(2), _INTEGER(1)])
+
+
+_add_1x1, _add_2x1, _add_3x1, _add_4x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4))
+_add_1x2 = _multiply_add(1, 2)
+
+
+@njit(nogil=True)
+def multiply_add(element, rows, panels, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
+    """C[rows, 48 panels] += A[rows, 32 groups] . W, up to 4 rows of one panel or a row of 2; see `_multiply_add`."""
+    if panels == 2:
+        _add_1x2(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
+    elif rows == 4:
+        _add_4x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
+    elif rows == 3:
+        _add_3x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
+    elif rows == 2:
+        _add_2x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
+    else:
+        _add_1x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)

@@ -1,0 +1,50 @@
+"""Float32 weights as files of few bits give them, and packings to hold them against."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+
+from kernels.cpu.packed_weight import packed_shape
+from kernels.cpu.registers import PANEL
+
+KINDS = {  # of GGUF, by the type that such a weight is packed as
+    torch.int32: gguf.GGMLQuantizationType.Q4_0,
+    torch.uint8: gguf.GGMLQuantizationType.Q4_1,
+    torch.int8: gguf.GGMLQuantizationType.Q8_0,
+}
+
+
+def few_bits_weight(dtype: torch.dtype, out_features: int, in_features: int, seed: int = 0) -> torch.Tensor:
+    """f32[out_features, in_features], quantised and dequantised by the `gguf` package."""
+    numbers = np.random.default_rng(seed).standard_normal((out_features, in_features), dtype=np.float32)
+    stored = gguf.quantize(numbers, KINDS[dtype])
+    return torch.from_numpy(gguf.dequantize(stored, KINDS[dtype]))
+
+
+def pack_float32(weight: torch.Tensor) -> torch.Tensor:
+    """Packed as float32, whatever would suffice."""
+    out_features, in_features = weight.shape
+    packed = torch.zeros(packed_shape(torch.float32, out_features, in_features))
+    for row in range(out_features):
+        packed[row // PANEL, :, row % PANEL] = weight[row]
+    return packed
+
+
+def unpack(packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """What the layout of `kernels.cpu.few_bits` says, number by number: f32[out_features, in_features]."""
+    records = packed.view(torch.uint8).flatten(2).numpy()
+    num_scales = 2 if packed.dtype == torch.uint8 else 1
+    scales = records[:, :, : num_scales * PANEL * 2].copy().view(np.float16).astype(np.float32)
+    rest = records[:, :, num_scales * PANEL * 2 :].copy()
+    if packed.dtype == torch.int8:
+        integers = rest.view(np.int8).astype(np.float32)
+    else:
+        words = rest.view(np.uint32).reshape(*rest.shape[:2], 4, 1, PANEL)
+        integers = (words >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15).astype(np.float32)
+        integers -= np.float32(8 if packed.dtype == torch.int32 else 0)
+    numbers = scales[:, :, None, :PANEL] * integers.reshape(*rest.shape[:2], 32, PANEL)
+    if num_scales == 2:
+        numbers = numbers + scales[:, :, None, PANEL:]
+    return torch.from_numpy(numbers).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:out_features]
