@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 READY_TIMEOUT_S = 600.0
 POLL_S = 0.01
+PATIENCE_TOKENS = 512  # half a millisecond of work, by which nothing else is held up for long
 
 
 class Embedded:
@@ -78,6 +79,15 @@ class Embedded:
     def model(self, model: ServedModel) -> None:
         self.serving.pool.model = model
 
+    @property
+    def reads_along(self) -> bool:
+        """Whether outputs are made as their tokens come; False: of many tokens together, in far less time."""
+        return self._outputs.patience == 1
+
+    @reads_along.setter
+    def reads_along(self, reads_along: bool) -> None:
+        self._outputs.patience = 1 if reads_along else PATIENCE_TOKENS
+
     def take_turn(self) -> None:
         """Takes what has happened and delivers what it gave; for an engine that does not run itself."""
         self.engine.take_events()
@@ -125,6 +135,12 @@ class GatheredOutput:
         self.output.seed, self.output.model, self.output.metrics = delta.seed, delta.model, delta.metrics
         self.output.finished = delta.finished
         return delta.finished
+
+    def note_times(self, token_times_ns: list[int]) -> None:
+        """When tokens came, of a request whose only message comes at its end."""
+        if token_times_ns:
+            self.output.metrics.token_times_ns = token_times_ns
+            self.output.metrics.first_token_ns = token_times_ns[0]
 
 
 def _join(whole: CompletionOutput, part: CompletionOutput) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from octavo.embedded import Embedded, GatheredOutput
+from octavo.embedded import POLL_S, Embedded, GatheredOutput
 from octavo.generation import Generation, RetryPolicy, build_request
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -17,6 +17,8 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from scheduler_svc.output_processor import Delivery
     from scheduler_svc.tokenizer import Tokenizer
+
+CHECK_S = 1.0  # between two looks whether the worker is there
 
 
 class LLM:
@@ -57,7 +59,9 @@ class LLM:
         params = _one_each(sampling_params, len(requests))
         generations = [
             Generation(
-                build_request(text, parameters, prompt_token_ids=ids), RetryPolicy(retries=0), time.monotonic_ns()
+                build_request(text, parameters, prompt_token_ids=ids, stream=False),
+                RetryPolicy(retries=0),
+                time.monotonic_ns(),
             )
             for (text, ids), parameters in zip(requests, params, strict=True)
         ]
@@ -74,6 +78,7 @@ class LLM:
         gathered = {
             group.request_id: GatheredOutput(generation) for group, generation in zip(groups, generations, strict=True)
         }
+        self._embedded.reads_along = any(group.sampling_params.stop for group in groups)
         unsent = list(reversed(groups))
         progress = _Progress(len(groups), use_tqdm)
         num_unfinished = len(groups)
@@ -84,12 +89,11 @@ class LLM:
                         engine.submit(unsent[-1])
                     except QueueFull:
                         break
-                    sent = unsent.pop()
-                    if (admission := sent.output.admission()) is not None:
-                        gathered[sent.request_id].take(admission)
-                for stream, response in self._next_delivery():
+                    unsent.pop()
+                for stream, response in self._next_delivery(POLL_S if unsent else CHECK_S):
                     request = gathered.get(stream.group.request_id)
                     if request is not None and request.take(response):
+                        request.note_times(stream.token_times_ns)
                         num_unfinished -= 1
                         progress.finished(request.output)
         except BaseException:
@@ -100,13 +104,13 @@ class LLM:
             progress.close()
         return [gathered[group.request_id].output for group in groups]
 
-    def _next_delivery(self) -> Delivery:
-        """Waits for messages; notices when the worker that should make them is gone for good."""
-        while True:
-            try:
-                return self._deliveries.get(timeout=1.0)
-            except queue.Empty:
-                self._embedded.worker.check()
+    def _next_delivery(self, timeout_s: float) -> Delivery:
+        """Waits for messages, one for each request, or for so long; notices when the worker is gone for good."""
+        try:
+            return self._deliveries.get(timeout=timeout_s)
+        except queue.Empty:
+            self._embedded.worker.check()
+            return []
 
     def get_tokenizer(self) -> Tokenizer:
         return self._embedded.model.tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -149,7 +150,7 @@ class CoreLink:
             for counters in event.tokens.counters:
                 self._apply(counters)
             tokens = decode_tokens(event.tokens, self._groups)
-            self._mailboxes.ring(partial(take_tokens, tokens, event.tokens.logprobs))
+            self._mailboxes.ring(partial(take_tokens, tokens, event.tokens.logprobs, time.monotonic_ns()))
         elif kind == "prompt_logprobs":
             if (group := self._groups.get(event.prompt_logprobs.number)) is not None:
                 self._mailboxes.ring(partial(take_prompt_logprobs, group, event.prompt_logprobs.logprobs))

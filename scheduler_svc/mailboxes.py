@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
@@ -57,7 +58,7 @@ class Mailboxes:
         self._soon(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
-        self._soon(partial(take_tokens, tokens, outputs))
+        self._soon(partial(take_tokens, tokens, outputs, time.monotonic_ns()))
 
     def put_beams(self, group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
         self._soon(partial(take_beams, group, hypotheses))

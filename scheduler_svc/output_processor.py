@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from functools import partial
@@ -38,7 +40,7 @@ def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutp
     return [stream] if stream.is_finished else []
 
 
-def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> list[RequestStream]:
+def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs, came_ns: int) -> list[RequestStream]:
     ready: list[RequestStream] = []
     logprobs: LogprobColumns | None = None
     columns = (tokens.sequences.tolist(), tokens.token_ids.tolist(), tokens.entries.tolist(), tokens.finish_reasons)
@@ -49,7 +51,7 @@ def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> list[
             if stream.reads_logprobs:
                 logprobs = logprobs or LogprobColumns(outputs)
                 stream.take_logprobs(sequence, logprobs, entry)
-            stream.take(sequence, token_id, reason)
+            stream.take(sequence, token_id, reason, came_ns)
         except Exception:
             log.exception("output failed", request_id=stream.group.request_id)
             stream.fail()
@@ -83,11 +85,19 @@ class OutputProcessor:
 
     `deliver` is called on that thread, with the messages of one answer together, so that whoever takes them is woken
     once a step.
+
+    Attributes:
+        patience: how many tokens may wait for one another before outputs are made of them, as long as none ends a
+            sequence. Above 1 where nobody reads along and no text is looked through for its end: the thread is then
+            woken every so many tokens, not every step.
     """
 
     def __init__(self, deliver: Callable[[Delivery], None]) -> None:
+        self.patience = 1
         self._deliver = deliver
-        self._queue: queue.SimpleQueue[Callable[[], list[RequestStream]] | None] = queue.SimpleQueue()
+        self._work: deque[Callable[[], list[RequestStream]]] = deque()
+        self._num_waiting = 0  # tokens of the work since the bell was rung
+        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is work; False: and no more will come
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
 
     def start(self) -> None:
@@ -95,33 +105,46 @@ class OutputProcessor:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._bell.put(False)
             self._thread.join()
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
-        self._queue.put(partial(take_prompt_logprobs, group, logprobs))
+        self._put(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
-        self._queue.put(partial(take_tokens, tokens, outputs))
+        self._work.append(partial(take_tokens, tokens, outputs, time.monotonic_ns()))
+        self._num_waiting += len(tokens.sequences)
+        if self._num_waiting >= self.patience or tokens.finish_reasons.any():
+            self._ring()
 
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
-        self._queue.put(partial(take_beams, group, hypotheses))
+        self._put(partial(take_beams, group, hypotheses))
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        self._queue.put(partial(take_end, group, reason, message))
+        self._put(partial(take_end, group, reason, message))
 
     def run_pending(self) -> None:
         """Makes and delivers what is there, for a caller who has not started the thread."""
-        while not self._queue.empty():
-            self._work(self._queue.get())
+        while self._work:
+            self._make(self._work.popleft())
+
+    def _put(self, work: Callable[[], list[RequestStream]]) -> None:
+        self._work.append(work)
+        self._ring()
+
+    def _ring(self) -> None:
+        self._num_waiting = 0
+        self._bell.put(True)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            self._work(work)
+        goes_on = True
+        while goes_on:
+            goes_on = self._bell.get()
+            self.run_pending()
 
-    def _work(self, work: Callable[[], list[RequestStream]] | None) -> None:
+    def _make(self, work: Callable[[], list[RequestStream]]) -> None:
         try:
-            streams = work() if work is not None else []
+            streams = work()
             if delivery := [(stream, message) for stream in streams for message in iter(stream.next_message, None)]:
                 self._deliver(delivery)
         except Exception:

@@ -43,6 +43,7 @@ class RequestStream:
         is_ready: `next_message` has something to give.
         is_finished: all outputs have ended; the message that says so may not have been made yet.
         reads_logprobs: `take_logprobs` has to come before each `take`.
+        token_times_ns: when tokens of the first sequence came, noted where messages do not show it.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RequestStream:
         self.streams = streams
         self.is_ready = False
         self.is_finished = False
+        self.token_times_ns: list[int] = []
         self._finish_sequence = finish_sequence
         self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
         self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
@@ -106,10 +108,12 @@ class RequestStream:
         for entry in range(len(columns)):
             self._prompt_logprobs.append(columns.at(entry, self._num_top_of_prompt, self._tokenizer.token_text))
 
-    def take(self, sequence: Sequence, token_id: int, reason: int) -> None:
+    def take(self, sequence: Sequence, token_id: int, reason: int, came_ns: int) -> None:
         """One token; `reason` where it ended the sequence."""
         if self._first_token_ns is None:
-            self._note_first_token()
+            self._note_first_token(came_ns)
+        if self._is_gathered and sequence.index == 0:
+            self.token_times_ns.append(came_ns)
         output = self._outputs[sequence.index]
         if output.finish_reason:
             return  # drawn by a step in flight when a stop string was found
@@ -130,7 +134,7 @@ class RequestStream:
     def take_beams(self, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
         """All outputs at once, ranked."""
         self._num_beam_tokens = sum(len(hypothesis.token_ids) for hypothesis in hypotheses)
-        self._note_first_token()
+        self._note_first_token(time.monotonic_ns())
         for output, hypothesis in zip(self._outputs, hypotheses, strict=False):
             if not output.finish_reason:
                 output.take_beam(hypothesis)
@@ -177,8 +181,8 @@ class RequestStream:
             self._add_summary(response)
         return response
 
-    def _note_first_token(self) -> None:
-        self._first_token_ns = time.monotonic_ns()
+    def _note_first_token(self, came_ns: int) -> None:
+        self._first_token_ns = came_ns
         if self._prompt_logprobs and len(self._prompt_logprobs) != self.group.num_prompt_tokens:
             raise ValueError(f"a token came after {len(self._prompt_logprobs)} logprobs of the prompt")
 

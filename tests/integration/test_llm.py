@@ -38,6 +38,10 @@ def test_outputs_come_in_the_order_of_the_prompts(llm, capsys):
         assert output.metrics.num_prompt_tokens == len(prompt)
         shown = llm.get_tokenizer().decode(list(output.outputs[0].token_ids))
         assert output.outputs[0].text == shown
+        times_ns = output.metrics.token_times_ns
+        assert len(times_ns) == len(output.outputs[0].token_ids), "one by one, though they were handed over at the end"
+        assert output.metrics.arrival_ns < times_ns[0] == output.metrics.first_token_ns and times_ns == sorted(times_ns)
+        assert times_ns[-1] < output.metrics.finished_ns
     assert "tokens/s" in capsys.readouterr().err
 
 
@@ -49,6 +53,16 @@ def test_each_prompt_may_have_parameters_of_its_own(llm):
     params = [SamplingParams(temperature=0, max_tokens=number + 1, ignore_eos=True) for number in range(4)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4]
+
+
+def test_a_stop_string_ends_one_output_and_no_other(llm):
+    whole, other = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    text = whole.outputs[0].text
+    stopping = SamplingParams(temperature=0, max_tokens=20, stop=[text[3:6]])
+    stopped, beside = llm.generate(PROMPTS[:2], [stopping, GREEDY], use_tqdm=False)
+    assert stopped.outputs[0].text == text[: text.index(text[3:6])]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", text[3:6])
+    assert len(stopped.outputs[0].token_ids) < 20 and beside.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 def test_more_prompts_than_may_wait_are_fed_in_turn(folder):

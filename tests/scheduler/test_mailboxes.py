@@ -38,7 +38,7 @@ def say(mailboxes: Mailboxes, text: bytes, *streams: RequestStream, reason: Fini
     def take() -> list[RequestStream]:
         for each in streams:
             for token_id in text:
-                each.take(each.group.sequences[0], token_id, reason)
+                each.take(each.group.sequences[0], token_id, reason, came_ns=1)
         return list(streams)
 
     mailboxes.ring(take)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,18 +44,18 @@ class Outputs:
         for stream, response in delivery:
             self.messages.setdefault(stream.group.request_id, []).extend(response.outputs)
 
-    def add(self, request_id: str, **params: Any) -> SequenceGroup:
+    def add(self, request_id: str, streams: bool = True, **params: Any) -> SequenceGroup:
         group = SequenceGroup(request_id, [1], pb.SamplingParams(**params), max_num_tokens=50, arrival_ns=0)
         group.output = RequestStream(
-            group, self._tokenizer, "model", streams=True, returns_prompt=False, finish_sequence=self.finished.append
+            group, self._tokenizer, "model", streams=streams, returns_prompt=False, finish_sequence=self.finished.append
         )
         return group
 
-    def put(self, *groups: SequenceGroup) -> None:
-        """An answer with the token `x` for each group."""
+    def put(self, *groups: SequenceGroup, reason: FinishReason = FinishReason.NONE) -> None:
+        """An answer with the token `x` for each group, which may be its last."""
         token_ids = np.full(len(groups), ord("x"), np.int32)
         sequences = np.array([group.sequences[0] for group in groups], object)
-        reasons = np.zeros(len(groups), np.uint8)
+        reasons = np.full(len(groups), reason, np.uint8)
         tokens = NewTokens(sequences, token_ids, np.arange(len(groups)), reasons, [])
         outputs = worker_pb2.SequenceOutputs(token_ids_i32=token_ids.tobytes())
         self.processor.put_tokens(tokens, outputs)
@@ -100,6 +102,48 @@ def test_a_delivery_that_raises_does_not_end_the_thread(tokenizer):
     outputs.put(group)
     outputs.processor.stop()
     assert len(outputs.messages["one"]) == 1
+
+
+def test_tokens_wait_for_one_another_until_there_are_enough_or_one_ends(tokenizer):
+    outputs = Outputs(tokenizer)
+    outputs.processor.patience = 5
+    first, second = outputs.add("first", streams=False), outputs.add("second", streams=False)
+    times_ns = first.output.token_times_ns
+    outputs.processor.start()
+    outputs.put(first, second)
+    outputs.put(first, second)
+    time.sleep(0.05)
+    assert not times_ns, "four tokens wait"
+    outputs.put(first, second)
+    wait_for(lambda: len(times_ns) == 3)
+    outputs.put(second)
+    outputs.put(first, reason=FinishReason.LENGTH)
+    wait_for(lambda: "first" in outputs.messages)
+    (delta,) = outputs.messages["first"]
+    assert (delta.text, delta.finish_reason) == ("xxxx", FinishReason.LENGTH)
+    assert len(times_ns) == 4 and times_ns == sorted(set(times_ns)), "each by when its answer came"
+    outputs.put(second)
+    outputs.processor.put_end(second, FinishReason.ABORT, "")
+    wait_for(lambda: "second" in outputs.messages)
+    assert outputs.messages["second"][0].text == "xxxxx"
+    outputs.processor.stop()
+
+
+def test_what_waits_is_made_when_the_thread_stops(tokenizer):
+    outputs = Outputs(tokenizer)
+    outputs.processor.patience = 5
+    group = outputs.add("one")
+    outputs.processor.start()
+    outputs.put(group)
+    outputs.processor.stop()
+    assert outputs.messages["one"][0].text == "x"
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_logprobs_go_to_those_who_asked():

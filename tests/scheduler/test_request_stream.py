@@ -70,7 +70,8 @@ class Reader:
         for position, token_id in enumerate(data, start=1):
             if logprob is not None:
                 self.stream.take_logprobs(sequence, one_logprob(token_id, logprob), 0)
-            self.stream.take(sequence, token_id, reason if position == len(data) else NONE)
+            is_last = position == len(data)
+            self.stream.take(sequence, token_id, reason if is_last else NONE, came_ns=self.group.arrival_ns + position)
             if not self.is_behind:
                 self.read()
 
@@ -179,7 +180,8 @@ def test_times_count_from_arrival(tokenizer):
     assert reader.last is not None
     timings = reader.last.timings
     assert timings.queue_ns == 1000
-    assert 0 < timings.first_token_ns <= timings.total_ns
+    assert timings.first_token_ns == 1 and timings.total_ns >= 3
+    assert reader.stream.token_times_ns == [], "who reads along sees when tokens come"
 
 
 def test_a_failure_ends_the_output_without_a_look_at_its_text(tokenizer):
