@@ -16,7 +16,7 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 @njit(nogil=True, fastmath={"contract"}, error_model="numpy")
-def _rows(lane, lanes, element, out_address, x_address, count, size):  # type: ignore[no-untyped-def]
+def activate_rows(lane, lanes, element, out_address, x_address, count, size):  # type: ignore[no-untyped-def]
     # numpy's errors: a division that may raise is not vectorised, 32 rows of 1,536 then take 140 us in place of 10.
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, 2 * size)
@@ -31,12 +31,12 @@ def _rows(lane, lanes, element, out_address, x_address, count, size):  # type: i
 def _together(element, out_address, x_address, count, size, num_threads):  # type: ignore[no-untyped-def]
     lanes = min(num_threads, count)
     for lane in prange(lanes):
-        _rows(lane, lanes, element, out_address, x_address, count, size)
+        activate_rows(lane, lanes, element, out_address, x_address, count, size)
 
 
 @njit(nogil=True, cache=True)
 def _silu_and_mul(element, out_address, x_address, count, size, num_threads):  # type: ignore[no-untyped-def]
     if count * size <= FEW_NUMBERS:
-        _rows(0, 1, element, out_address, x_address, count, size)
+        activate_rows(0, 1, element, out_address, x_address, count, size)
     else:
         _together(element, out_address, x_address, count, size, num_threads)

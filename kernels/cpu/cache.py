@@ -59,6 +59,37 @@ def _store(source, place):  # type: ignore[no-untyped-def]
         place[i] = from_float32(to_float32(source[i]), place[i])
 
 
+@njit(nogil=True)
+def store_token(  # type: ignore[no-untyped-def]
+    token,
+    element,
+    stored_element,
+    key_address,
+    key_stride,
+    value_address,
+    value_stride,
+    key_cache_address,
+    value_cache_address,
+    cache_shape,
+    slots_address,
+    num_tokens,
+):
+    """Of `_reshape_and_cache`, one token."""
+    num_blocks, num_kv_heads, block_size, head_size = cache_shape
+    key = lines(key_address, element, num_tokens, key_stride)
+    value = lines(value_address, element, num_tokens, value_stride)
+    key_cache = lines(key_cache_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
+    value_cache = lines(value_cache_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
+    slot = lines(slots_address, INT64, 1, num_tokens)[0, token]
+    if slot < 0:
+        return
+    block, offset = slot // block_size, slot % block_size
+    for head in range(num_kv_heads):
+        line = (block * num_kv_heads + head) * block_size + offset
+        _store(key[token, head * head_size : (head + 1) * head_size], key_cache[line])
+        _store(value[token, head * head_size : (head + 1) * head_size], value_cache[line])
+
+
 @njit(nogil=True, cache=True)
 def _reshape_and_cache(  # type: ignore[no-untyped-def]
     element,
@@ -73,18 +104,18 @@ def _reshape_and_cache(  # type: ignore[no-untyped-def]
     slots_address,
     num_tokens,
 ):
-    num_blocks, num_kv_heads, block_size, head_size = cache_shape
-    key = lines(key_address, element, num_tokens, key_stride)
-    value = lines(value_address, element, num_tokens, value_stride)
-    key_cache = lines(key_cache_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
-    value_cache = lines(value_cache_address, stored_element, num_blocks * num_kv_heads * block_size, head_size)
-    slots = lines(slots_address, INT64, 1, num_tokens)[0]
-    for t in range(num_tokens):
-        slot = slots[t]
-        if slot < 0:
-            continue
-        block, offset = slot // block_size, slot % block_size
-        for head in range(num_kv_heads):
-            line = (block * num_kv_heads + head) * block_size + offset
-            _store(key[t, head * head_size : (head + 1) * head_size], key_cache[line])
-            _store(value[t, head * head_size : (head + 1) * head_size], value_cache[line])
+    for token in range(num_tokens):
+        store_token(
+            token,
+            element,
+            stored_element,
+            key_address,
+            key_stride,
+            value_address,
+            value_stride,
+            key_cache_address,
+            value_cache_address,
+            cache_shape,
+            slots_address,
+            num_tokens,
+        )

@@ -48,7 +48,7 @@ def _sum_of_squares(y):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _rows(  # type: ignore[no-untyped-def]
+def norm_rows(  # type: ignore[no-untyped-def]
     lane, lanes, element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset
 ):
     out = lines(out_address, element, count, size)
@@ -83,7 +83,7 @@ def _together(  # type: ignore[no-untyped-def]
 ):
     lanes = min(num_threads, count)
     for lane in prange(lanes):
-        _rows(
+        norm_rows(
             lane,
             lanes,
             element,
@@ -103,7 +103,9 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset, num_threads
 ):
     if count * size <= FEW_NUMBERS:
-        _rows(0, 1, element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset)
+        norm_rows(
+            0, 1, element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset
+        )
     else:
         _together(
             element,

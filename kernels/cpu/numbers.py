@@ -21,9 +21,9 @@ LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)  # exact in few bits, so that n * LN2_HIGH is exact
 LN2_LOW = np.float32(-2.12194440e-4)
 
-INT32, INT64, FLOAT32 = np.int32(0), np.int64(0), np.float32(0)
+INT32, INT64, FLOAT32, BFLOAT16 = np.int32(0), np.int64(0), np.float32(0), np.uint16(0)
 
-_ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: np.uint16(0)}
+_ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _STORED_ELEMENTS = _ELEMENTS | {torch.float16: np.int16(0)}
 
 

@@ -18,7 +18,7 @@ from kernels.cpu.few_bits_fit import pack_few_bits
 from kernels.cpu.numbers import FLOAT32
 from kernels.cpu.registers import PANEL
 
-_ELEMENTS = {
+ELEMENTS = {
     torch.float32: FLOAT32,
     torch.bfloat16: np.uint16(0),
     torch.uint8: np.uint8(0),
@@ -58,7 +58,7 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
 def element_of_packed(packed: torch.Tensor) -> Any:
     """The number whose type says in a kernel how a weight is packed. Raises TypeError for what `pack` never gives."""
     try:
-        return _ELEMENTS[packed.dtype]
+        return ELEMENTS[packed.dtype]
     except KeyError:
         raise TypeError(f"no weight is packed as {packed.dtype}") from None
 

@@ -43,7 +43,7 @@ def _rotate(line, num_heads, head_size, angles):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _rows(  # type: ignore[no-untyped-def]
+def rotate_rows(  # type: ignore[no-untyped-def]
     lane,
     lanes,
     element,
@@ -84,7 +84,7 @@ def _together(  # type: ignore[no-untyped-def]
 ):
     lanes = min(num_threads, query_shape[0])
     for lane in prange(lanes):
-        _rows(
+        rotate_rows(
             lane,
             lanes,
             element,
@@ -115,7 +115,7 @@ def _rotary(  # type: ignore[no-untyped-def]
     num_threads,
 ):
     if query_shape[0] * (query_shape[1] + num_kv_heads) * query_shape[2] <= FEW_NUMBERS:
-        _rows(
+        rotate_rows(
             0,
             1,
             element,

@@ -15,6 +15,8 @@ import torch
 from kernels import cpu
 from kernels.cpu.few_bits import GROUP
 from kernels.cpu.int8_layer import Int8Norm, Int8Product, after_attention, before_attention
+from kernels.cpu.layer_product import Product
+from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
 from kernels.cpu.matmul import matmul
 from kernels.cpu.packed_weight import pack
 from kernels.cpu.pinning import pin_threads
@@ -45,7 +47,23 @@ def warm_up(dtype: torch.dtype) -> None:
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
     for few_bits in (torch.zeros(2, GROUP), torch.arange(2.0 * GROUP).view(2, -1) % 16, torch.arange(-32.0, 32)[None]):
         matmul(torch.empty(2, len(few_bits)), torch.empty(2, few_bits.shape[1]), pack(few_bits))
+    if dtype == torch.float32:
+        _warm_up_layers(key_cache, value_cache)
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
+
+
+def _warm_up_layers(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """One layer for 2 rows of 8, 2 heads of 4 over 1, an MLP of 2; a compiled pass knows all kinds of weights."""
+
+    def product(num_in: int, num_out: int) -> Product:
+        return Product(pack(torch.ones(num_out, num_in) / 3), None, num_out, num_in)
+
+    norm, cos_sin = torch.ones(8), torch.zeros(2, 4)
+    layer = LayerWeights(norm, product(8, 16), cos_sin, 1.0, 0, product(8, 8), norm, product(8, 4), product(2, 8))
+    lengths = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2])]
+    step = StackStep(torch.arange(2), torch.arange(2), *lengths)
+    stack = LayerStack(StackShape(8, 2, 2, 1, 4, 1e-5, 0.0, 0.0), [layer])
+    stack(torch.zeros(2, 8), torch.zeros(2, 8), [(keys, values)], step)
 
 
 def _warm_up_int8(dtype: torch.dtype, cache: torch.Tensor) -> None:

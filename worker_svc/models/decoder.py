@@ -14,6 +14,7 @@ from worker_svc.attention import AttentionMetadata
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.int8_layer import Int8Layer
 from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
@@ -59,6 +60,7 @@ class Decoder:
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
             self._layers.append(layer_class(config, weights, prefix, i, cos_sin, slopes, kernels))
+        self._fused = FusedLayers(config, self._layers) if FusedLayers.is_for(config, self._layers) else None
         self._norm: Norm = NoNorm()
         if names.final_norm:
             self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)
@@ -84,6 +86,11 @@ class Decoder:
         )
 
     @property
+    def is_fused(self) -> bool:
+        """Whether all layers are computed in one call of compiled code."""
+        return self._fused is not None
+
+    @property
     def is_capturable(self) -> bool:
         """Unless it is the host that tells which experts have rows."""
         return self.device.type == "cuda" or self.config.style.experts is None
@@ -105,13 +112,20 @@ class Decoder:
         residual = self._embed(token_ids, positions)
         attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
         step = StepTensors(num_tokens, positions, attention, residual, torch.empty_like(residual), attended)
-        update = torch.zeros_like(residual)
-        for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
-            update = layer(update, key_cache, value_cache, step)
+        update = self._run_layers(torch.zeros_like(residual), caches, step)
         if reader is not None:
             for rows in reader.rows.split(MAX_ROWS_AT_ONCE):
                 reader.take(self._logits(residual, update, rows))
         return self._logits(residual, update, logits_rows)
+
+    def _run_layers(
+        self, update: torch.Tensor, caches: list[tuple[torch.Tensor, torch.Tensor]], step: StepTensors
+    ) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused(update, caches, step)
+        for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
+            update = layer(update, key_cache, value_cache, step)
+        return update
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[rows, hidden], the first residual."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -50,10 +51,10 @@ class DecoderLayer:
         kernels: ModuleType,
     ) -> None:
         style, names, hidden = config.style, config.style.names, config.hidden_size
-        self._config, self._kernels, self._cos_sin = config, kernels, cos_sin
+        self._config, self._kernels, self.cos_sin = config, kernels, cos_sin
         self._part_sizes = [heads * config.head_size for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
         scale = config.head_size**-0.5 if style.attention_scale is None else style.attention_scale
-        self._attention_options = {
+        self.attention_options: dict[str, Any] = {
             "scale": scale / (index + 1) if style.is_scaled_by_layer else scale,
             "alibi_slopes": alibi_slopes,
             "sliding_window": style.window(index),
@@ -63,8 +64,8 @@ class DecoderLayer:
         def norm(name: str, size: int = hidden) -> Norm:
             return take_norm(config, weights, prefix + name, size, kernels)
 
-        self._input_norm = norm(names.input_norm)
-        self._qkv = take_linear(
+        self.input_norm = norm(names.input_norm)
+        self.qkv = take_linear(
             weights,
             [prefix + name for name in names.qkv],
             self._part_sizes,
@@ -76,7 +77,7 @@ class DecoderLayer:
         self._head_norms = [
             norm(name, config.head_size) for name in (names.query_norm, names.key_norm) if style.has_head_norms
         ]
-        self._attention_out = take_linear(
+        self.attention_out = take_linear(
             weights,
             [prefix + names.attention_out],
             [hidden],
@@ -85,29 +86,29 @@ class DecoderLayer:
             is_transposed=names.is_transposed,
         )
         self._attention_post_norm = norm(names.attention_post_norm) if names.attention_post_norm else None
-        self._mlp_norm = norm(names.mlp_norm)
-        self._mlp = _take_mlp(config, weights, prefix, index, kernels)
+        self.mlp_norm = norm(names.mlp_norm)
+        self.mlp = _take_mlp(config, weights, prefix, index, kernels)
         self._mlp_post_norm = norm(names.mlp_post_norm) if names.mlp_post_norm else None
         for name in names.ignored:
             weights.ignore(prefix + name)
 
     @property
     def weights_bytes(self) -> int:
-        norms = [self._input_norm, *self._head_norms, self._attention_post_norm, self._mlp_norm, self._mlp_post_norm]
-        products = [self._qkv, self._attention_out, self._mlp]
+        norms = [self.input_norm, *self._head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
+        products = [self.qkv, self.attention_out, self.mlp]
         return sum(part.weight_bytes for part in [*norms, *products] if part is not None)
 
     def __call__(
         self, update: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
     ) -> torch.Tensor:
         """Adds `update` to the residual; the next update, [rows, hidden]. Writes the new keys and values."""
-        self._input_norm(step.normed, update, step.residual)
+        self.input_norm(step.normed, update, step.residual)
         self._attend(key_cache, value_cache, step)
-        update = self._attention_out(step.attended)
+        update = self.attention_out(step.attended)
         if self._attention_post_norm:
             self._attention_post_norm(update, update)
-        self._mlp_norm(step.normed, update, step.residual)
-        update = self._mlp(step.normed)
+        self.mlp_norm(step.normed, update, step.residual)
+        update = self.mlp(step.normed)
         if self._mlp_post_norm:
             self._mlp_post_norm(update, update)
         return update
@@ -115,15 +116,15 @@ class DecoderLayer:
     def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> None:
         config, kernels, attention, num_tokens = self._config, self._kernels, step.attention, step.num_tokens
         query, key, value = (
-            part.unflatten(1, (-1, config.head_size)) for part in self._qkv(step.normed).split(self._part_sizes, dim=1)
+            part.unflatten(1, (-1, config.head_size)) for part in self.qkv(step.normed).split(self._part_sizes, dim=1)
         )
         if self._head_norms:
             query, key = (_normed(norm, x) for norm, x in zip(self._head_norms, (query, key), strict=True))
         tokens, caches = slice(num_tokens), (key_cache, value_cache, attention.slot_mapping)
-        if self._cos_sin is None:
+        if self.cos_sin is None:
             kernels.reshape_and_cache(key[tokens], value[tokens], *caches)
         else:
-            angles = (step.positions[tokens], self._cos_sin)
+            angles = (step.positions[tokens], self.cos_sin)
             kernels.rotary_and_cache(query[tokens], key[tokens], value[tokens], *angles, *caches)
         kernels.paged_attention(
             step.attended.view(-1, config.num_heads, config.head_size),
@@ -135,7 +136,7 @@ class DecoderLayer:
             attention.query_starts,
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,
-            **self._attention_options,
+            **self.attention_options,
         )
 
 

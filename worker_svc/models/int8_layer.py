@@ -43,15 +43,15 @@ class Int8Layer(DecoderLayer):
             assert isinstance(it, RmsNorm)
             return int8_layer.Int8Norm(it.weight, it.eps, it.weight_offset)
 
-        assert isinstance(self._mlp, Mlp)
+        assert isinstance(self.mlp, Mlp)
         self._before, self._after = int8_layer.before_attention, int8_layer.after_attention
         self._products = (
-            product(self._qkv, config.hidden_size),
-            product(self._attention_out, self._part_sizes[0]),
-            product(self._mlp.inner, config.hidden_size),
-            product(self._mlp.outer, config.intermediate_size),
+            product(self.qkv, config.hidden_size),
+            product(self.attention_out, self._part_sizes[0]),
+            product(self.mlp.inner, config.hidden_size),
+            product(self.mlp.outer, config.intermediate_size),
         )
-        self._norms = norm(self._input_norm), norm(self._mlp_norm)
+        self._norms = norm(self.input_norm), norm(self.mlp_norm)
         self._head_counts = config.num_heads, config.num_kv_heads
 
     @staticmethod
@@ -76,7 +76,7 @@ class Int8Layer(DecoderLayer):
         qkv_product, attention_out, mlp_in, mlp_out = self._products
         input_norm, mlp_norm = self._norms
         rows, config, attention = update.shape[0], self._config, step.attention
-        assert self._cos_sin is not None
+        assert self.cos_sin is not None
         qkv = update.new_empty(rows, qkv_product.out_features)
         self._before(
             qkv,
@@ -87,7 +87,7 @@ class Int8Layer(DecoderLayer):
             qkv_product,
             self._head_counts,
             step.positions,
-            self._cos_sin,
+            self.cos_sin,
             key_cache,
             value_cache,
             attention.slot_mapping,
@@ -102,7 +102,7 @@ class Int8Layer(DecoderLayer):
             attention.query_starts,
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,
-            **self._attention_options,
+            **self.attention_options,
         )
         inner = update.new_empty(rows, 3 * mlp_out.in_features)
         self._after(update, step.attended, step.residual, step.normed, inner, attention_out, mlp_norm, mlp_in, mlp_out)

@@ -20,8 +20,8 @@ class NormBehindLayer(DecoderLayer):
     ) -> torch.Tensor:
         step.normed.copy_(step.residual)
         self._attend(key_cache, value_cache, step)
-        self._input_norm(step.normed, self._attention_out(step.attended), step.residual)
+        self.input_norm(step.normed, self.attention_out(step.attended), step.residual)
         step.residual.copy_(step.normed)
-        self._mlp_norm(step.normed, self._mlp(step.normed), step.residual)
+        self.mlp_norm(step.normed, self.mlp(step.normed), step.residual)
         step.residual.copy_(step.normed)
         return update

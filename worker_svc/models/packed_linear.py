@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from kernels.cpu.layer_product import Product
 
 
 class PackedLinear:
@@ -14,13 +19,19 @@ class PackedLinear:
 
         self._matmul = matmul
         self._packed, self._bias = pack(weight), None if bias is None else bias.float()
-        self._out_features = weight.shape[0]
+        self._out_features, self._in_features = weight.shape
         self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self._out_features, dtype=torch.float32)
         self._matmul(out, x.float(), self._packed, self._bias)
         return out.to(x.dtype)
+
+    def compiled(self) -> Product:
+        """What compiled code needs to multiply by this weight, for as long as this object lives."""
+        from kernels.cpu.layer_product import Product
+
+        return Product(self._packed, self._bias, self._out_features, self._in_features)
 
     @staticmethod
     def is_fastest(weight: torch.Tensor) -> bool:

@@ -1,0 +1,155 @@
+"""What a thread does in the layers of a Llama-like model; see `layer_stack` for the formula.
+
+All between two attentions is one parallel loop. Its lanes go through the phases together: `shared_work` says how.
+
+    of layer i - 1   product with W_out, residual and norm, product with W_inner, gate, product with W_down
+    of layer i       residual and norm, product with W_qkv, rotary and cache
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from kernels.cpu.activation import activate_rows
+from kernels.cpu.attention import _paged_attention
+from kernels.cpu.cache import store_token
+from kernels.cpu.layer_product import PRODUCT, multiply
+from kernels.cpu.norm import norm_rows
+from kernels.cpu.rotary import rotate_rows
+from kernels.cpu.shared_work import counters, shared, wait
+
+_ADDRESS = _COUNT = np.int64
+LAYER = np.dtype(
+    [
+        ("input_norm", _ADDRESS),
+        ("qkv", PRODUCT),
+        ("cos_sin", _ADDRESS),
+        ("max_positions", _COUNT),  # of cos_sin, and how many elements of a head are turned
+        ("num_turned", _COUNT),
+        ("key_cache", _ADDRESS),
+        ("value_cache", _ADDRESS),
+        ("window", _COUNT),
+        ("attention_scale", np.float64),
+        ("attention_out", PRODUCT),
+        ("mlp_norm", _ADDRESS),
+        ("mlp_in", PRODUCT),
+        ("mlp_out", PRODUCT),
+    ]
+)
+# Of a pass: sizes, the step's tensors and room for what passes between operations; `LayerStack` says which is which.
+STEP = np.dtype(
+    [
+        *[(name, _COUNT) for name in ("rows", "num_sequences", "tables_stride", "element_bytes")],
+        *[(name, _COUNT) for name in ("hidden", "num_heads", "num_kv_heads", "head_size", "num_blocks", "block_size")],
+        *[(name, _ADDRESS) for name in ("positions", "slots", "block_tables", "seq_lens", "query_starts")],
+        *[(name, _ADDRESS) for name in ("update", "residual", "normed", "qkv", "attended", "inner", "activated")],
+        *[(name, np.float64) for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap")],
+    ]
+)
+
+_PHASES = 8
+_OUT, _MLP_NORM, _MLP_IN, _GATE, _MLP_OUT, _INPUT_NORM, _QKV, _ROTARY = range(_PHASES)
+
+
+@njit(nogil=True, cache=True)
+def run_layers(element: Any, stored_element: Any, layers: Any, steps: Any, num_threads: Any) -> None:
+    """All layers, records of `LAYER`, in one step, the one record of `STEP`.
+
+    element, stored_element: see `numbers`, of the model and of the caches.
+    """
+    step = steps[0]
+    for index in range(layers.size + 1):
+        _between_attentions(element, stored_element, layers, steps, index, num_threads)
+        if index == layers.size:
+            break
+        layer = layers[index]
+        _paged_attention(
+            element,
+            stored_element,
+            step.attended,
+            step.num_heads * step.head_size,
+            step.qkv,
+            layer.qkv.num_out,
+            layer.key_cache,
+            layer.value_cache,
+            (step.num_blocks, step.num_kv_heads, step.block_size, step.head_size),
+            step.block_tables,
+            step.tables_stride,
+            step.seq_lens,
+            step.query_starts,
+            step.num_sequences,
+            step.num_heads,
+            np.float32(layer.attention_scale),
+            0,
+            layer.window,
+            np.float32(step.logit_soft_cap),
+            num_threads,
+        )
+
+
+@njit(nogil=True, parallel=True)
+def _between_attentions(
+    element: Any, stored_element: Any, layers: Any, steps: Any, index: Any, num_threads: Any
+) -> None:
+    counts = counters(num_threads, _PHASES)
+    for lane in prange(num_threads):
+        team = counts, lane, num_threads
+        if index > 0:
+            _after_attention(team, element, layers[index - 1], steps[0])
+        if index < layers.size:
+            _before_attention(team, element, stored_element, layers[index], steps[0])
+
+
+@njit(nogil=True)
+def _before_attention(team: Any, element: Any, stored_element: Any, layer: Any, step: Any) -> None:
+    _norm(team, _INPUT_NORM, element, layer.input_norm, step)
+    multiply(team, _QKV, layer.qkv, step.qkv, step.normed, step.rows)
+    _rotate_and_store(team, _ROTARY, step.rows, (element, stored_element, layer, step))
+    wait(team, _ROTARY, step.rows)
+
+
+@njit(nogil=True)
+def _after_attention(team: Any, element: Any, layer: Any, step: Any) -> None:
+    multiply(team, _OUT, layer.attention_out, step.update, step.attended, step.rows)
+    _norm(team, _MLP_NORM, element, layer.mlp_norm, step)
+    multiply(team, _MLP_IN, layer.mlp_in, step.inner, step.normed, step.rows)
+    _gate(team, _GATE, step.rows, (element, layer.mlp_out.num_in, step))
+    wait(team, _GATE, step.rows)
+    multiply(team, _MLP_OUT, layer.mlp_out, step.update, step.activated, step.rows)
+
+
+@njit(nogil=True)
+def _norm(team: Any, phase: Any, element: Any, weight: Any, step: Any) -> None:
+    _norm_shared(team, phase, step.rows, (element, weight, step))
+    wait(team, phase, step.rows)
+
+
+@njit(nogil=True)
+def _norm_row(row: Any, end: Any, element: Any, weight: Any, step: Any) -> None:
+    eps, offset = np.float32(step.norm_eps), np.float32(step.norm_weight_offset)
+    norm_rows(
+        row, step.rows, element, step.normed, step.update, weight, step.residual, step.rows, step.hidden, eps, offset
+    )
+
+
+@njit(nogil=True)
+def _gate_row(row: Any, end: Any, element: Any, size: Any, step: Any) -> None:
+    activate_rows(row, step.rows, element, step.activated, step.inner, step.rows, size)
+
+
+@njit(nogil=True)
+def _rotate_and_store_row(row: Any, end: Any, element: Any, stored_element: Any, layer: Any, step: Any) -> None:
+    width, query_shape = layer.qkv.num_out, (step.rows, step.num_heads, step.head_size)
+    key = step.qkv + step.num_heads * step.head_size * step.element_bytes
+    value = key + step.num_kv_heads * step.head_size * step.element_bytes
+    angles = step.positions, layer.cos_sin, (layer.max_positions, layer.num_turned)
+    rotate_rows(row, step.rows, element, step.qkv, width, query_shape, key, width, step.num_kv_heads, *angles)
+    cache_shape = step.num_blocks, step.num_kv_heads, step.block_size, step.head_size
+    caches = layer.key_cache, layer.value_cache, cache_shape, step.slots
+    store_token(row, element, stored_element, key, width, value, width, *caches, step.rows)
+
+
+_norm_shared, _gate, _rotate_and_store = shared(_norm_row), shared(_gate_row), shared(_rotate_and_store_row)

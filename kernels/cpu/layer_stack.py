@@ -1,0 +1,156 @@
+"""All layers of a Llama-like model, one after the other, in one call of compiled code.
+
+    residual += update;  q, k, v = W_qkv norm(residual);  q, k turned by position;  k, v -> cache
+    residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
+
+The kernels are those of the single operations, bit for bit. What is saved is the way from Python to each of them, and
+that of the threads into and out of a parallel loop for each: `layer_lanes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.cpu.layer_lanes import LAYER, STEP, run_layers
+from kernels.cpu.layer_product import Product
+from kernels.cpu.numbers import element_of, stored_element_of
+from kernels.cpu.runtime import num_threads
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What all layers have in common."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    norm_weight_offset: float
+    logit_soft_cap: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Of one layer; norms as `rms_norm` takes them, `cos_sin` as `rotary`, the options as `paged_attention`."""
+
+    input_norm: torch.Tensor
+    qkv: Product
+    cos_sin: torch.Tensor
+    attention_scale: float
+    sliding_window: int
+    attention_out: Product
+    mlp_norm: torch.Tensor
+    mlp_in: Product  # gate, then up
+    mlp_out: Product
+
+
+@dataclass(frozen=True, slots=True)
+class StackStep:
+    """Which rows a pass computes, as `rotary`, `reshape_and_cache` and `paged_attention` take it."""
+
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+
+
+class LayerStack:
+    """Layers, their weights checked once. Raises ValueError for weights that do not fit."""
+
+    def __init__(self, shape: StackShape, layers: Sequence[LayerWeights]) -> None:
+        self._shape, self._kept = shape, list(layers)
+        self._layers = np.zeros(len(layers), dtype=LAYER)
+        for record, layer in zip(self._layers, layers, strict=True):
+            _check(shape, layer)
+            for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
+                record[name] = getattr(layer, name).record
+            for name in ("input_norm", "mlp_norm", "cos_sin"):
+                record[name] = getattr(layer, name).data_ptr()
+            record["max_positions"], record["num_turned"] = layer.cos_sin.shape
+            record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
+
+    def __call__(
+        self,
+        update: torch.Tensor,
+        residual: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        step: StackStep,
+    ) -> None:
+        """update and residual [rows, hidden], contiguous, are what the first layer gets and become what the last one
+        hands on; the caches of keys and values, one of each a layer, all alike, get the new ones.
+        """
+        shape, rows = self._shape, update.shape[0]
+        self._check_call(update, residual, caches, step)
+        key_cache = caches[0][0]
+        layers, record = self._layers.copy(), np.zeros(1, dtype=STEP)  # copied, as others may be at it too
+        layers["key_cache"] = [key.data_ptr() for key, _ in caches]
+        layers["value_cache"] = [value.data_ptr() for _, value in caches]
+        sizes = {
+            "normed": shape.hidden,
+            "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size,
+            "attended": shape.num_heads * shape.head_size,
+            "inner": 2 * shape.intermediate,
+            "activated": shape.intermediate,
+        }
+        room = {name: update.new_empty(rows, size) for name, size in sizes.items()}
+        given = {"update": update, "residual": residual, "positions": step.positions, "slots": step.slot_mapping}
+        given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
+        for name, tensor in (given | room).items():
+            record[name] = tensor.data_ptr()
+        record["rows"], record["num_sequences"] = rows, step.seq_lens.shape[0]
+        record["tables_stride"] = step.block_tables.stride(0)
+        record["num_blocks"], record["block_size"] = key_cache.shape[0], key_cache.shape[2]
+        record["element_bytes"] = update.element_size()
+        for name in ("hidden", "num_heads", "num_kv_heads", "head_size"):
+            record[name] = getattr(shape, name)
+        for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap"):
+            record[name] = getattr(shape, name)
+        run_layers(
+            element_of(update, residual, self._kept[0].input_norm),
+            stored_element_of(*caches[0]),
+            layers,
+            record,
+            num_threads(),
+        )
+
+    def _check_call(
+        self,
+        update: torch.Tensor,
+        residual: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        step: StackStep,
+    ) -> None:
+        shape, rows = self._shape, update.shape[0]
+        if update.shape != (rows, shape.hidden) or residual.shape != update.shape:
+            raise ValueError(f"{tuple(update.shape)} and {tuple(residual.shape)} are not rows of {shape.hidden}")
+        if len(step.positions) != rows or len(step.slot_mapping) != rows:
+            raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
+        if len(caches) != len(self._layers):
+            raise ValueError(f"{len(caches)} caches are not those of {len(self._layers)} layers")
+        cache_shape = caches[0][0].shape
+        if cache_shape[1::2] != (shape.num_kv_heads, shape.head_size):
+            raise ValueError(f"caches {tuple(cache_shape)} are not of {shape.num_kv_heads} heads of {shape.head_size}")
+
+
+def _check(shape: StackShape, layer: LayerWeights) -> None:
+    heads = shape.num_heads * shape.head_size
+    expected = {
+        "qkv": (heads + 2 * shape.num_kv_heads * shape.head_size, shape.hidden),
+        "attention_out": (shape.hidden, heads),
+        "mlp_in": (2 * shape.intermediate, shape.hidden),
+        "mlp_out": (shape.hidden, shape.intermediate),
+    }
+    for name, size in expected.items():
+        product = getattr(layer, name)
+        if (product.out_features, product.in_features) != size:
+            raise ValueError(f"{name} is {product.out_features} x {product.in_features}, not {size[0]} x {size[1]}")
+    for name in ("input_norm", "mlp_norm"):
+        if getattr(layer, name).shape != (shape.hidden,):
+            raise ValueError(f"{name} {tuple(getattr(layer, name).shape)} is not for {shape.hidden} elements")

@@ -1,0 +1,77 @@
+"""What a pass through all layers refuses. Results are held to the single operations' in models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.cpu.layer_product import Product
+from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
+from kernels.cpu.packed_weight import pack
+
+SHAPE = StackShape(
+    hidden=8,
+    intermediate=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=4,
+    norm_eps=1e-5,
+    norm_weight_offset=0.0,
+    logit_soft_cap=0.0,
+)
+
+
+def product(num_in: int, num_out: int) -> Product:
+    return Product(pack(torch.ones(num_out, num_in) / 3), None, num_out, num_in)
+
+
+def stack(**changed: Any) -> LayerStack:
+    """One layer of SHAPE."""
+    weights: dict[str, Any] = {
+        **{"input_norm": torch.ones(8), "mlp_norm": torch.ones(8), "cos_sin": torch.ones(2, 4)},
+        **{"qkv": product(8, 16), "attention_out": product(8, 8), "mlp_in": product(8, 4), "mlp_out": product(2, 8)},
+        **{"attention_scale": 1.0, "sliding_window": 0},
+    }
+    return LayerStack(SHAPE, [LayerWeights(**weights | changed)])
+
+
+def run(**changed: Any) -> None:
+    """2 rows of one sequence."""
+    tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
+    arguments: dict[str, Any] = {
+        **{"update": torch.zeros(2, 8), "residual": torch.zeros(2, 8)},
+        **{"caches": [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]},
+        **{"step": StackStep(torch.arange(2), torch.arange(2), tables, lengths, starts)},
+    }
+    stack()(**arguments | changed)
+
+
+@pytest.mark.parametrize(
+    ("call", "changed", "message"),
+    [
+        (stack, {"qkv": product(8, 12)}, "qkv is 12 x 8, not 16 x 8"),
+        (stack, {"attention_out": product(4, 8)}, "attention_out is 8 x 4, not 8 x 8"),
+        (stack, {"mlp_in": product(8, 2)}, "mlp_in is 2 x 8, not 4 x 8"),
+        (stack, {"mlp_out": product(4, 8)}, "mlp_out is 8 x 4, not 8 x 2"),
+        (stack, {"mlp_norm": torch.ones(4)}, r"mlp_norm \(4,\) is not for 8 elements"),
+        (run, {"residual": torch.zeros(2, 4)}, "are not rows of 8"),
+        (run, {"update": torch.zeros(3, 8), "residual": torch.zeros(3, 8)}, "2 positions or 2 slots for 3 rows"),
+        (run, {"caches": []}, "0 caches are not those of 1 layers"),
+        (run, {"caches": [(torch.zeros(1, 2, 2, 4),) * 2]}, "are not of 1 heads of 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, changed: dict[str, Any], message: str) -> None:
+    call()
+    with pytest.raises(ValueError, match=message):
+        call(**changed)
+
+
+def test_types_that_differ_are_refused() -> None:
+    with pytest.raises(TypeError, match="float32 or bfloat16"):
+        run(update=torch.zeros(2, 8, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="a cache is"):
+        run(caches=[(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.float16))])
+    with pytest.raises(ValueError, match=r"weight .* is not packed for 20 x 5"):
+        Product(pack(torch.ones(20, 4) / 3), None, 20, 5)

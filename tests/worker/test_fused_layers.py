@@ -1,0 +1,62 @@
+"""Layers in one call of compiled code: the bits of the single operations, for what they fit and for nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
+from tests.worker.model_cases import Stepper
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder import Decoder
+from worker_svc.models.loader import load_model
+
+LENGTHS = [1, 7, 83]
+FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-all", "qwen2", "phi3", "phi3-partial"]
+
+
+def load(folder: Path, dtype: str = "float32") -> Decoder:
+    """With products of the packed form, which not every processor takes unasked."""
+    model = load_model(folder, ModelConfig.from_folder(folder, dtype, is_batch_invariant=True), "cpu")
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits_of(model: Decoder) -> list[torch.Tensor]:
+    """Of prompts side by side, then of a chunk and two more tokens beside one another."""
+    numbers = random.Random(1)
+    stepper = Stepper(model, [numbers.choices(range(VOCAB_SIZE), k=length + 1) for length in LENGTHS])
+    steps = [
+        stepper.step({i: (0, length) for i, length in enumerate(LENGTHS)}),
+        stepper.step({i: (length, length + 1) for i, length in enumerate(LENGTHS)}),
+    ]
+    return [logits for step in steps for logits in step.values()]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_are_the_single_operations_bit_for_bit(
+    name: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, before = load(make_family(name, tmp_path / "model")), torch.get_num_threads()
+    assert model.is_fused
+    try:
+        torch.set_num_threads(num_threads)
+        fused = logits_of(model)
+        monkeypatch.setattr(model, "_fused", None)
+        for one, other in zip(fused, logits_of(model), strict=True):
+            assert torch.equal(one, other) and one.isfinite().all()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {*FUSED}))
+def test_layers_that_compute_something_else_are_not_fused(name: str, tmp_path: Path) -> None:
+    assert not load(make_family(name, tmp_path / "model")).is_fused
+
+
+def test_rows_of_bfloat16_are_not_fused(tmp_path: Path) -> None:
+    assert not load(make_family("mistral", tmp_path / "model"), "bfloat16").is_fused

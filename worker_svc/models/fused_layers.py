@@ -1,0 +1,88 @@
+"""The layers of a Llama-like model on a CPU in one call of compiled code, in place of ten calls a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+from worker_svc.models.mlp import Mlp
+from worker_svc.models.norm import RmsNorm
+from worker_svc.models.packed_linear import PackedLinear
+
+_NUM_PRODUCTS = 4  # of a layer: into and out of attention, into and out of the MLP
+
+
+class FusedLayers:
+    """What the layers compute one after the other, bit for bit."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[DecoderLayer]) -> None:
+        """Layers of a model that this `is_for`."""
+        # Here, so that a worker with a GPU waits for no compiler of CPU code.
+        from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
+
+        style, weights = config.style, []
+        for layer in layers:
+            assert isinstance(layer.mlp, Mlp) and layer.cos_sin is not None
+            assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
+            qkv, attention_out, mlp_in, mlp_out = (product.compiled() for product in _products(layer))
+            weights.append(
+                LayerWeights(
+                    input_norm=layer.input_norm.weight,
+                    qkv=qkv,
+                    cos_sin=layer.cos_sin,
+                    attention_scale=layer.attention_options["scale"],
+                    sliding_window=layer.attention_options["sliding_window"],
+                    attention_out=attention_out,
+                    mlp_norm=layer.mlp_norm.weight,
+                    mlp_in=mlp_in,
+                    mlp_out=mlp_out,
+                )
+            )
+        shape = StackShape(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            norm_eps=style.norm_eps,
+            norm_weight_offset=style.norm_weight_offset,
+            logit_soft_cap=style.attention_soft_cap,
+        )
+        self._stack, self._step = LayerStack(shape, weights), StackStep
+
+    @staticmethod
+    def is_for(config: ModelConfig, layers: Sequence[DecoderLayer]) -> bool:
+        """Whether these layers consist of what is computed here, and of nothing else."""
+        style = config.style
+        return (
+            style.norm == "rms"
+            and not style.are_norms_behind
+            and style.positions == "rotary"
+            and style.activation == "silu"
+            and style.is_gated
+            and style.experts is None
+            and not style.has_head_norms
+            and not style.names.attention_post_norm
+            and not style.names.mlp_post_norm
+            and config.dtype == torch.float32  # what packed weights are multiplied by without being converted
+            and all(len(_products(layer)) == _NUM_PRODUCTS for layer in layers)
+        )
+
+    def __call__(
+        self, update: torch.Tensor, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], step: StepTensors
+    ) -> torch.Tensor:
+        """See `DecoderLayer`; `caches` are those of all layers."""
+        of = step.attention
+        rows = self._step(step.positions, of.slot_mapping, of.block_tables, of.seq_lens, of.query_starts)
+        self._stack(update, step.residual, caches, rows)
+        return update
+
+
+def _products(layer: DecoderLayer) -> list[PackedLinear]:
+    """Those of a layer that have a compiled form: four, if it is one that can be fused."""
+    assert isinstance(layer.mlp, Mlp)
+    products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
+    return [product for product in products if isinstance(product, PackedLinear)]
