@@ -22,7 +22,10 @@ from kernels.cpu.registers import CACHE_LINE_BYTES, HAS_WIDE_REGISTERS, LANES, P
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 FORMAT_OF = {types.int32: FORMATS[torch.int32], types.uint8: FORMATS[torch.uint8], types.int8: FORMATS[torch.int8]}
-MOST_ROWS = 4  # 12 sums, 6 scales and minima, 3 words and a table of 32 registers
+# Rows above which it is faster to write weights out once: a tile has 4 rows, for 12 sums, 6 scales and minima, 3 words
+# and a table in 32 registers, and each tile makes the weights anew.
+MOST_ROWS = 8
+_TILE_ROWS = 4
 
 _BYTE, _INTEGER, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _BYTES, _INTEGERS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_BYTE, _INTEGER, _FLOAT))
@@ -65,9 +68,7 @@ def _multiply_add(rows: int, panels: int) -> Any:
             with cgutils.for_range(builder, count) as group:
                 offset = builder.mul(group.index, index(few.record_bytes))
                 records = [builder.add(first, offset) for first in first_records]
-                for record in records:
-                    _ask_for(builder, builder.add(record, distance), few.record_bytes)
-                for k, values in _numbers(builder, few, records):
+                for k, values in _numbers(builder, few, records, distance):
                     offset = builder.mul(builder.add(builder.mul(group.index, index(GROUP)), k), index(4))
                     for r in range(rows):
                         factor = _spread(builder, _load(builder, builder.add(a_rows[r], offset), _FLOAT))
@@ -92,8 +93,7 @@ def expand(typing_context: Any, element: Any, weight: Any, out: Any, groups: Any
         few, index = FORMAT_OF[signature.args[0]], count.type
         with cgutils.for_range(builder, count) as group:
             record = builder.add(start, builder.mul(group.index, index(few.record_bytes)))
-            _ask_for(builder, builder.add(record, distance), few.record_bytes)
-            for k, values in _numbers(builder, few, [record]):
+            for k, values in _numbers(builder, few, [record], distance):
                 row = builder.add(builder.mul(group.index, index(GROUP)), k)
                 line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
                 for v, value in enumerate(values):
@@ -113,10 +113,11 @@ def record_bytes(typing_context: Any, element: Any) -> Any:
     return types.intp(element), generate
 
 
-def _numbers(builder: Any, few: FewBits, records: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+def _numbers(builder: Any, few: FewBits, records: list[Any], ahead: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The float32 numbers of a record of each panel: an input's number in the group, and 16 outputs a vector.
 
-    What the caller emits for each of the `STEP` inputs becomes the body of a loop over the group.
+    What the caller emits for each of the `STEP` inputs becomes the body of a loop over the group. In it the lines that
+    lie `ahead` bytes behind are asked for, some a turn: all at once they made a row of 8 bits 1.7 times slower.
     """
     index = records[0].type
     starts = [(record, v) for record in records for v in range(STREAMED_VECTORS)]
@@ -128,6 +129,10 @@ def _numbers(builder: Any, few: FewBits, records: list[Any]) -> Iterator[tuple[A
     )
     vector_bytes = LANES if few.bits == 8 else LANES * 4
     with cgutils.for_range(builder, index(GROUP // STEP)) as step:
+        num_bytes = few.record_bytes // (GROUP // STEP)
+        distance = builder.add(ahead, builder.mul(step.index, index(num_bytes)))
+        for record in records:
+            _ask_for(builder, builder.add(record, distance), num_bytes)
         offset = builder.add(builder.mul(step.index, index(PANEL * STEP * few.bits // 8)), index(few.integers_offset))
         places = [builder.add(builder.add(record, offset), index(v * vector_bytes)) for record, v in starts]
         words = [_load(builder, place, _INTEGERS) for place in places] if few.bits == 4 else []
@@ -207,14 +212,17 @@ _add_1x2 = _multiply_add(1, 2)
 
 @njit(nogil=True)
 def multiply_add(element, rows, panels, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
-    """C[rows, 48 panels] += A[rows, 32 groups] . W, up to 4 rows of one panel or a row of 2; see `_multiply_add`."""
+    """C[rows, 48 panels] += A[rows, 32 groups] . W, rows of one panel or one row of two; see `_multiply_add`."""
     if panels == 2:
         _add_1x2(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
-    elif rows == 4:
-        _add_4x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
-    elif rows == 3:
-        _add_3x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
-    elif rows == 2:
-        _add_2x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
-    else:
-        _add_1x1(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
+        return
+    for row in range(0, rows, _TILE_ROWS):
+        a_place, c_place, left = a + row * a_stride, c + row * c_stride, rows - row
+        if left >= 4:
+            _add_4x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+        elif left == 3:
+            _add_3x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+        elif left == 2:
+            _add_2x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+        else:
+            _add_1x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
