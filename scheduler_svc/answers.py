@@ -65,10 +65,10 @@ class Answers:
                     self._charge(sequence.group.tenant, 1)
                     reasons[entry] = _finish_reason(sequence, token_id)
                     is_wanted[entry] = True
-        for entry in np.flatnonzero(reasons):
+        for entry in reasons.nonzero()[0]:
             self._groups.finish(sequences[entry])
         entries = np.arange(len(token_ids))
-        if is_wanted.all():
+        if is_wanted is is_current or is_wanted.all():
             return NewTokens(sequences, token_ids, entries, reasons)
         return NewTokens(sequences[is_wanted], token_ids[is_wanted], entries[is_wanted], reasons[is_wanted])
 
@@ -87,7 +87,7 @@ class Answers:
         reasons = np.zeros(len(slots), np.uint8)
         reasons[lengths >= columns.max_num_tokens[slots]] = FinishReason.LENGTH
         stops = token_ids == columns.eos_token_id[slots]
-        for entry in np.flatnonzero(columns.has_stop_token_ids[slots]):
+        for entry in columns.has_stop_token_ids[slots].nonzero()[0]:
             stops[entry] |= int(token_ids[entry]) in columns.owner[slots[entry]].group.stop_token_ids
         reasons[stops] = FinishReason.STOP
         return reasons

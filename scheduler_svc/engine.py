@@ -10,9 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -231,19 +230,20 @@ class Engine:
 
     def send_steps(self) -> None:
         for worker in list(self.workers):
-            with self._fencing(worker):
+            try:
                 self._fill(worker)
+            except Exception:
+                self._fence(worker)
             if worker.is_leaving and not worker.in_flight:
                 self._on_lost(worker.link, "it is drained")
 
-    @contextmanager
-    def _fencing(self, worker: WorkerHandle) -> Iterator[None]:
-        """A fault in a worker's state or messages costs that worker, not the loop: its groups start over elsewhere."""
-        try:
-            yield
-        except Exception:
-            log.exception("the step loop failed over a worker", worker=worker.link.address)
-            self._on_lost(worker.link, "its state here, or what it said, is broken")
+    def _fence(self, worker: WorkerHandle) -> None:
+        """A fault in a worker's state or messages costs that worker, not the loop: its groups start over elsewhere.
+
+        To be called while the exception is handled.
+        """
+        log.exception("the step loop failed over a worker", worker=worker.link.address)
+        self._on_lost(worker.link, "its state here, or what it said, is broken")
 
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
@@ -296,7 +296,7 @@ class Engine:
         worker = self._worker_of(link)
         if worker is None:
             return
-        with self._fencing(worker):
+        try:
             received_ns = time.monotonic_ns()
             response = worker_pb2.StepResponse.FromString(data)
             if response.epoch != worker.epoch:
@@ -306,6 +306,8 @@ class Engine:
                 self._on_result(worker, response.result, received_ns, len(data))
             elif kind == "notice":
                 self._on_notice(worker, response.notice)
+        except Exception:
+            self._fence(worker)
 
     def _on_notice(self, worker: WorkerHandle, notice: worker_pb2.Notice) -> None:
         kind = notice.WhichOneof("notice")
@@ -488,8 +490,10 @@ class Engine:
                 self._on_lost(worker.link, reason)
             elif worker.is_idle and now_ns - worker.checked_ns > CHECK_INTERVAL_NS:
                 worker.checked_ns = now_ns
-                with self._fencing(worker):
+                try:
                     worker.check_integrity()
+                except Exception:
+                    self._fence(worker)
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
 
@@ -514,7 +518,10 @@ class Engine:
         return workers
 
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
-        return next((worker for worker in self.workers if worker.link is link), None)
+        for worker in self.workers:
+            if worker.link is link:
+                return worker
+        return None
 
 
 def _begin(future: Future[int], begin: Callable[[Future[int]], None]) -> None:

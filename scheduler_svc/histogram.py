@@ -24,12 +24,13 @@ class Histogram:
         self.total = 0.0
         self._edges = np.array(self.bounds)
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` values, all the same."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
         """`values`: [any number]."""
-        buckets = np.searchsorted(self._edges, values)
+        buckets = self._edges.searchsorted(values)
         self.counts += np.bincount(buckets, minlength=len(self.counts))
         self.total += float(values.sum())

@@ -76,6 +76,10 @@ class Metrics:
         slots = rows.sample_slots if is_current.all() else rows.sample_slots[is_current]
         last_ns = columns.last_token_ns[slots]
         columns.last_token_ns[slots] = now_ns
+        previous_ns = int(last_ns[0]) if len(last_ns) else 0
+        if previous_ns and (last_ns == previous_ns).all():  # all of them came with one step, as most do
+            self.inter_token_latency_s.observe((now_ns - previous_ns) / 1e9, len(last_ns))
+            return
         is_first = last_ns == 0
         if is_first.any():
             for slot in slots[is_first]:

@@ -11,13 +11,15 @@ from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.step_plan import Chunk, ScheduledRows, SchedulerOutputs, StepPlan
 from scheduler_svc.worker_groups import WorkerGroups
 
-NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))  # an empty entry of StepPlan.appended
+NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))  # as an entry of StepPlan.appended
 
 
 def seal(plan: StepPlan, groups: WorkerGroups) -> SchedulerOutputs:
     """What a full plan sends. From now on the worker knows of everything that has changed in `groups`."""
     forks = {child: parent for child, parent in groups.forks.items()}
-    appended_slots, appended_counts, appended_blocks = map(np.concatenate, zip(NOTHING, *plan.appended, strict=True))
+    appended_slots, appended_counts, appended_blocks = NOTHING
+    if plan.appended:
+        appended_slots, appended_counts, appended_blocks = map(np.concatenate, zip(*plan.appended, strict=True))
     outputs = SchedulerOutputs(
         rows=_rows(plan, groups),
         released_slots=sorted(groups.released_slots),

@@ -144,7 +144,8 @@ class SequenceColumns:
         """Slots, ascending, whose next token is one decode away: everything but the last draw is computed."""
         reach = self.num_tokens + self.num_placeholders
         ready = (reach == self.num_computed_tokens + 1) & self.occupied & (reach < self.max_num_tokens)
-        return np.flatnonzero(ready & (self.num_computed_tokens >= self.num_known_tokens) & ~self.is_held)
+        ready &= (self.num_computed_tokens >= self.num_known_tokens) & ~self.is_held
+        return ready.nonzero()[0]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when columns contradict one another. Cheap enough to run in production when idle."""

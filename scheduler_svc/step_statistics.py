@@ -16,6 +16,7 @@ class StepInFlight:
 
     step_id: int
     rows: ScheduledRows
+    num_tokens: int  # that it computes
     sent_ns: int
     deadline_ns: int
     schedule_ns: int = 0
@@ -31,11 +32,6 @@ class StepInFlight:
         self.num_preempted, self.num_swapped_out_groups = outputs.num_preempted, outputs.num_swapped_out_groups
         self.num_copied_blocks = len(outputs.copies)
         self.num_swapped_in_blocks, self.num_swapped_out_blocks = len(outputs.swap_in), len(outputs.swap_out)
-
-    @property
-    def num_tokens(self) -> int:
-        """That it computes."""
-        return int(self.rows.query_lens.sum())
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -120,10 +120,11 @@ class WorkerHandle:
         return self.last_step_id
 
     def sent(self, step_id: int, outputs: SchedulerOutputs, now_ns: int) -> StepInFlight:
-        tokens_ns = int(outputs.rows.query_lens.sum()) / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9
+        num_tokens = int(outputs.rows.query_lens.sum())
+        tokens_ns = num_tokens / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9
         previous_ns = self.in_flight[-1].deadline_ns if self.in_flight else now_ns
         deadline_ns = previous_ns + STEP_BASE_NS + int(STEP_SLOWNESS * tokens_ns)
-        step = StepInFlight(step_id, outputs.rows, now_ns, deadline_ns)
+        step = StepInFlight(step_id, outputs.rows, num_tokens, now_ns, deadline_ns)
         step.take(outputs)
         self.in_flight.append(step)
         return step
