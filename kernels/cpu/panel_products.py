@@ -75,9 +75,9 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
     factors, totals = lines(x, FLOAT32, 1, rows * x_stride)[0], lines(sums, FLOAT32, 1, rows * sums_stride)[0]
     size = min(_EXPANDED_DEPTH, depth) * PANEL
     memory = np.empty(size + LANES, dtype=np.float32)
-    address = (memory.ctypes.data + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
-    scratch = lines(address, FLOAT32, 1, size)[0]
+    start = -memory.ctypes.data % CACHE_LINE_BYTES // 4  # a vector that lies in two lines takes twice as long
+    scratch = memory[start : start + size]
     for k in range(0, depth, _EXPANDED_DEPTH):
         piece = min(_EXPANDED_DEPTH, depth - k)
-        expand(element, weight + k // GROUP * record, address, piece // GROUP, ahead)
+        expand(element, weight + k // GROUP * record, scratch.ctypes.data, piece // GROUP, ahead)
         stream_add(rows, factors, k, x_stride, scratch, 0, totals, 0, sums_stride, piece, 0)
