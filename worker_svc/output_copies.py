@@ -56,7 +56,7 @@ class HostOutput:
         """They are here."""
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return tuple(tensor.numpy() for tensor in self._tensors)
+        return tuple([tensor.numpy() for tensor in self._tensors])
 
 
 class CudaOutputs:

@@ -70,7 +70,8 @@ class RowSamples:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is to be copied to the host."""
-        return tuple(tensor for part in (self.drawn, self.ranked) if part is not None for tensor in part.tensors)
+        drawn = () if self.drawn is None else self.drawn.tensors
+        return drawn if self.ranked is None else (*drawn, *self.ranked.tensors)
 
     def on_host(self, arrays: tuple[npt.NDArray[Any], ...]) -> Sampled:
         """From copies of `tensors`; `bad_rows` are among the L rows of logits."""

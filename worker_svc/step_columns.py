@@ -68,7 +68,7 @@ def read_slots(data: bytes, max_num_seqs: int, name: str, *, unique: bool = True
     """Slots of a u16 column, all below `max_num_seqs`, and different from each other where `unique`."""
     slots = read_column(data, "<u2", name)
     check_below(slots, max_num_seqs, name)
-    if unique and slots.size and np.bincount(slots).max() > 1:
+    if unique and slots.size > 1 and np.bincount(slots).max() > 1:
         raise ProtocolError(f"{name} names slot {int(np.bincount(slots).argmax())} twice")
     return slots
 

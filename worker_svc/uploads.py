@@ -18,7 +18,7 @@ def upload(device: str | torch.device, *arrays: npt.NDArray[Any]) -> tuple[torch
     To a GPU they go through pinned memory, which the allocator does not hand out again before the copy is done.
     """
     if torch.device(device).type == "cpu":
-        return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        return tuple([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays])
     packed, places = pack(arrays, pin_memory=True)
     return unpack(packed.to(device, non_blocking=True), arrays, places)
 
