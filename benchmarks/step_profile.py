@@ -45,7 +45,8 @@ _WARM_UP = 3
 class Operator:
     """All calls of one operator in a pass; of several passes, one after the other."""
 
-    num_bytes: int = 0  # read from memory in one pass
+    num_bytes: int = 0  # read from memory in one pass, of weights those that they are kept in
+    float32_bytes: int = 0  # that the weights would be as float32
     num_flops: int = 0
     num_calls: int = 0
     seconds: list[float] = dataclasses.field(default_factory=list)  # a pass each
@@ -75,7 +76,7 @@ class Profiler:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         for operator in self.operators.values():
-            operator.num_bytes = operator.num_flops = operator.num_calls = 0
+            operator.num_bytes = operator.float32_bytes = operator.num_flops = operator.num_calls = 0
             operator.seconds.append(0.0)
         started = time.perf_counter()
         yield
@@ -92,7 +93,8 @@ class Profiler:
             out = call(linear, x)
             seconds = time.perf_counter() - started
             num_flops = 2 * x.shape[0] * x.shape[1] * out.shape[1]
-            self._add(f"product {out.shape[1]} x {x.shape[1]}", seconds, linear.weight_bytes, num_flops)
+            name = f"product {out.shape[1]} x {x.shape[1]}"
+            self._add(name, seconds, linear.weight_bytes, num_flops, 4 * x.shape[1] * out.shape[1])
             return out
 
         return run
@@ -109,9 +111,10 @@ class Profiler:
 
         return run
 
-    def _add(self, name: str, seconds: float, num_bytes: int, num_flops: int) -> None:
+    def _add(self, name: str, seconds: float, num_bytes: int, num_flops: int, float32_bytes: int = 0) -> None:
         operator = self.operators.setdefault(name, Operator(seconds=[0.0]))
         operator.num_bytes += num_bytes
+        operator.float32_bytes += float32_bytes
         operator.num_flops += num_flops
         operator.num_calls += 1
         operator.seconds[-1] += seconds
@@ -182,6 +185,13 @@ def table(profiler: Profiler, limits: Limits) -> str:
     return "\n".join(lines)
 
 
+def weights(profiler: Profiler) -> str:
+    """What a pass reads of them, whatever else it reads, and what that is short for."""
+    products = [operator for operator in profiler.operators.values() if operator.float32_bytes]
+    read, float32 = (sum(getattr(one, name) for one in products) / 1e6 for name in ("num_bytes", "float32_bytes"))
+    return f"{read:.0f} MB of weights are read, {float32:.0f} MB as float32"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Profiles a decode step, operator by operator, against the limits.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
@@ -213,7 +223,7 @@ def main() -> int:
         f"computes {limits.gflop_per_s:.0f} GFLOP/s"
     )
     for count, profiler in profilers.items():
-        print(f"\n{count} sequences of {arguments.seq_len} tokens\n\n{table(profiler, limits)}")
+        print(f"\n{count} sequences of {arguments.seq_len} tokens; {weights(profiler)}\n\n{table(profiler, limits)}")
     return 0
 
 
