@@ -1,19 +1,27 @@
 """How a tile of 64 keys and values comes out of a paged cache [num_blocks, num_kv_heads, block_size, head_size].
 
-`layout` is (num_kv_heads, block_size, head_size); `cache` the whole of it as flat elements of any stored type; `padded`
-the head size in whole vectors. Scratch is float32. Nothing past the last key of a sequence is multiplied: what lies
-there is unknown.
+`layout` is (num_kv_heads, block_size, head_size), `tables` the blocks of all sequences, `cache` the whole of it as flat
+elements of any stored type; `padded` the head size in whole vectors. Nothing past the last key of a sequence is
+multiplied: what lies there is unknown.
+
+Where blocks are multiples of 16 keys, a tile is four runs of 16 that lie one after the other, and is used in place.
+Else its lines are copied to scratch, which is float32.
 """
 
 from __future__ import annotations
 
 from numba import njit
 
-from kernels.cpu.attention_tiles import KEY_TILE
+from kernels.cpu.attention_tiles import KEY_TILE, RUN
 from kernels.cpu.numbers import to_float32
-from kernels.cpu.registers import LANES, matmul_add, prefetch, transpose
+from kernels.cpu.registers import prefetch, transpose
+from kernels.cpu.vector_code import LANES
 
-HEAD, KEY, END, SEQUENCE = range(4)  # of a cursor over keys to ask for
+NUM_RUNS = KEY_TILE // RUN
+PIECES = 2 * NUM_RUNS  # in which a tile is asked for
+# Of a cursor, i64[CURSOR_SIZE]: where each run begins; then what is pointed at, keys KEY : END of a sequence, one head.
+HEAD, SEQUENCE, KEY, END = range(NUM_RUNS, NUM_RUNS + 4)
+CURSOR_SIZE = NUM_RUNS + 4
 
 
 @njit(nogil=True)
@@ -24,6 +32,30 @@ def _start(table, layout, kv_head, key):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def aim(cursor, kv_head, sequence, key, end, tables, layout):  # type: ignore[no-untyped-def]
+    """Point a cursor at the tile of keys that starts at `key`, of those before `end`."""
+    cursor[HEAD], cursor[SEQUENCE], cursor[KEY], cursor[END] = kv_head, sequence, key, min(end, key + KEY_TILE)
+    for run in range((cursor[END] - key + RUN - 1) // RUN):
+        cursor[run] = _start(tables[sequence], layout, kv_head, key + run * RUN)
+
+
+@njit(nogil=True)
+def ask_for(piece, cursor, keys, values, head_size):  # type: ignore[no-untyped-def]
+    """Prefetch one of the cursor's PIECES, keys and values of half a run; returns the next piece's number.
+
+    A few lines between each two steps of work: a tile's 512 asked for at once fill the queues, and nothing goes on.
+    Where a run lies in several blocks some are asked for in vain.
+    """
+    run, first = piece // 2, piece % 2 * (RUN // 2)
+    num_keys = min(cursor[END] - cursor[KEY] - run * RUN - first, RUN // 2)
+    if piece < PIECES and num_keys > 0:
+        start, end = cursor[run] + first * head_size, cursor[run] + (first + num_keys) * head_size
+        prefetch(keys[start:end])
+        prefetch(values[start:end])
+    return piece + 1
+
+
+@njit(nogil=True)
 def _widen(line, place, count):  # type: ignore[no-untyped-def]
     # Slices instead of offsets: with them LLVM knows that no index is negative, and vectorises (5 times faster).
     for d in range(count):
@@ -31,57 +63,26 @@ def _widen(line, place, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def aim(cursor, kv_head, sequence, key, end):  # type: ignore[no-untyped-def]
-    """Point a cursor, i64[4], at the tile of keys that starts at `key`, of those before `end`."""
-    cursor[HEAD], cursor[SEQUENCE], cursor[KEY], cursor[END] = kv_head, sequence, key, min(end, key + KEY_TILE)
-
-
-@njit(nogil=True)
-def ask_for(count, cursor, keys, values, tables, layout):  # type: ignore[no-untyped-def]
-    """Prefetch the next `count` keys and values of the cursor, which moves on.
-
-    A few between each two pieces of work: a tile's 512 lines asked for at once fill the queues, and nothing goes on.
-    """
-    for key in range(cursor[KEY], min(cursor[KEY] + count, cursor[END])):
-        start = _start(tables[cursor[SEQUENCE]], layout, cursor[HEAD], key)
-        prefetch(keys[start : start + layout[2]])
-        prefetch(values[start : start + layout[2]])
-    cursor[KEY] += count
-
-
-@njit(nogil=True)
-def read_keys(cache, table, layout, kv_head, key, num_keys, lines, keys_t):  # type: ignore[no-untyped-def]
-    """keys_t [padded, 64], the transposed keys `key : key + num_keys`; `lines` [64, padded] is overwritten."""
+def read_keys(cache, cursor, tables, layout, lines, keys_t):  # type: ignore[no-untyped-def]
+    """keys_t [padded, 64], the cursor's keys transposed; `lines` [64, padded] is overwritten."""
     _, block_size, head_size = layout
     padded = keys_t.size // KEY_TILE
-    if head_size == padded and block_size % LANES == 0:  # 16 keys in a row lie in one block
-        for j in range(0, num_keys, LANES):
-            start = _start(table, layout, kv_head, key + j)
-            for d in range(0, padded, LANES):
-                transpose(cache, start + d, padded, keys_t, d * KEY_TILE + j, KEY_TILE)
-        return
-    read_values(cache, table, layout, kv_head, key, num_keys, lines)
-    for j in range(0, num_keys, LANES):
+    is_in_place = head_size == padded and block_size % RUN == 0
+    if not is_in_place:
+        read_values(cache, cursor, tables, layout, lines)
+    for run in range((cursor[END] - cursor[KEY] + RUN - 1) // RUN):
         for d in range(0, padded, LANES):
-            transpose(lines, j * padded + d, padded, keys_t, d * KEY_TILE + j, KEY_TILE)
+            place = d * KEY_TILE + run * RUN
+            if is_in_place:
+                transpose(cache, cursor[run] + d, padded, keys_t, place, KEY_TILE)
+            else:
+                transpose(lines, run * RUN * padded + d, padded, keys_t, place, KEY_TILE)
 
 
 @njit(nogil=True)
-def read_values(cache, table, layout, kv_head, key, num_keys, values):  # type: ignore[no-untyped-def]
-    """values [64, padded], line after line."""
-    padded = values.size // KEY_TILE
-    for j in range(num_keys):
-        start = _start(table, layout, kv_head, key + j)
-        _widen(cache[start : start + layout[2]], values[j * padded : (j + 1) * padded], layout[2])
-
-
-@njit(nogil=True)
-def add_values(rows, weights, cache, table, layout, kv_head, key, num_keys, acc, acc_offset):  # type: ignore[no-untyped-def]
-    """acc[rows, head_size] += weights[rows, 64] . values, which are read where they lie, block after block."""
-    _, block_size, head_size = layout
-    j = 0
-    while j < num_keys:
-        start = _start(table, layout, kv_head, key + j)
-        depth = min(block_size - (key + j) % block_size, num_keys - j)
-        matmul_add(rows, weights, j, KEY_TILE, cache, start, head_size, acc, acc_offset, head_size, depth, head_size)
-        j += depth
+def read_values(cache, cursor, tables, layout, values):  # type: ignore[no-untyped-def]
+    """values [64, padded], the cursor's lines one after the other."""
+    head_size, padded = layout[2], values.size // KEY_TILE
+    for j in range(cursor[END] - cursor[KEY]):
+        start = _start(tables[cursor[SEQUENCE]], layout, cursor[HEAD], cursor[KEY] + j)
+        _widen(cache[start : start + head_size], values[j * padded : (j + 1) * padded], head_size)

@@ -16,19 +16,27 @@ from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
+from kernels.cpu.vector_code import CACHE_LINE_BYTES as CACHE_LINE_BYTES
+from kernels.cpu.vector_code import LANES as LANES
+from kernels.cpu.vector_code import (
+    VECTOR,
+    at,
+    columns_of,
+    element,
+    load,
+    load_wide,
+    multiply_add,
+    prefetch_bytes,
+    splat,
+    store,
+)
 
-CACHE_LINE_BYTES = 64
-LANES = 16  # float32 numbers of one AVX-512 register; LLVM splits them on narrower machines
+intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 of 16 numbers; else 16 of 8 or fewer
 STREAMED_VECTORS = 3  # columns of a panel that is streamed, in vectors: 8 x 3 accumulators, 3 of B, of 32 registers
 PANEL = STREAMED_VECTORS * LANES
 STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
-
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_WORDS = ir.VectorType(ir.IntType(32), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
 def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
@@ -39,7 +47,7 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
     """
 
     @intrinsic
-    def multiply_add(
+    def add_product(
         typing_context: Any,
         a: Any,
         a_offset: Any,
@@ -55,69 +63,57 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             a_start, a_row, b_start, b_row, c_start, c_row = (
-                _element(context, builder, signature, arguments, i) if i % 3 == 0 else arguments[i + 1]
+                element(context, builder, signature, arguments, i) if i % 3 == 0 else arguments[i + 1]
                 for i in (0, 1, 3, 4, 6, 7)
             )
-            fma = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-            )
-            index = arguments[9].type
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
+            fma, index = multiply_add(builder), arguments[9].type
+            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
             places = [
                 [
-                    _at(builder, c_start, builder.add(builder.mul(c_row, index(r)), index(v * LANES)))
+                    at(builder, c_start, builder.add(builder.mul(c_row, index(r)), index(v * LANES)))
                     for v in range(vectors)
                 ]
                 for r in range(rows)
             ]
             for r in range(rows):
                 for v in range(vectors):
-                    builder.store(_load(builder, places[r][v]), sums[r][v])
+                    builder.store(load(builder, places[r][v]), sums[r][v])
             with cgutils.for_range(builder, arguments[9]) as loop:
-                b_line = _at(builder, b_start, builder.mul(b_row, loop.index))
-                b_values = [
-                    _load_wide(builder, _at(builder, b_line, index(v * LANES)), b.dtype) for v in range(vectors)
-                ]
+                b_line = at(builder, b_start, builder.mul(b_row, loop.index))
+                b_values = [load_wide(builder, at(builder, b_line, index(v * LANES)), b.dtype) for v in range(vectors)]
                 if is_streamed:
-                    _prefetch(builder, _at(builder, b_line, arguments[10]), vectors * LANES * b.dtype.bitwidth // 8)
+                    prefetch_bytes(builder, at(builder, b_line, arguments[10]), vectors * LANES * b.dtype.bitwidth // 8)
                 for r in range(rows):
-                    a_place = _at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
-                    a_value = _splat(builder, builder.load(a_place))
+                    a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
+                    a_value = splat(builder, builder.load(a_place))
                     for v in range(vectors):
                         total = builder.call(fma, [a_value, b_values[v], builder.load(sums[r][v])])
                         builder.store(total, sums[r][v])
             for r in range(rows):
                 for v in range(vectors):
-                    _store(builder, builder.load(sums[r][v]), places[r][v])
+                    store(builder, builder.load(sums[r][v]), places[r][v])
             return context.get_dummy_value()
 
         flat, number = types.Array(types.float32, 1, "C"), types.intp
         return types.void(flat, number, number, b, number, number, flat, number, number, number, number), generate
 
-    return multiply_add
+    return add_product
 
 
 @intrinsic
 def transpose(typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any, b_offset: Any, b_stride: Any) -> Any:
-    """b[16, 16] = a[16, 16]^T in registers: four rounds that exchange blocks of 8, 4, 2 and 1 lanes between rows."""
+    """b[16, 16] = a[16, 16]^T in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a_start = _element(context, builder, signature, arguments, 0)
-        b_start = _element(context, builder, signature, arguments, 3)
+        a_start = element(context, builder, signature, arguments, 0)
+        b_start = element(context, builder, signature, arguments, 3)
         index = arguments[1].type
         rows = [
-            _load_wide(builder, _at(builder, a_start, builder.mul(arguments[2], index(r))), a.dtype)
-            for r in range(LANES)
+            load_wide(builder, at(builder, a_start, builder.mul(arguments[2], index(r))), a.dtype) for r in range(LANES)
         ]
-        for width in (8, 4, 2, 1):
-            low = [lane - width + LANES if lane & width else lane for lane in range(LANES)]
-            high = [lane + LANES if lane & width else lane + width for lane in range(LANES)]
-            for r in (r for r in range(LANES) if not r & width):
-                upper, lower = rows[r], rows[r + width]
-                rows[r] = builder.shuffle_vector(upper, lower, _indices(low))
-                rows[r + width] = builder.shuffle_vector(upper, lower, _indices(high))
+        columns = columns_of(builder, rows)
         for r in range(LANES):
-            _store(builder, rows[r], _at(builder, b_start, builder.mul(arguments[5], index(r))))
+            store(builder, columns[r], at(builder, b_start, builder.mul(arguments[5], index(r))))
         return context.get_dummy_value()
 
     flat, number = types.Array(types.float32, 1, "C"), types.intp
@@ -137,58 +133,10 @@ def prefetch(typing_context: Any, line: Any) -> Any:
             builder.mul(array.nitems, array.itemsize),
             array.nitems.type(CACHE_LINE_BYTES),
         ) as (offset, _):
-            _prefetch(builder, builder.gep(start, [offset]), CACHE_LINE_BYTES)
+            prefetch_bytes(builder, builder.gep(start, [offset]), CACHE_LINE_BYTES)
         return context.get_dummy_value()
 
     return types.void(line), generate
-
-
-def _element(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
-    """Pointer to element `arguments[position + 1]` of the array `arguments[position]`."""
-    array = context.make_array(signature.args[position])(context, builder, arguments[position])
-    return builder.gep(array.data, [arguments[position + 1]])
-
-
-def _at(builder: Any, start: Any, offset: Any) -> Any:
-    return builder.gep(start, [offset])
-
-
-def _load(builder: Any, place: Any) -> Any:
-    return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
-
-
-def _load_wide(builder: Any, place: Any, element: Any) -> Any:
-    """16 elements of a numba type as float32."""
-    if element == types.float32:
-        return _load(builder, place)
-    halves = builder.load(builder.bitcast(place, _HALVES.as_pointer()), align=2)
-    if element == types.int16:
-        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
-    return builder.bitcast(builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _VECTOR)
-
-
-def _prefetch(builder: Any, start: Any, num_bytes: int) -> None:
-    """Ask for the lines of so many bytes, to have them in the second cache level."""
-    byte, word = ir.IntType(8), ir.IntType(32)
-    start = builder.bitcast(start, byte.as_pointer())
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word]), "llvm.prefetch.p0"
-    )
-    for offset in range(0, num_bytes, CACHE_LINE_BYTES):
-        builder.call(function, [_at(builder, start, word(offset)), word(0), word(2), word(1)])
-
-
-def _store(builder: Any, value: Any, place: Any) -> None:
-    builder.store(value, builder.bitcast(place, _VECTOR.as_pointer()), align=4)
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    single = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(single, ir.Constant(_VECTOR, ir.Undefined), _indices([0] * LANES))
-
-
-def _indices(lanes: list[int]) -> Any:
-    return ir.Constant(_WORDS, lanes)
 
 
 _add_1x1, _add_2x1, _add_3x1, _add_4x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4))

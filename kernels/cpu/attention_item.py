@@ -1,0 +1,181 @@
+"""An item of paged attention, a tile of query tokens and a key/value head, computed from end to end.
+
+See `attention` for the sums and `attention_tiles` for the tiles. Few rows take keys and values from where they lie in
+the cache. Many rows, of a prompt or of sequences over a common prefix, share a copy of them: keys transposed, values as
+float32. While a tile of keys is worked on, the next one is asked for, a piece before each step of the work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu.attention_registers import add_scores, add_values
+from kernels.cpu.attention_softmax import HIDDEN, soften
+from kernels.cpu.attention_tiles import (
+    COUNT,
+    KEY_TILE,
+    NUM_SEQUENCES,
+    RUN,
+    SHARED,
+    TOKEN,
+    keys_of,
+    position_of,
+)
+from kernels.cpu.cache_reads import (
+    CURSOR_SIZE,
+    END,
+    PIECES,
+    aim,
+    ask_for,
+    read_keys,
+    read_values,
+)
+from kernels.cpu.numbers import from_float32, to_float32
+from kernels.cpu.registers import matmul_add
+from kernels.cpu.vector_code import LANES
+
+ROW_BLOCK = 4  # rows multiplied at once: 4 x 4 accumulators, 4 vectors of keys, of 32 registers
+FEW_ROWS = 8  # so many are quicker without a copy of keys and values, though each ROW_BLOCK of them reads anew
+
+
+@njit(nogil=True)
+def attend(  # type: ignore[no-untyped-def]
+    item,
+    end,
+    tiles,
+    out,
+    query,
+    key_cache,
+    value_cache,
+    layout,
+    group,
+    tables,
+    seq_lens,
+    query_starts,
+    slopes,
+    scale,
+    window,
+    cap,
+):
+    """Item `item`: tile item // num_kv_heads and head item % num_kv_heads; those up to `end` are likely to come next.
+
+    out and query [T, num_heads * head_size], caches flat, `layout` (num_kv_heads, block_size, head_size), `group` the
+    query heads of a key/value head, `slopes` f32[num_heads] or, without ALiBi, empty.
+    """
+    num_kv_heads, block_size, head_size = layout
+    padded = (head_size + LANES - 1) // LANES * LANES
+    tile, kv_head = tiles[item // num_kv_heads], item % num_kv_heads
+    token, members, rows = tile[TOKEN], tile[NUM_SEQUENCES], tile[COUNT] * group
+    numbers = np.zeros(rows * (2 * padded + 2) + ROW_BLOCK * KEY_TILE, dtype=np.float32)
+    q, acc = numbers[: rows * padded], numbers[rows * padded : 2 * rows * padded]
+    maxima, sums = numbers[2 * rows * padded :][:rows], numbers[rows * (2 * padded + 1) :][:rows]
+    scores = numbers[rows * (2 * padded + 2) :]
+    positions = np.empty(rows, dtype=np.int64)
+    cursors = np.empty((2, CURSOR_SIZE), dtype=np.int64)
+    here, ahead = cursors[0], cursors[1]
+    maxima[:] = HIDDEN
+    for row in range(rows):
+        head = kv_head * group + row % group
+        line = query[token + row // group, head * head_size : (head + 1) * head_size]
+        place = q[row * padded : (row + 1) * padded]
+        for d in range(head_size):
+            place[d] = to_float32(line[d]) * scale
+        positions[row] = position_of(tile, row // group, seq_lens, query_starts)
+
+    may_stay = padded == head_size and block_size % RUN == 0
+    copy_size = 0 if may_stay and rows <= FEW_ROWS else KEY_TILE * padded
+    values, keys_t = np.zeros(copy_size, dtype=np.float32), np.zeros(copy_size, dtype=np.float32)
+    for phase in range(0 if tile[SHARED] > 0 else 1, members + 1):
+        s, first_key, end_key = keys_of(tile, phase, seq_lens, query_starts, window)
+        first_row, end_row = 0, rows
+        if phase > 0 and members > 1:
+            first_row, end_row = (phase - 1) * group, phase * group
+        is_in_place = may_stay and end_row - first_row <= FEW_ROWS
+        for key in range(first_key, end_key, KEY_TILE):
+            aim(here, kv_head, s, key, end_key, tables, layout)
+            # Which keys come after these: of this phase, of this item's next, or of the next item.
+            if key + KEY_TILE < end_key:
+                aim(ahead, kv_head, s, key + KEY_TILE, end_key, tables, layout)
+            elif phase < members:
+                next_s, next_key, next_end = keys_of(tile, phase + 1, seq_lens, query_starts, window)
+                aim(ahead, kv_head, next_s, next_key, next_end, tables, layout)
+            elif item + 1 < end:
+                other = tiles[(item + 1) // num_kv_heads]
+                first_phase = 0 if other[SHARED] > 0 else 1
+                next_s, next_key, next_end = keys_of(other, first_phase, seq_lens, query_starts, window)
+                aim(ahead, (item + 1) % num_kv_heads, next_s, next_key, next_end, tables, layout)
+            else:
+                aim(ahead, kv_head, s, 0, 0, tables, layout)
+            if not is_in_place:
+                # The scratch of values serves the keys first.
+                read_keys(key_cache, here, tables, layout, values, keys_t)
+                read_values(value_cache, here, tables, layout, values)
+            piece = 0
+            for row in range(first_row, end_row, ROW_BLOCK):
+                block_rows = min(ROW_BLOCK, end_row - row)
+                if positions[row + block_rows - 1] < key:
+                    continue
+                scores[:] = np.float32(0.0)
+                if is_in_place:
+                    for d in range(0, head_size, LANES):
+                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                        add_scores(block_rows, q, row * padded + d, padded, key_cache, here, d, scores, KEY_TILE)
+                else:
+                    piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                    matmul_add(
+                        block_rows,
+                        q,
+                        row * padded,
+                        padded,
+                        keys_t,
+                        0,
+                        KEY_TILE,
+                        scores,
+                        0,
+                        KEY_TILE,
+                        head_size,
+                        KEY_TILE,
+                    )
+                for r in range(block_rows):
+                    piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                    head = kv_head * group + (row + r) % group
+                    soften(
+                        scores[r * KEY_TILE : (r + 1) * KEY_TILE],
+                        key - positions[row + r],
+                        slopes[head] if slopes.size > 0 else np.float32(0.0),
+                        window,
+                        cap,
+                        maxima[row + r : row + r + 1],
+                        sums[row + r : row + r + 1],
+                        acc[(row + r) * padded : (row + r + 1) * padded],
+                    )
+                if row + ROW_BLOCK >= end_row:
+                    while piece < PIECES:
+                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                if is_in_place:
+                    add_values(
+                        block_rows, scores, KEY_TILE, value_cache, here, head_size, here[END] - key, acc, row * padded
+                    )
+                else:
+                    matmul_add(
+                        block_rows,
+                        scores,
+                        0,
+                        KEY_TILE,
+                        values,
+                        0,
+                        padded,
+                        acc,
+                        row * padded,
+                        padded,
+                        here[END] - key,
+                        padded,
+                    )
+
+    for row in range(rows):
+        head = kv_head * group + row % group
+        line = out[token + row // group, head * head_size : (head + 1) * head_size]
+        weighted, share = acc[row * padded : (row + 1) * padded], np.float32(1.0) / sums[row]
+        for d in range(head_size):
+            line[d] = from_float32(weighted[d] * share, line[d])
