@@ -45,6 +45,7 @@ ROWS_OF_WIDE_TILES = 8
 # but 104 in place of 57 for 8.
 ROWS_OF_ASKING = 4
 
+OUTPUTS_OF_ITEM = TILE_PANELS * PANEL
 DOT_KIND = DOT_KINDS[dot_kind_of_this_cpu()]
 
 
@@ -121,7 +122,7 @@ def _int8_linear(  # type: ignore[no-untyped-def]
 ):
     element_bytes = lines(x_address, element, 1, 1).itemsize
     room = np.empty(room_bytes(num_rows, num_in), dtype=np.uint8)
-    no_bias = np.zeros(TILE_PANELS * PANEL, dtype=np.float32)
+    no_bias = np.zeros(OUTPUTS_OF_ITEM, dtype=np.float32)
     quantizing, multiplying = items_of_rows(num_rows), items_of_outputs(num_out)
     lanes = min(num_threads, multiplying)
     counts = counters(lanes, 2)
@@ -136,7 +137,7 @@ def _int8_linear(  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def items_of_outputs(num_out):  # type: ignore[no-untyped-def]
     """How many items a product has, of 3 panels each."""
-    return (num_out + TILE_PANELS * PANEL - 1) // (TILE_PANELS * PANEL)
+    return (num_out + OUTPUTS_OF_ITEM - 1) // OUTPUTS_OF_ITEM
 
 
 @njit(nogil=True)

@@ -1,7 +1,7 @@
 """Dense layers within a compiled pass: each says itself how its weight is kept, and the lanes of a loop share it.
 
-A record of `PRODUCT` holds what `matmul` would be told. Weights of one model may be kept in several ways, so which of
-them it is is asked at run time, once a product.
+A record of `PRODUCT` holds what `matmul` or `int8_linear` would be told. Weights of one model may be kept in several
+ways, so which of them it is is asked at run time, once a product.
 """
 
 from __future__ import annotations
@@ -10,45 +10,87 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import extending, njit, types
 
+from kernels.cpu.int8_linear import DOT_KIND, check_weight, items_of_outputs
+from kernels.cpu.int8_linear import multiply_panels as multiply_int8_panels
+from kernels.cpu.int8_rows import items_of_rows, quantize_rows, rows_in
 from kernels.cpu.matmul import items_of, multiply_panels
 from kernels.cpu.packed_weight import ELEMENTS, packed_shape
 from kernels.cpu.shared_work import wait
 
 PRODUCT = np.dtype(
     [
-        ("kind", np.int64),  # where the weight's type is among `ELEMENTS`
+        ("kind", np.int64),  # INT8, or where the type of a float weight is among `ELEMENTS`
         ("weight", np.int64),  # addresses
+        ("scale", np.int64),  # of INT8
         ("bias", np.int64),  # 0: none
         ("num_in", np.int64),
         ("num_out", np.int64),
     ]
 )
+PHASES = 2  # of `shared_work`, for each product
+INT8 = -1
 _FLOAT32, _BFLOAT16, _UINT8, _INT8, _INT32 = ELEMENTS.values()
 
 
 class Product:
-    """A weight and its bias, checked once; `record` is of `PRODUCT`, and good for as long as this object lives."""
+    """A weight with what belongs to it, checked once; `record`, of `PRODUCT`, is good for as long as this lives."""
 
-    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int) -> None:
-        """A weight as `matmul` takes it. Raises ValueError for one that is not of this size."""
+    def __init__(
+        self, kind: int, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, *sizes: int
+    ) -> None:
+        self.out_features, self.in_features = sizes
+        self._kept = weight, scale, bias
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in self._kept)
+        self.is_int8 = kind == INT8
+        self.record = (kind, *addresses, self.in_features, self.out_features)
+
+    @classmethod
+    def of_floats(cls, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int) -> Product:
+        """A weight as `matmul` takes it, for float32 rows. Raises ValueError for one that is not of this size."""
         if packed.shape != packed_shape(packed.dtype, out_features, in_features):
             raise ValueError(f"weight {tuple(packed.shape)} is not packed for {out_features} x {in_features}")
-        self.out_features, self.in_features = out_features, in_features
-        self._kept = packed, bias
-        self.record = (
-            list(ELEMENTS).index(packed.dtype),
-            packed.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            in_features,
-            out_features,
-        )
+        return cls(list(ELEMENTS).index(packed.dtype), packed, None, bias, out_features, in_features)
+
+    @classmethod
+    def of_int8(cls, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, in_features: int) -> Product:
+        """A weight as `int8_linear` takes it, for rows of any type. Raises ValueError for one not of this size."""
+        check_weight(packed, scale, bias, scale.shape[0], in_features)
+        return cls(INT8, packed, scale, bias, scale.shape[0], in_features)
 
 
 @njit(nogil=True)
-def multiply(team: Any, phase: Any, product: Any, out: Any, x: Any, rows: Any) -> None:
-    """out [rows, num_out] = x [rows, num_in] W^T + bias, in one phase; out and x are addresses of contiguous rows."""
+def multiply(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any, step: Any) -> None:
+    """out [rows, num_out] = x [rows, num_in] W^T + bias in phases `phase : phase + PHASES`.
+
+    element: of the rows, `out` and x, which are contiguous and given by their addresses. Of `step`: the bytes of an
+    element, and for INT8 `room` for quantised rows (`int8_rows.room_bytes`) and `zeros` of a missing bias.
+    """
+    if product.kind == INT8:
+        num_items, row_bytes = items_of_rows(rows), product.num_in * step.element_bytes
+        quantized = rows_in(step.room, rows, product.num_in)
+        quantize_rows(team, phase, num_items, (element, x, row_bytes, product.num_in, quantized))
+        wait(team, phase, num_items)
+        num_items, row_bytes = items_of_outputs(product.num_out), product.num_out * step.element_bytes
+        weight = product.weight, product.scale, product.bias, step.zeros, product.num_out
+        multiply_int8_panels(team, phase + 1, num_items, (element, DOT_KIND, out, row_bytes, quantized, weight))
+        wait(team, phase + 1, num_items)
+    else:
+        multiply_floats(team, phase, element, product, out, x, rows)
+
+
+def multiply_floats(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any) -> None:
+    """`multiply` by weights of `Product.of_floats`; for compiled code alone."""
+    raise NotImplementedError
+
+
+@extending.overload(multiply_floats, jit_options={"nogil": True})
+def _multiply_floats(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any) -> Any:
+    return _multiply_float32 if element == types.float32 else _multiply_nothing
+
+
+def _multiply_float32(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any) -> None:
     num_in, num_out = product.num_in, product.num_out
     num_items = items_of(rows, num_out, num_in)
     places = out, num_out, x, num_in, product.weight, product.bias, rows, num_out, num_in
@@ -63,3 +105,7 @@ def multiply(team: Any, phase: Any, product: Any, out: Any, x: Any, rows: Any) -
     else:
         multiply_panels(team, phase, num_items, (_INT32, *places))
     wait(team, phase, num_items)
+
+
+def _multiply_nothing(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any) -> None:
+    """No model with rows of another type has such weights: `LayerStack` sees to it."""

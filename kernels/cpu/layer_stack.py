@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.cpu.layer_lanes import LAYER, STEP, run_layers
+from kernels.cpu.int8_linear import OUTPUTS_OF_ITEM
+from kernels.cpu.int8_rows import room_bytes
+from kernels.cpu.layer_lanes import LAYER, MLP_ROWS, STEP, run_layers
 from kernels.cpu.layer_product import Product
 from kernels.cpu.numbers import element_of, stored_element_of
 from kernels.cpu.runtime import num_threads
@@ -66,6 +68,7 @@ class LayerStack:
 
     def __init__(self, shape: StackShape, layers: Sequence[LayerWeights]) -> None:
         self._shape, self._kept = shape, list(layers)
+        self._zeros = torch.zeros(OUTPUTS_OF_ITEM)  # what int8 products take for a bias where there is none
         self._layers = np.zeros(len(layers), dtype=LAYER)
         for record, layer in zip(self._layers, layers, strict=True):
             _check(shape, layer)
@@ -96,10 +99,11 @@ class LayerStack:
             "normed": shape.hidden,
             "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size,
             "attended": shape.num_heads * shape.head_size,
-            "inner": 2 * shape.intermediate,
-            "activated": shape.intermediate,
         }
         room = {name: update.new_empty(rows, size) for name, size in sizes.items()}
+        for name, size in (("inner", 2 * shape.intermediate), ("activated", shape.intermediate)):
+            room[name] = update.new_empty(min(rows, MLP_ROWS), size)
+        room |= {"room": self._room(rows), "zeros": self._zeros}
         given = {"update": update, "residual": residual, "positions": step.positions, "slots": step.slot_mapping}
         given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
         for name, tensor in (given | room).items():
@@ -119,6 +123,12 @@ class LayerStack:
             record,
             num_threads(),
         )
+
+    def _room(self, rows: int) -> torch.Tensor:
+        """For the quantised rows of any of the products."""
+        shape = self._shape
+        widest = max(shape.hidden, shape.intermediate, shape.num_heads * shape.head_size)
+        return torch.empty(room_bytes(rows, widest), dtype=torch.uint8)
 
     def _check_call(
         self,
@@ -149,6 +159,8 @@ def _check(shape: StackShape, layer: LayerWeights) -> None:
     }
     for name, size in expected.items():
         product = getattr(layer, name)
+        if layer.input_norm.dtype != torch.float32 and not product.is_int8:
+            raise ValueError(f"{name} is for rows of float32, not {layer.input_norm.dtype}")
         if (product.out_features, product.in_features) != size:
             raise ValueError(f"{name} is {product.out_features} x {product.in_features}, not {size[0]} x {size[1]}")
     for name in ("input_norm", "mlp_norm"):

@@ -14,7 +14,6 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.few_bits import GROUP
-from kernels.cpu.int8_layer import Int8Norm, Int8Product, after_attention, before_attention
 from kernels.cpu.layer_product import Product
 from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
 from kernels.cpu.matmul import matmul
@@ -47,40 +46,22 @@ def warm_up(dtype: torch.dtype) -> None:
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
     for few_bits in (torch.zeros(2, GROUP), torch.arange(2.0 * GROUP).view(2, -1) % 16, torch.arange(-32.0, 32)[None]):
         matmul(torch.empty(2, len(few_bits)), torch.empty(2, few_bits.shape[1]), pack(few_bits))
-    if dtype == torch.float32:
-        _warm_up_layers(key_cache, value_cache)
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 
 
-def _warm_up_layers(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """One layer for 2 rows of 8, 2 heads of 4 over 1, an MLP of 2; a compiled pass knows all kinds of weights."""
+def _warm_up_int8(dtype: torch.dtype, cache: torch.Tensor) -> None:
+    """One product, and a layer for 2 rows of 8, 2 heads of 4 over 1, an MLP of 2: it knows all kinds of weights."""
 
     def product(num_in: int, num_out: int) -> Product:
-        return Product(pack(torch.ones(num_out, num_in) / 3), None, num_out, num_in)
+        return Product.of_int8(torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(num_out), None, num_in)
 
-    norm, cos_sin = torch.ones(8), torch.zeros(2, 4)
+    update, residual = torch.zeros(2, 8, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
+    cpu.int8_linear(update, residual, torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(8))
+    norm, cos_sin = torch.ones(8, dtype=dtype), torch.zeros(2, 4)
     layer = LayerWeights(norm, product(8, 16), cos_sin, 1.0, 0, product(8, 8), norm, product(8, 4), product(2, 8))
     lengths = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2])]
     step = StackStep(torch.arange(2), torch.arange(2), *lengths)
-    stack = LayerStack(StackShape(8, 2, 2, 1, 4, 1e-5, 0.0, 0.0), [layer])
-    stack(torch.zeros(2, 8), torch.zeros(2, 8), [(keys, values)], step)
-
-
-def _warm_up_int8(dtype: torch.dtype, cache: torch.Tensor) -> None:
-    """Rows of 4, 2 heads of 4 over 1, an MLP of 2."""
-
-    def product(num_in: int, num_out: int) -> Int8Product:
-        return Int8Product(torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(num_out), None, num_in)
-
-    update, residual, normed = (torch.zeros(2, 4, dtype=dtype) for _ in range(3))
-    qkv, attended, inner = (torch.zeros(2, size, dtype=dtype) for size in (16, 8, 6))
-    norm, positions, cos_sin = Int8Norm(torch.ones(4, dtype=dtype), 1e-5, 0.0), torch.arange(2), torch.zeros(2, 4)
-    before_attention(
-        qkv, update, residual, normed, norm, product(4, 16), (2, 1), positions, cos_sin, cache, cache, positions
-    )
-    after_attention(update, attended, residual, normed, inner, product(8, 4), norm, product(4, 4), product(2, 4))
-    weight, scale = torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(4)
-    cpu.int8_linear(update, residual, weight, scale)
+    LayerStack(StackShape(8, 2, 2, 1, 4, 1e-5, 0.0, 0.0), [layer])(update, residual, [(cache, cache)], step)
 
 
 def warm_up_sampling() -> None:

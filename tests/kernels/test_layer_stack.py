@@ -10,6 +10,7 @@ import torch
 from kernels.cpu.layer_product import Product
 from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
 from kernels.cpu.packed_weight import pack
+from kernels.int8_weight import pack_int8, quantize_int8
 
 SHAPE = StackShape(
     hidden=8,
@@ -24,7 +25,7 @@ SHAPE = StackShape(
 
 
 def product(num_in: int, num_out: int) -> Product:
-    return Product(pack(torch.ones(num_out, num_in) / 3), None, num_out, num_in)
+    return Product.of_floats(pack(torch.ones(num_out, num_in) / 3), None, num_out, num_in)
 
 
 def stack(**changed: Any) -> LayerStack:
@@ -55,6 +56,7 @@ def run(**changed: Any) -> None:
         (stack, {"attention_out": product(4, 8)}, "attention_out is 8 x 4, not 8 x 8"),
         (stack, {"mlp_in": product(8, 2)}, "mlp_in is 2 x 8, not 4 x 8"),
         (stack, {"mlp_out": product(4, 8)}, "mlp_out is 8 x 4, not 8 x 2"),
+        (stack, {"input_norm": torch.ones(8).bfloat16()}, "qkv is for rows of float32, not torch.bfloat16"),
         (stack, {"mlp_norm": torch.ones(4)}, r"mlp_norm \(4,\) is not for 8 elements"),
         (run, {"residual": torch.zeros(2, 4)}, "are not rows of 8"),
         (run, {"update": torch.zeros(3, 8), "residual": torch.zeros(3, 8)}, "2 positions or 2 slots for 3 rows"),
@@ -74,4 +76,7 @@ def test_types_that_differ_are_refused() -> None:
     with pytest.raises(TypeError, match="a cache is"):
         run(caches=[(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.float16))])
     with pytest.raises(ValueError, match=r"weight .* is not packed for 20 x 5"):
-        Product(pack(torch.ones(20, 4) / 3), None, 20, 5)
+        Product.of_floats(pack(torch.ones(20, 4) / 3), None, 20, 5)
+    quantized, scale = quantize_int8(torch.ones(20, 4))
+    with pytest.raises(ValueError, match=r"weight .* is not packed for 20 x 33"):
+        Product.of_int8(pack_int8(quantized), scale, None, 33)

@@ -14,13 +14,24 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
 
-LENGTHS = [1, 7, 83]
+LENGTHS = [1, 7, 83, 83, 83]  # more rows than an MLP takes at once
 FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-all", "qwen2", "phi3", "phi3-partial"]
 
 
-def load(folder: Path, dtype: str = "float32") -> Decoder:
-    """With products of the packed form, which not every processor takes unasked."""
-    model = load_model(folder, ModelConfig.from_folder(folder, dtype, is_batch_invariant=True), "cpu")
+# What weights are kept in, and what is computed in.
+KINDS = [("float", "float32"), ("int8", "float32"), ("int8", "bfloat16")]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Octavo's cache of this test alone: quantised weights are kept there."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+
+
+def load(folder: Path, weights: str = "float", dtype: str = "float32") -> Decoder:
+    """With products of the packed form, which not every processor takes unasked, or of eight bits."""
+    options = {"quantization": "int8"} if weights == "int8" else {"is_batch_invariant": True}
+    model = load_model(folder, ModelConfig.from_folder(folder, dtype, **options), "cpu")
     assert isinstance(model, Decoder)
     return model
 
@@ -37,11 +48,12 @@ def logits_of(model: Decoder) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("weights", "dtype"), KINDS)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_layers_are_the_single_operations_bit_for_bit(
-    name: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, weights: str, dtype: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, before = load(make_family(name, tmp_path / "model")), torch.get_num_threads()
+    model, before = load(make_family(name, tmp_path / "model"), weights, dtype), torch.get_num_threads()
     assert model.is_fused
     try:
         torch.set_num_threads(num_threads)
@@ -53,10 +65,11 @@ def test_fused_layers_are_the_single_operations_bit_for_bit(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("weights", ["float", "int8"])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*FUSED}))
-def test_layers_that_compute_something_else_are_not_fused(name: str, tmp_path: Path) -> None:
-    assert not load(make_family(name, tmp_path / "model")).is_fused
+def test_layers_that_compute_something_else_are_not_fused(name: str, weights: str, tmp_path: Path) -> None:
+    assert not load(make_family(name, tmp_path / "model"), weights).is_fused
 
 
-def test_rows_of_bfloat16_are_not_fused(tmp_path: Path) -> None:
-    assert not load(make_family("mistral", tmp_path / "model"), "bfloat16").is_fused
+def test_rows_that_would_have_to_be_converted_are_not_fused(tmp_path: Path) -> None:
+    assert not load(make_family("mistral", tmp_path / "model"), dtype="bfloat16").is_fused

@@ -12,11 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
-from worker_svc.models import int8_layer
 from worker_svc.models.config import ModelConfig, ModelError
-from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.gguf_folder import model_folder
-from worker_svc.models.int8_layer import Int8Layer
 from worker_svc.models.loader import Model, load_model
 
 LENGTHS = [1, 7, 83]
@@ -68,23 +65,6 @@ def test_a_row_is_the_same_in_chunks_and_alone(name: str, tmp_path: Path) -> Non
     alone = Stepper(model, [sequence])
     for first, last in ((0, 40), (40, 41), (41, 43), (43, 82), (82, 83)):
         assert torch.equal(alone.step({0: (first, last)})[0], whole[first:last])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama-dynamic", "mistral", "qwen2", "phi3-partial"])
-def test_fused_layers_are_the_single_operations_bit_for_bit(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_family(name, tmp_path / "model")
-    model = load(folder, dtype=dtype)
-    assert Int8Layer.is_for(model.config)
-    fused = logits_of(model)
-    monkeypatch.setattr(int8_layer, "ROWS_AT_ONCE", 60)  # fewer than there are, and no divisor of them
-    for one, other in zip(fused, logits_of(model), strict=True):
-        assert torch.equal(one, other)
-    monkeypatch.setattr(Int8Layer, "__call__", DecoderLayer.__call__)
-    for one, other in zip(fused, logits_of(model), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])

@@ -15,7 +15,6 @@ from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.fused_layers import FusedLayers
-from worker_svc.models.int8_layer import Int8Layer
 from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import NoNorm, Norm, take_norm
@@ -50,11 +49,7 @@ class Decoder:
         slopes = alibi_slopes(config.num_heads, device) if style.positions == "alibi" else None
         self._rotary_tables = [rotary_table(rope, config.max_model_len, device) for rope in style.ropes]
         self._layers: list[DecoderLayer] = []
-        layer_class: type[DecoderLayer] = DecoderLayer
-        if style.are_norms_behind:
-            layer_class = NormBehindLayer
-        elif Int8Layer.is_for(config):
-            layer_class = Int8Layer
+        layer_class = NormBehindLayer if style.are_norms_behind else DecoderLayer
         for i in range(config.num_layers):
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None

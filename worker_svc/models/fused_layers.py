@@ -8,11 +8,10 @@ import torch
 
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import RmsNorm
 from worker_svc.models.packed_linear import PackedLinear
-
-_NUM_PRODUCTS = 4  # of a layer: into and out of attention, into and out of the MLP
 
 
 class FusedLayers:
@@ -27,7 +26,15 @@ class FusedLayers:
         for layer in layers:
             assert isinstance(layer.mlp, Mlp) and layer.cos_sin is not None
             assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
-            qkv, attention_out, mlp_in, mlp_out = (product.compiled() for product in _products(layer))
+            sizes = (
+                config.hidden_size,
+                config.num_heads * config.head_size,
+                config.hidden_size,
+                config.intermediate_size,
+            )
+            qkv, attention_out, mlp_in, mlp_out = (
+                product.compiled(size) for product, size in zip(_products(layer), sizes, strict=True)
+            )
             weights.append(
                 LayerWeights(
                     input_norm=layer.input_norm.weight,
@@ -67,8 +74,7 @@ class FusedLayers:
             and not style.has_head_norms
             and not style.names.attention_post_norm
             and not style.names.mlp_post_norm
-            and config.dtype == torch.float32  # what packed weights are multiplied by without being converted
-            and all(len(_products(layer)) == _NUM_PRODUCTS for layer in layers)
+            and all(_are_compiled(layer, config.dtype) for layer in layers)
         )
 
     def __call__(
@@ -81,8 +87,14 @@ class FusedLayers:
         return update
 
 
-def _products(layer: DecoderLayer) -> list[PackedLinear]:
-    """Those of a layer that have a compiled form: four, if it is one that can be fused."""
+def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear]:
+    """Those of a layer that have a compiled form, of four: into and out of attention, into and out of the MLP."""
     assert isinstance(layer.mlp, Mlp)
     products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
-    return [product for product in products if isinstance(product, PackedLinear)]
+    return [product for product in products if isinstance(product, PackedLinear | Int8Linear)]
+
+
+def _are_compiled(layer: DecoderLayer, dtype: torch.dtype) -> bool:
+    """Whether rows of this type meet no product for which they would have to be converted."""
+    kinds = [type(product) for product in _products(layer)]
+    return kinds == [Int8Linear] * 4 or (kinds == [PackedLinear] * 4 and dtype == torch.float32)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kernels.select import kernels_for
+
+if TYPE_CHECKING:
+    from kernels.cpu.layer_product import Product
 
 
 class Int8Linear:
@@ -21,3 +26,9 @@ class Int8Linear:
         out = x.new_empty(x.shape[0], self.scale.shape[0])
         self._multiply(out, x, self.packed, self.scale, self.bias)
         return out
+
+    def compiled(self, in_features: int) -> Product:
+        """What compiled code needs to multiply by this weight."""
+        from kernels.cpu.layer_product import Product
+
+        return Product.of_int8(self.packed, self.scale, self.bias, in_features)

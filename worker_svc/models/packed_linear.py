@@ -19,7 +19,7 @@ class PackedLinear:
 
         self._matmul = matmul
         self._packed, self._bias = pack(weight), None if bias is None else bias.float()
-        self._out_features, self._in_features = weight.shape
+        self._out_features = weight.shape[0]
         self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,11 +27,11 @@ class PackedLinear:
         self._matmul(out, x.float(), self._packed, self._bias)
         return out.to(x.dtype)
 
-    def compiled(self) -> Product:
-        """What compiled code needs to multiply by this weight, for as long as this object lives."""
+    def compiled(self, in_features: int) -> Product:
+        """What compiled code needs to multiply by this weight. Raises ValueError where it has not so many inputs."""
         from kernels.cpu.layer_product import Product
 
-        return Product(self._packed, self._bias, self._out_features, self._in_features)
+        return Product.of_floats(self._packed, self._bias, self._out_features, in_features)
 
     @staticmethod
     def is_fastest(weight: torch.Tensor) -> bool:
