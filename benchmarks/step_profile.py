@@ -37,6 +37,7 @@ from worker_svc.cache_engine import CacheEngine
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers
+from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.packed_linear import PackedLinear
 
@@ -75,6 +76,7 @@ class Profiler:
             mock.patch.object(FusedLayers, "is_for", lambda *_: False),
             mock.patch.object(PackedLinear, "__call__", self._product(PackedLinear.__call__)),
             mock.patch.object(FloatLinear, "__call__", self._product(FloatLinear.__call__)),
+            mock.patch.object(Int8Linear, "__call__", self._product(Int8Linear.__call__)),
         ):
             yield
 
@@ -93,7 +95,7 @@ class Profiler:
         self.passes.clear()
 
     def _product(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(linear: PackedLinear | FloatLinear, x: torch.Tensor) -> torch.Tensor:
+        def run(linear: PackedLinear | FloatLinear | Int8Linear, x: torch.Tensor) -> torch.Tensor:
             started = time.perf_counter()
             out = call(linear, x)
             seconds = time.perf_counter() - started
@@ -135,10 +137,10 @@ def _attention_costs(
     return num_bytes, 4 * num_keys * query.shape[1] * head_size
 
 
-def profile(model_name: str, num_sequences: int, seq_len: int, num_passes: int) -> Profiler:
-    """Passes of a decode step, each sequence `seq_len` tokens long with its new one."""
+def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int, num_passes: int) -> Profiler:
+    """Passes of a decode step, each sequence `seq_len` tokens long with its new one; quantization: "" or "int8"."""
     profiler, folder = Profiler(), resolve_model(model_name)
-    config = ModelConfig.from_folder(folder, "float32")
+    config = ModelConfig.from_folder(folder, "float32", quantization=quantization)
     with profiler.active():
         model = load_model(folder, config, "cpu")
         for number in range(_WARM_UP + num_passes):
@@ -208,6 +210,7 @@ def weights(profiler: Profiler) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Profiles a decode step, operator by operator, against the limits.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--quantization", choices=["none", "int8"], default="none")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32], help="W1 has 1, W2 up to 32")
     parser.add_argument("--seq-len", type=int, default=200, help="tokens of each sequence (default: %(default)s)")
@@ -218,8 +221,10 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | waiting)
     facts, limits = machine.describe(), machine_limits.measure(arguments.threads)
+    quantization = "" if arguments.quantization == "none" else arguments.quantization
     profilers = {
-        count: profile(arguments.model, count, arguments.seq_len, arguments.passes) for count in arguments.sequences
+        count: profile(arguments.model, quantization, count, arguments.seq_len, arguments.passes)
+        for count in arguments.sequences
     }
     if arguments.json:
         rows = {
