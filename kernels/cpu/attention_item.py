@@ -141,14 +141,17 @@ def attend(  # type: ignore[no-untyped-def]
                     piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
                     head = kv_head * group + (row + r) % group
                     soften(
-                        scores[r * KEY_TILE : (r + 1) * KEY_TILE],
+                        scores,
+                        r * KEY_TILE,
                         key - positions[row + r],
                         slopes[head] if slopes.size > 0 else np.float32(0.0),
                         window,
                         cap,
-                        maxima[row + r : row + r + 1],
-                        sums[row + r : row + r + 1],
-                        acc[(row + r) * padded : (row + r + 1) * padded],
+                        maxima,
+                        sums,
+                        row + r,
+                        acc,
+                        padded,
                     )
                 if row + ROW_BLOCK >= end_row:
                     while piece < PIECES:

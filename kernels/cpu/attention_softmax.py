@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from kernels.cpu.attention_tiles import KEY_TILE
 from kernels.cpu.numbers import LN2_HIGH, LN2_LOW, LOG2_E, exp, intrinsic
-from kernels.cpu.vector_code import LANES, VECTOR, WORDS, load, multiply_add, shuffled, splat, store
+from kernels.cpu.vector_code import LANES, VECTOR, WORDS, element, load, multiply_add, shuffled, splat, store
 
 HIDDEN = np.float32(-1e30)  # a score whose weight is zero beside any other
 
@@ -27,29 +27,29 @@ _FLAT = types.Array(types.float32, 1, "C")
 
 
 @intrinsic
-def largest_of_tile(typing_context: Any, scores: Any) -> Any:
+def largest_of_tile(typing_context: Any, scores: Any, offset: Any) -> Any:
     """The largest of 64 scores."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vectors = _vectors(builder, context.make_array(_FLAT)(context, builder, arguments[0]).data)
+        vectors = _vectors(builder, element(context, builder, signature, arguments, 0))
         return _over_all(builder, [load(builder, place) for place in vectors], _larger)
 
-    return types.float32(_FLAT), generate
+    return types.float32(_FLAT, types.intp), generate
 
 
 @intrinsic
-def to_weights(typing_context: Any, scores: Any, maximum: Any) -> Any:
+def to_weights(typing_context: Any, scores: Any, offset: Any, maximum: Any) -> Any:
     """Turns 64 scores, none above `maximum`, to e^(score - maximum) in place; returns their sum."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        places = _vectors(builder, context.make_array(_FLAT)(context, builder, arguments[0]).data)
-        maximum = splat(builder, arguments[1])
+        places = _vectors(builder, element(context, builder, signature, arguments, 0))
+        maximum = splat(builder, arguments[2])
         weights = [_exp(builder, builder.fsub(load(builder, place), maximum)) for place in places]
         for weight, place in zip(weights, places, strict=True):
             store(builder, weight, place)
         return _over_all(builder, weights, lambda builder, a, b: builder.fadd(a, b))
 
-    return types.float32(_FLAT, types.float32), generate
+    return types.float32(_FLAT, types.intp, types.float32), generate
 
 
 def _vectors(builder: Any, start: Any) -> list[Any]:
@@ -94,37 +94,40 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 @njit(nogil=True, fastmath={"contract"})
-def _bias(scores, distance, cap, slope):  # type: ignore[no-untyped-def]
+def _bias(scores, offset, distance, cap, slope):  # type: ignore[no-untyped-def]
     """Soft cap and ALiBi; `distance` is the first key's position minus the query's."""
     for j in range(KEY_TILE):
-        score = scores[j]
+        score = scores[offset + j]
         if cap > np.float32(0.0):
             score = cap * np.tanh(score / cap)
-        scores[j] = score + slope * np.float32(distance + j)
+        scores[offset + j] = score + slope * np.float32(distance + j)
 
 
 @njit(nogil=True)
-def soften(scores, distance, slope, window, cap, maximum, total, acc):  # type: ignore[no-untyped-def]
-    """A row's 64 scores become its weights: 0 for keys after its token, or before its window.
+def soften(scores, offset, distance, slope, window, cap, maxima, sums, row, acc, width):  # type: ignore[no-untyped-def]
+    """The 64 scores of a row, from `offset` on, become its weights: 0 for keys after its token, or before its window.
 
-    `distance` is the first key's position minus the token's. The row's `maximum` and `total`, f32[1], go on, and what
-    it has added up so far, `acc`, is scaled to a new maximum.
+    `distance` is the first key's position minus the token's. The row's maximum and sum go on in `maxima` and `sums`,
+    and what it has added up so far, acc[row * width :], is scaled to a new maximum. Whole arrays and places in them, as
+    the references of a slice are counted: a prompt of 1,500 tokens took a fifth longer.
     """
     visible_start = max(0, 1 - window - distance) if window > 0 else 0
     visible_end = max(0, min(KEY_TILE, 1 - distance))
     if visible_start >= visible_end:
-        scores[:] = np.float32(0.0)
+        for j in range(KEY_TILE):
+            scores[offset + j] = np.float32(0.0)
         return
     if cap > np.float32(0.0) or slope != np.float32(0.0):
-        _bias(scores, distance, cap, slope)
-    if visible_start > 0 or visible_end < KEY_TILE:
-        scores[:visible_start] = HIDDEN
-        scores[visible_end:] = HIDDEN
-    largest = largest_of_tile(scores)
-    if largest > maximum[0]:
-        shrink = exp(maximum[0] - largest)
-        maximum[0] = largest
-        total[0] *= shrink
-        for d in range(acc.size):
+        _bias(scores, offset, distance, cap, slope)
+    for j in range(visible_start):
+        scores[offset + j] = HIDDEN
+    for j in range(visible_end, KEY_TILE):
+        scores[offset + j] = HIDDEN
+    largest = largest_of_tile(scores, offset)
+    if largest > maxima[row]:
+        shrink = exp(maxima[row] - largest)
+        maxima[row] = largest
+        sums[row] *= shrink
+        for d in range(row * width, (row + 1) * width):
             acc[d] *= shrink
-    total[0] += to_weights(scores, maximum[0])
+    sums[row] += to_weights(scores, offset, maxima[row])
