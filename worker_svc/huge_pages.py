@@ -27,15 +27,15 @@ class HugePages:
         """A contiguous copy of a tensor on the CPU."""
         num_bytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._free.numel() < num_bytes:
-            self._free = _slab(max(num_bytes, _SLAB_BYTES))
+            self._free = untouched_bytes(max(num_bytes, _SLAB_BYTES))
         place, self._free = self._free[:num_bytes], self._free[num_bytes:]
         return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _slab(num_bytes: int) -> torch.Tensor:
-    """u8[num_bytes or more] from the start of a page on; pages that are never touched take no memory."""
-    num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-    memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def untouched_bytes(num_bytes: int) -> torch.Tensor:
+    """u8[num_bytes], zeros, from the start of a page on; pages that are never touched take no memory."""
+    whole = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    memory = mmap.mmap(-1, whole + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
