@@ -135,7 +135,7 @@ def _paged_attention(  # type: ignore[no-untyped-def]
         # Put together in here: a loop's threads are handed arrays and numbers, no tuples.
         cache = key_cache, value_cache, (num_kv_heads, block_size, head_size), group, block_tables
         rest = seq_lens, query_starts, slopes, scale, window, cap
-        _attend_all((counts, lane, lanes), 0, num_items, (tiles, out, query, *cache, *rest))
+        _attend_all((counts, np.int64(lane), lanes), 0, num_items, (tiles, out, query, *cache, *rest))
 
 
 @njit(nogil=True)

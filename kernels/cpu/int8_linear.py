@@ -46,6 +46,7 @@ ROWS_OF_WIDE_TILES = 8
 ROWS_OF_ASKING = 4
 
 OUTPUTS_OF_ITEM = TILE_PANELS * PANEL
+_QUANTIZING, _MULTIPLYING = np.arange(2)  # phases
 DOT_KIND = DOT_KINDS[dot_kind_of_this_cpu()]
 
 
@@ -127,11 +128,15 @@ def _int8_linear(  # type: ignore[no-untyped-def]
     lanes = min(num_threads, multiplying)
     counts = counters(lanes, 2)
     for lane in prange(lanes):
-        team, rows = (counts, lane, lanes), rows_in(room.ctypes.data, num_rows, num_in)
-        quantize_rows(team, 0, quantizing, (element, x_address, x_stride * element_bytes, num_in, rows))
-        wait(team, 0, quantizing)
-        weight = weight_address, scale_address, bias_address, no_bias.ctypes.data, num_out
-        multiply_panels(team, 1, multiplying, (element, kind, out_address, out_stride * element_bytes, rows, weight))
+        # Signed, as where a whole stack of layers calls these: what is compiled for that serves here.
+        team, rows = (counts, np.int64(lane), lanes), rows_in(np.int64(room.ctypes.data), num_rows, num_in)
+        quantize_rows(
+            team, _QUANTIZING, quantizing, (element, x_address, np.int64(x_stride * element_bytes), num_in, rows)
+        )
+        wait(team, _QUANTIZING, quantizing)
+        weight = weight_address, scale_address, bias_address, np.int64(no_bias.ctypes.data), num_out
+        row_bytes = np.int64(out_stride * element_bytes)
+        multiply_panels(team, _MULTIPLYING, multiplying, (element, kind, out_address, row_bytes, rows, weight))
 
 
 @njit(nogil=True)

@@ -56,8 +56,9 @@ STEP = np.dtype(
 # 456 ms in place of 942, half of which went into pages of memory that the system made and took back.
 MLP_ROWS = 256
 
-_INPUT_NORM, _MLP_NORM, _ROTARY = range(3)
-_QKV, _OUT, _MLP = range(3, 3 + 3 * PRODUCT_PHASES, PRODUCT_PHASES)
+# Of one type, as lanes are: numba compiles a function again for every constant, and for a number without a sign.
+_INPUT_NORM, _MLP_NORM, _ROTARY = np.arange(3)
+_QKV, _OUT, _MLP = np.arange(3, 3 + 3 * PRODUCT_PHASES, PRODUCT_PHASES)
 _GATE, _MLP_OUT, _MLP_PHASES = PRODUCT_PHASES, PRODUCT_PHASES + 1, 2 * PRODUCT_PHASES + 1  # of the MLP's, for some rows
 
 
@@ -103,14 +104,14 @@ def _between_attentions(
 ) -> None:
     counts = counters(num_threads, _MLP + (steps[0].rows + MLP_ROWS - 1) // MLP_ROWS * _MLP_PHASES)
     for lane in prange(num_threads):
-        team = counts, lane, num_threads
+        team = counts, np.int64(lane), num_threads
         if index > 0:
             _after_attention(team, element, layers[index - 1], steps[0])
         if index < layers.size:
             _before_attention(team, element, stored_element, layers[index], steps[0])
 
 
-@njit(nogil=True)
+@njit(nogil=True, inline="always")
 def _before_attention(team: Any, element: Any, stored_element: Any, layer: Any, step: Any) -> None:
     _norm(team, _INPUT_NORM, element, layer.input_norm, step)
     multiply(team, _QKV, element, layer.qkv, step.qkv, step.normed, step.rows, step)
@@ -118,7 +119,7 @@ def _before_attention(team: Any, element: Any, stored_element: Any, layer: Any, 
     wait(team, _ROTARY, step.rows)
 
 
-@njit(nogil=True)
+@njit(nogil=True, inline="always")
 def _after_attention(team: Any, element: Any, layer: Any, step: Any) -> None:
     multiply(team, _OUT, element, layer.attention_out, step.update, step.attended, step.rows, step)
     _norm(team, _MLP_NORM, element, layer.mlp_norm, step)
@@ -133,7 +134,7 @@ def _after_attention(team: Any, element: Any, layer: Any, step: Any) -> None:
         phase += _MLP_PHASES
 
 
-@njit(nogil=True)
+@njit(nogil=True, inline="always")
 def _norm(team: Any, phase: Any, element: Any, weight: Any, step: Any) -> None:
     _norm_shared(team, phase, step.rows, (element, weight, step))
     wait(team, phase, step.rows)

@@ -164,4 +164,4 @@ def _matmul(  # type: ignore[no-untyped-def]
     counts = counters(lanes, 1)
     for lane in prange(lanes):
         product = element, out_address, out_stride, x_address, x_stride, packed_address, bias_address
-        multiply_panels((counts, lane, lanes), 0, num_items, (*product, count, size, depth))
+        multiply_panels((counts, np.int64(lane), lanes), np.int64(0), num_items, (*product, count, size, depth))

@@ -1,7 +1,8 @@
 """Compiles every CPU kernel and keeps the machine code on disk: `python -m kernels.cpu.warm_up`.
 
-Compiling takes a minute once; with its result at hand a worker's first step takes a third of a second longer than the
-next. Set-up runs this, so that no start of a worker does. Nothing depends on a model's sizes: only on the dtype.
+Compiling takes a minute or two once; with its result at hand a worker's first step takes a third of a second longer
+than the next. Set-up runs this, so that no start of a worker does. Nothing depends on a model's sizes: only on the
+dtype.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 
@@ -83,12 +86,31 @@ def warm_up_pinning() -> None:
     pin_threads(sorted(os.sched_getaffinity(0))[: num_threads()])
 
 
-if __name__ == "__main__":
-    for dtype in (torch.float32, torch.bfloat16):
-        start = time.perf_counter()
-        warm_up(dtype)
-        print(f"CPU kernels for {dtype}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+PARTS = {
+    "float32": lambda: warm_up(torch.float32),
+    "bfloat16": lambda: warm_up(torch.bfloat16),
+    "sampling": warm_up_sampling,
+    "threads": warm_up_pinning,
+}
+
+
+def compile_part(name: str) -> float:
+    """Seconds that it took."""
     start = time.perf_counter()
-    warm_up_sampling()
-    warm_up_pinning()
-    print(f"CPU kernels of sampling and threads: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    PARTS[name]()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Each part in a process of its own, as many at once as there are cores."""
+    processes = min(len(PARTS), len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for name, seconds in zip(PARTS, pool.map(compile_part, PARTS), strict=True):
+            print(f"CPU kernels of {name}: {seconds:.1f} s", file=sys.stderr)
+    # Two processes that add to what is kept of one kernel at the same moment may lose one of both: found here.
+    for name in PARTS:
+        compile_part(name)
+
+
+if __name__ == "__main__":
+    main()
