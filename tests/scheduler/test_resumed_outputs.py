@@ -66,7 +66,7 @@ def _stream(
             break
         is_last = position == len(token_ids) - 1
         reason = STOP if token_ids[position] == IM_END else LENGTH if is_last else NONE
-        group.output.take(sequence, token_ids[position], reason)
+        group.output.take(sequence, token_ids[position], reason, came_ns=group.arrival_ns + position)
         if position in reads_after:
             client.read(group)
 
@@ -121,8 +121,8 @@ def test_outputs_that_ended_stay_ended_and_the_others_go_on(model: ServedModel) 
     ]
     assert [s.token_ids[group.num_prompt_tokens :].tolist() for s in group.sequences] == [[67], [65, 66], []]
     assert group.output.next_message() is None, "the client has all that there is"
-    group.output.take(group.sequences[0], 68, LENGTH)
-    group.output.take(group.sequences[2], 69, LENGTH)
+    group.output.take(group.sequences[0], 68, LENGTH, came_ns=group.arrival_ns)
+    group.output.take(group.sequences[2], 69, LENGTH, came_ns=group.arrival_ns)
     response = group.output.next_message()
     assert [(delta.index, delta.text) for delta in response.outputs] == [(0, "D"), (2, "E")]
     assert response.usage.completion_tokens == 2 + 2 + 1
@@ -145,7 +145,7 @@ def test_an_end_that_the_client_was_not_told_of_is_told_at_once(
 def test_the_sum_of_logprobs_is_left_to_who_has_them_all(model: ServedModel) -> None:
     group = _prepare(model, [{"index": 0, "token_ids": [65]}], logprobs=0, n=2)
     for sequence in group.sequences:
-        group.output.take(sequence, 66, LENGTH)
+        group.output.take(sequence, 66, LENGTH, came_ns=group.arrival_ns)
     has_sum = [output.HasField("cumulative_logprob") for output in group.output.next_message().outputs]
     assert has_sum == [False, True], "nothing of the second one was there before"
 

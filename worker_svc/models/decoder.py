@@ -55,7 +55,8 @@ class Decoder:
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
             self._layers.append(layer_class(config, weights, prefix, i, cos_sin, slopes, kernels))
-        self._fused = FusedLayers(config, self._layers) if FusedLayers.is_for(config, self._layers) else None
+        is_fused = FusedLayers.is_for(config, self._layers, kernels)
+        self._fused = FusedLayers(config, self._layers) if is_fused else None
         self._norm: Norm = NoNorm()
         if names.final_norm:
             self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)

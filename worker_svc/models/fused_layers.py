@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -61,11 +62,12 @@ class FusedLayers:
         self._stack, self._step = LayerStack(shape, weights), StackStep
 
     @staticmethod
-    def is_for(config: ModelConfig, layers: Sequence[DecoderLayer]) -> bool:
-        """Whether these layers consist of what is computed here, and of nothing else."""
+    def is_for(config: ModelConfig, layers: Sequence[DecoderLayer], kernels: ModuleType) -> bool:
+        """Whether these layers consist of what is computed here, and of nothing else. `kernels`: theirs."""
         style = config.style
         return (
-            style.norm == "rms"
+            kernels.__name__ == "kernels.cpu"
+            and style.norm == "rms"
             and not style.are_norms_behind
             and style.positions == "rotary"
             and style.activation == "silu"
