@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention_registers import add_scores, add_values
-from kernels.cpu.attention_softmax import HIDDEN, soften
+from kernels.cpu.attention_softmax import NO_MAXIMUM, soften
 from kernels.cpu.attention_tiles import (
     COUNT,
     KEY_TILE,
@@ -39,7 +39,7 @@ ROW_BLOCK = 4  # rows multiplied at once: 4 x 4 accumulators, 4 vectors of keys,
 FEW_ROWS = 8  # so many are quicker without a copy of keys and values, though each ROW_BLOCK of them reads anew
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")  # where all scores are -inf the sum of weights is 0, and the result NaN
 def attend(  # type: ignore[no-untyped-def]
     item,
     end,
@@ -74,7 +74,7 @@ def attend(  # type: ignore[no-untyped-def]
     positions = np.empty(rows, dtype=np.int64)
     cursors = np.empty((2, CURSOR_SIZE), dtype=np.int64)
     here, ahead = cursors[0], cursors[1]
-    maxima[:] = HIDDEN
+    maxima[:] = NO_MAXIMUM
     for row in range(rows):
         head = kv_head * group + row % group
         line = query[token + row // group, head * head_size : (head + 1) * head_size]

@@ -2,8 +2,9 @@
 
     e^x = 2^n (1 + r + r^2 P(r)),   n = round(x log2 e),   r = x - n ln 2
 
-with P as in Cephes `expf`: within 1 ulp for x <= 0, and 0 below -87. 2^n is added to the exponent's bits. Maxima and
-sums are taken over vectors and then over lanes, in one order on every machine. Three rows take 41 ns on a Zen 5 core.
+with P as in Cephes `expf`: within 1 ulp for x <= 0, 0 below -87, and NaN of NaN, so that a broken key does not just
+disappear. 2^n is added to the exponent's bits. Maxima and sums are taken over vectors and then over lanes, in one order
+on every machine. Three rows take 41 ns on a Zen 5 core.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from kernels.cpu.attention_tiles import KEY_TILE
 from kernels.cpu.numbers import LN2_HIGH, LN2_LOW, LOG2_E, exp, intrinsic
 from kernels.cpu.vector_code import LANES, VECTOR, WORDS, element, load, multiply_add, shuffled, splat, store
 
-HIDDEN = np.float32(-1e30)  # a score whose weight is zero beside any other
+NO_MAXIMUM = np.float32(-1e30)  # of a row that has met no key: finite, as what is subtracted from scores
+
+_HIDDEN = np.float32(-np.inf)  # a score whose weight is zero
 
 _LOWEST = -87.0  # e to less than this is no normal float32
 _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -90,7 +93,8 @@ def _exp(builder: Any, x: Any) -> Any:
     power = builder.fadd(fma(p, builder.fmul(r, r), r), number(1.0))
     exponent = builder.shl(builder.fptosi(n, WORDS), ir.Constant(WORDS, [23] * LANES))
     result = builder.bitcast(builder.add(builder.bitcast(power, WORDS), exponent), VECTOR)
-    return builder.select(builder.fcmp_ordered(">=", x, number(_LOWEST)), result, number(0.0))
+    zero_or_nan = builder.select(builder.fcmp_ordered("<", x, number(0.0)), number(0.0), x)
+    return builder.select(builder.fcmp_ordered(">=", x, number(_LOWEST)), result, zero_or_nan)
 
 
 @njit(nogil=True, fastmath={"contract"})
@@ -120,9 +124,9 @@ def soften(scores, offset, distance, slope, window, cap, maxima, sums, row, acc,
     if cap > np.float32(0.0) or slope != np.float32(0.0):
         _bias(scores, offset, distance, cap, slope)
     for j in range(visible_start):
-        scores[offset + j] = HIDDEN
+        scores[offset + j] = _HIDDEN
     for j in range(visible_end, KEY_TILE):
-        scores[offset + j] = HIDDEN
+        scores[offset + j] = _HIDDEN
     largest = largest_of_tile(scores, offset)
     if largest > maxima[row]:
         shrink = exp(maxima[row] - largest)

@@ -20,6 +20,7 @@ from kernels.cpu.int8_rows import room_bytes
 from kernels.cpu.layer_lanes import LAYER, MLP_ROWS, STEP, run_layers
 from kernels.cpu.layer_product import Product
 from kernels.cpu.numbers import element_of, stored_element_of
+from kernels.cpu.rotary import check_positions
 from kernels.cpu.runtime import num_threads
 
 
@@ -70,6 +71,7 @@ class LayerStack:
         self._shape, self._kept = shape, list(layers)
         self._zeros = torch.zeros(OUTPUTS_OF_ITEM)  # what int8 products take for a bias where there is none
         self._layers = np.zeros(len(layers), dtype=LAYER)
+        self._num_angles = min(layer.cos_sin.shape[0] for layer in layers)
         for record, layer in zip(self._layers, layers, strict=True):
             _check(shape, layer)
             for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
@@ -142,6 +144,7 @@ class LayerStack:
             raise ValueError(f"{tuple(update.shape)} and {tuple(residual.shape)} are not rows of {shape.hidden}")
         if len(step.positions) != rows or len(step.slot_mapping) != rows:
             raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
+        check_positions(step.positions, self._num_angles)
         if len(caches) != len(self._layers):
             raise ValueError(f"{len(caches)} caches are not those of {len(self._layers)} layers")
         cache_shape = caches[0][0].shape

@@ -14,6 +14,7 @@ from kernels.cpu.runtime import FEW_NUMBERS, num_threads
 
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """See `kernels.reference.rotary`; `cos_sin` is float32; query and key may be strided in their first dimension."""
+    check_positions(positions, cos_sin.shape[0])
     _rotary(
         element_of(query, key),
         query.data_ptr(),
@@ -27,6 +28,13 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
         tuple(cos_sin.shape),
         num_threads(),
     )
+
+
+def check_positions(positions: torch.Tensor, num_angles: int) -> None:
+    """Raises IndexError for a position beyond a table of so many: compiled code would read what lies there."""
+    values = positions.numpy()
+    if values.size and (values.min() < 0 or values.max() >= num_angles):
+        raise IndexError(f"positions {values.min()} to {values.max()} are not within the {num_angles} that have angles")
 
 
 @njit(nogil=True)

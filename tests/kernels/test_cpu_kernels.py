@@ -96,6 +96,32 @@ def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
     torch.testing.assert_close(attend(case).double(), exact, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_broken_key_breaks_what_attends_to_it_as_in_the_oracle_and_nothing_else(
+    broken: float, block_size: int
+) -> None:
+    """Of the first sequence, in the third tile of keys: the first of three tokens does not see it yet."""
+    case = PagedCase([3, 1, 40], [148, 150, 0], head_size=16, block_size=block_size)
+    whole = attend(case)
+    case.key_cache[case.block_tables[0, 149 // block_size], :, 149 % block_size] = broken
+    exact = torch.empty_like(whole)
+    exact_attention(exact, *case.arguments, **case.options)
+    out = attend(case)
+    assert torch.equal(out.isnan(), exact.isnan()) and out.isnan().any()
+    torch.testing.assert_close(out[:1], whole[:1], rtol=0, atol=0)
+    torch.testing.assert_close(out[3:], whole[3:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_that_all_overflow_give_nan(sign: int) -> None:
+    case = PagedCase([2, 1], [0, 70], head_size=16, block_size=16)
+    whole = attend(case)
+    case.query[:2], case.key_cache[case.block_tables[0, 0]] = 1e30, sign * 1e30
+    out = attend(case)
+    assert out[:2].isnan().all() and torch.equal(out[2], whole[2])
+
+
 def test_query_and_out_may_be_parts_of_wider_rows() -> None:
     case = PagedCase([3, 1], [4, 20])
     wide = torch.randn(4, 6 * 10 + 40)
@@ -233,6 +259,12 @@ def test_rotary_of_a_part_of_each_head(dtype: torch.dtype) -> None:
     for got, exact in ((query, exact_query), (key, exact_key)):
         torch.testing.assert_close(got.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(query[..., 6:], rest)
+
+
+@pytest.mark.parametrize("position", [-1, 31])
+def test_a_position_without_angles_is_refused(position: int) -> None:
+    with pytest.raises(IndexError, match="not within the 31 that have angles"):
+        cpu.rotary(torch.randn(2, 3, 10), torch.randn(2, 1, 10), torch.tensor([0, position]), torch.randn(31, 10))
 
 
 @DTYPES

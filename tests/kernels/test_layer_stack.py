@@ -70,6 +70,14 @@ def test_what_does_not_fit_is_refused(call: Any, changed: dict[str, Any], messag
         call(**changed)
 
 
+def test_positions_without_angles_are_refused() -> None:
+    tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
+    for positions in ([1, 2], [-1, 0]):
+        step = StackStep(torch.tensor(positions), torch.arange(2), tables, lengths, starts)
+        with pytest.raises(IndexError, match="not within the 2 that have angles"):
+            run(step=step)
+
+
 def test_types_that_differ_are_refused() -> None:
     with pytest.raises(TypeError, match="float32 or bfloat16"):
         run(update=torch.zeros(2, 8, dtype=torch.bfloat16))

@@ -21,6 +21,7 @@ from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.tiled_linear import TiledLinear
 
 COMPANIES = (1, 2, 3, 17, 64, 333)  # rows of a step, the row in question included
+LONGEST = 200  # tokens of a sequence
 BFLOAT16 = ("llama", "gemma2", "gpt2", "mixtral")  # rounded after every product, so a part of the families says it
 
 
@@ -32,7 +33,7 @@ def threads() -> Iterator[None]:
 
 
 def load(folder: Path, dtype: str) -> Model:
-    config = ModelConfig.from_folder(folder, dtype, is_batch_invariant=True)
+    config = ModelConfig.from_folder(folder, dtype, max_model_len=LONGEST, is_batch_invariant=True)
     return load_model(folder, config, "cpu")
 
 
@@ -43,14 +44,14 @@ def load(folder: Path, dtype: str) -> Model:
 def test_a_row_has_the_same_logits_in_any_company(name: str, dtype: str, tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "model") if name == "llama" else make_family(name, tmp_path / "model")
     model, numbers = load(folder, dtype), random.Random(1)
-    own, *others = (numbers.choices(range(VOCAB_SIZE), k=length) for length in (21, 200, 132))
+    own, *others = (numbers.choices(range(VOCAB_SIZE), k=length) for length in (21, LONGEST, 132))
     expected = None
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         stepper = Stepper(model, [own, *others])
         stepper.step({0: (0, 20)})
         for rows in COMPANIES:
-            company = [min(rows - 1, 200), max(rows - 201, 0)]
+            company = [min(rows - 1, LONGEST), max(rows - 1 - LONGEST, 0)]
             pieces = {0: (20, 21)} | {i: (0, count) for i, count in enumerate(company, 1) if count}
             logits = stepper.step(pieces)[0]
             expected = logits if expected is None else expected
