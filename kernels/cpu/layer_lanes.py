@@ -63,13 +63,16 @@ _GATE, _MLP_OUT, _MLP_PHASES = PRODUCT_PHASES, PRODUCT_PHASES + 1, 2 * PRODUCT_P
 
 
 @njit(nogil=True, cache=True)
-def run_layers(element: Any, stored_element: Any, layers: Any, steps: Any, num_threads: Any) -> None:
-    """All layers, records of `LAYER`, in one step, the one record of `STEP`.
+def run_layers(
+    element: Any, stored_element: Any, layers: Any, steps: Any, first: Any, end: Any, num_threads: Any
+) -> None:
+    """Stages first .. end of a step, the one record of `STEP`, through layers, records of `LAYER`: stage i is all that
+    lies between attention i - 1 and i, and this; the last, behind all attentions, has the number of layers.
 
     element, stored_element: see `numbers`, of the model and of the caches.
     """
     step = steps[0]
-    for index in range(layers.size + 1):
+    for index in range(first, end):
         _between_attentions(element, stored_element, layers, steps, index, num_threads)
         if index == layers.size:
             break

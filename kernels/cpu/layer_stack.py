@@ -23,6 +23,8 @@ from kernels.cpu.numbers import element_of, stored_element_of
 from kernels.cpu.rotary import check_positions
 from kernels.cpu.runtime import num_threads
 
+_ROWS_WORTH_A_CUT = 16  # left out behind the last attention; a second call of compiled code costs more than fewer
+
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
@@ -83,36 +85,57 @@ class LayerStack:
 
     def __call__(
         self,
-        update: torch.Tensor,
         residual: torch.Tensor,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         step: StackStep,
-    ) -> None:
-        """update and residual [rows, hidden], contiguous, are what the first layer gets and become what the last one
-        hands on; the caches of keys and values, one of each a layer, all alike, get the new ones.
+        wanted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual, update) of the rows i64[R] `wanted` after the last layer, [R, hidden] each.
+
+        residual [rows, hidden], contiguous, is what the first layer gets, and is overwritten; the caches of keys and
+        values, one of each a layer, all alike, get the new ones.
         """
-        shape, rows = self._shape, update.shape[0]
-        self._check_call(update, residual, caches, step)
-        key_cache = caches[0][0]
-        layers, record = self._layers.copy(), np.zeros(1, dtype=STEP)  # copied, as others may be at it too
+        shape, num_layers = self._shape, len(self._kept)
+        self._check_call(residual, caches, step)
+        layers = self._layers.copy()  # as others may be at it too
         layers["key_cache"] = [key.data_ptr() for key, _ in caches]
         layers["value_cache"] = [value.data_ptr() for _, value in caches]
-        sizes = {
-            "normed": shape.hidden,
-            "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size,
-            "attended": shape.num_heads * shape.head_size,
-        }
+        update = torch.zeros_like(residual)
+        attended = residual.new_empty(residual.shape[0], shape.num_heads * shape.head_size)
+        # Behind the last attention no row meets another: of a prompt's only those go on whose results are asked for.
+        is_cut = residual.shape[0] - wanted.shape[0] >= _ROWS_WORTH_A_CUT
+        last = num_layers if is_cut else num_layers + 1
+        self._run(range(last), layers, caches[0], step, (residual, update, attended))
+        residual, update = residual[wanted], update[wanted]
+        if is_cut and len(wanted) > 0:
+            behind = range(num_layers, num_layers + 1)
+            self._run(behind, layers, caches[0], step, (residual, update, attended[wanted]))
+        return residual, update
+
+    def _run(
+        self,
+        stages: range,
+        layers: np.ndarray,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        step: StackStep,
+        between: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
+        shape, (residual, update, attended) = self._shape, between
+        rows, record = residual.shape[0], np.zeros(1, dtype=STEP)
+        sizes = {"normed": shape.hidden, "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size}
         room = {name: update.new_empty(rows, size) for name, size in sizes.items()}
         for name, size in (("inner", 2 * shape.intermediate), ("activated", shape.intermediate)):
             room[name] = update.new_empty(min(rows, MLP_ROWS), size)
         room |= {"room": self._room(rows), "zeros": self._zeros}
-        given = {"update": update, "residual": residual, "positions": step.positions, "slots": step.slot_mapping}
+        given = {"update": update, "residual": residual, "attended": attended}
+        given |= {"positions": step.positions, "slots": step.slot_mapping}
         given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
         for name, tensor in (given | room).items():
             record[name] = tensor.data_ptr()
         record["rows"], record["num_sequences"] = rows, step.seq_lens.shape[0]
         record["tables_stride"] = step.block_tables.stride(0)
-        record["num_blocks"], record["block_size"] = key_cache.shape[0], key_cache.shape[2]
+        record["num_blocks"], record["block_size"] = cache[0].shape[0], cache[0].shape[2]
         record["element_bytes"] = update.element_size()
         for name in ("hidden", "num_heads", "num_kv_heads", "head_size"):
             record[name] = getattr(shape, name)
@@ -120,9 +143,11 @@ class LayerStack:
             record[name] = getattr(shape, name)
         run_layers(
             element_of(update, residual, self._kept[0].input_norm),
-            stored_element_of(*caches[0]),
+            stored_element_of(*cache),
             layers,
             record,
+            stages.start,
+            stages.stop,
             num_threads(),
         )
 
@@ -133,15 +158,11 @@ class LayerStack:
         return torch.empty(room_bytes(rows, widest), dtype=torch.uint8)
 
     def _check_call(
-        self,
-        update: torch.Tensor,
-        residual: torch.Tensor,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        step: StackStep,
+        self, residual: torch.Tensor, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], step: StackStep
     ) -> None:
-        shape, rows = self._shape, update.shape[0]
-        if update.shape != (rows, shape.hidden) or residual.shape != update.shape:
-            raise ValueError(f"{tuple(update.shape)} and {tuple(residual.shape)} are not rows of {shape.hidden}")
+        shape, rows = self._shape, residual.shape[0]
+        if residual.shape != (rows, shape.hidden):
+            raise ValueError(f"{tuple(residual.shape)} are not rows of {shape.hidden}")
         if len(step.positions) != rows or len(step.slot_mapping) != rows:
             raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
         check_positions(step.positions, self._num_angles)

@@ -58,13 +58,13 @@ def _warm_up_int8(dtype: torch.dtype, cache: torch.Tensor) -> None:
     def product(num_in: int, num_out: int) -> Product:
         return Product.of_int8(torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(num_out), None, num_in)
 
-    update, residual = torch.zeros(2, 8, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
-    cpu.int8_linear(update, residual, torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(8))
+    out, residual = torch.zeros(2, 8, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
+    cpu.int8_linear(out, residual, torch.zeros(1, 1, 8, 16, 4, dtype=torch.uint8), torch.zeros(8))
     norm, cos_sin = torch.ones(8, dtype=dtype), torch.zeros(2, 4)
     layer = LayerWeights(norm, product(8, 16), cos_sin, 1.0, 0, product(8, 8), norm, product(8, 4), product(2, 8))
     lengths = [torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2])]
     step = StackStep(torch.arange(2), torch.arange(2), *lengths)
-    LayerStack(StackShape(8, 2, 2, 1, 4, 1e-5, 0.0, 0.0), [layer])(update, residual, [(cache, cache)], step)
+    LayerStack(StackShape(8, 2, 2, 1, 4, 1e-5, 0.0, 0.0), [layer])(residual, [(cache, cache)], step, torch.arange(2))
 
 
 def warm_up_sampling() -> None:

@@ -42,7 +42,7 @@ def run(**changed: Any) -> None:
     """2 rows of one sequence."""
     tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
     arguments: dict[str, Any] = {
-        **{"update": torch.zeros(2, 8), "residual": torch.zeros(2, 8)},
+        **{"residual": torch.zeros(2, 8), "wanted": torch.arange(2)},
         **{"caches": [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]},
         **{"step": StackStep(torch.arange(2), torch.arange(2), tables, lengths, starts)},
     }
@@ -58,8 +58,8 @@ def run(**changed: Any) -> None:
         (stack, {"mlp_out": product(4, 8)}, "mlp_out is 8 x 4, not 8 x 2"),
         (stack, {"input_norm": torch.ones(8).bfloat16()}, "qkv is for rows of float32, not torch.bfloat16"),
         (stack, {"mlp_norm": torch.ones(4)}, r"mlp_norm \(4,\) is not for 8 elements"),
-        (run, {"residual": torch.zeros(2, 4)}, "are not rows of 8"),
-        (run, {"update": torch.zeros(3, 8), "residual": torch.zeros(3, 8)}, "2 positions or 2 slots for 3 rows"),
+        (run, {"residual": torch.zeros(2, 4)}, r"\(2, 4\) are not rows of 8"),
+        (run, {"residual": torch.zeros(3, 8)}, "2 positions or 2 slots for 3 rows"),
         (run, {"caches": []}, "0 caches are not those of 1 layers"),
         (run, {"caches": [(torch.zeros(1, 2, 2, 4),) * 2]}, "are not of 1 heads of 4"),
     ],
@@ -80,7 +80,7 @@ def test_positions_without_angles_are_refused() -> None:
 
 def test_types_that_differ_are_refused() -> None:
     with pytest.raises(TypeError, match="float32 or bfloat16"):
-        run(update=torch.zeros(2, 8, dtype=torch.bfloat16))
+        run(residual=torch.zeros(2, 8, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="a cache is"):
         run(caches=[(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.float16))])
     with pytest.raises(ValueError, match=r"weight .* is not packed for 20 x 5"):

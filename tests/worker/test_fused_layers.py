@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu import layer_stack
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
@@ -63,6 +65,34 @@ def test_fused_layers_are_the_single_operations_bit_for_bit(
             assert torch.equal(one, other) and one.isfinite().all()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("weights", "dtype"), KINDS)
+def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
+    weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = load(make_family("llama-yarn", tmp_path / "model"), weights, dtype), []
+
+    def run_layers(*arguments: Any) -> None:
+        calls.append((int(arguments[3]["rows"][0]), *arguments[4:6]))
+        compiled(*arguments)
+
+    compiled = layer_stack.run_layers
+    monkeypatch.setattr(layer_stack, "run_layers", run_layers)
+    stepper = Stepper(model, [random.Random(1).choices(range(VOCAB_SIZE), k=91)])
+    whole, after = stepper.step({0: (0, 90)})[0], stepper.step({0: (90, 91)})[0]
+    assert calls == [(90, 0, 4), (1, 0, 4)]
+    for rows, expected_calls in (
+        ([89], [(90, 0, 3), (1, 3, 4)]),
+        ([5, 89, 5], [(90, 0, 3), (3, 3, 4)]),
+        ([], [(90, 0, 3)]),
+        (list(range(1, 90)), [(90, 0, 4)]),  # nearly all: once through is quicker
+    ):
+        calls.clear()
+        stepper = Stepper(model, [random.Random(1).choices(range(VOCAB_SIZE), k=91)])
+        assert torch.equal(stepper.step({0: (0, 90)}, rows)[0], whole[rows])
+        assert calls == expected_calls
+        assert torch.equal(stepper.step({0: (90, 91)})[0], after)
 
 
 @pytest.mark.parametrize("weights", ["float", "int8"])

@@ -106,22 +106,34 @@ class Decoder:
         if num_tokens < self._least_rows:
             token_ids, positions = token_ids.repeat(2), positions.repeat(2)
         residual = self._embed(token_ids, positions)
-        attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
-        step = StepTensors(num_tokens, positions, attention, residual, torch.empty_like(residual), attended)
-        update = self._run_layers(torch.zeros_like(residual), caches, step)
+        wanted = logits_rows if reader is None else torch.arange(num_tokens, device=self.device)
+        step = positions, attention, caches
+        if self._fused is not None:
+            residual, update = self._fused(residual, *step, wanted)
+        else:
+            residual, update = self._run_layers(residual, *step, wanted, num_tokens)
         if reader is not None:
             for rows in reader.rows.split(MAX_ROWS_AT_ONCE):
-                reader.take(self._logits(residual, update, rows))
-        return self._logits(residual, update, logits_rows)
+                reader.take(self._logits(residual[rows], update[rows]))
+            residual, update = residual[logits_rows], update[logits_rows]
+        return self._logits(residual, update)
 
     def _run_layers(
-        self, update: torch.Tensor, caches: list[tuple[torch.Tensor, torch.Tensor]], step: StepTensors
-    ) -> torch.Tensor:
-        if self._fused is not None:
-            return self._fused(update, caches, step)
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionMetadata,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        wanted: torch.Tensor,
+        num_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FusedLayers`."""
+        attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
+        step = StepTensors(num_tokens, positions, attention, residual, torch.empty_like(residual), attended)
+        update = torch.zeros_like(residual)
         for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
             update = layer(update, key_cache, value_cache, step)
-        return update
+        return residual[wanted], update[wanted]
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[rows, hidden], the first residual."""
@@ -137,13 +149,13 @@ class Decoder:
             self._embedding_norm(embedded, embedded)
         return embedded
 
-    def _logits(self, residual: torch.Tensor, update: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """f32[R, vocab_size] of the named rows; only those are normed and multiplied by the head."""
-        num_rows = rows.shape[0]
+    def _logits(self, residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """f32[R, vocab_size] of R rows, whose residual is overwritten."""
+        num_rows = residual.shape[0]
         if 0 < num_rows < self._least_rows:
-            rows = rows.repeat(2)
-        hidden = residual[rows]
-        self._norm(hidden, update[rows], residual=residual[rows])
+            residual, update = residual.repeat(2, 1), update.repeat(2, 1)
+        hidden = torch.empty_like(residual)
+        self._norm(hidden, update, residual=residual)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         logits = self._head(hidden)[:num_rows].float()

@@ -7,8 +7,9 @@ from types import ModuleType
 
 import torch
 
+from worker_svc.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
-from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import RmsNorm
@@ -80,13 +81,20 @@ class FusedLayers:
         )
 
     def __call__(
-        self, update: torch.Tensor, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], step: StepTensors
-    ) -> torch.Tensor:
-        """See `DecoderLayer`; `caches` are those of all layers."""
-        of = step.attention
-        rows = self._step(step.positions, of.slot_mapping, of.block_tables, of.seq_lens, of.query_starts)
-        self._stack(update, step.residual, caches, rows)
-        return update
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionMetadata,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        wanted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual and its last update of the rows i64[R] `wanted`, [R, hidden] each.
+
+        residual [rows, hidden] is what the embedding gives, and is overwritten; `caches` are those of all layers.
+        """
+        of = attention
+        step = self._step(positions, of.slot_mapping, of.block_tables, of.seq_lens, of.query_starts)
+        return self._stack(residual, caches, step, wanted)
 
 
 def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear]:
