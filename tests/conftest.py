@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import settings
+
+# An example may find its core taken by others, or a kernel to compile: no test is about the time that it takes.
+settings.register_profile("octavo", deadline=None)
+settings.load_profile("octavo")
 
 # Triton reads this when a kernel is defined: without a GPU its interpreter runs them, in numpy, on the CPU.
 if not Path("/dev/nvidiactl").exists():

@@ -122,7 +122,6 @@ def examples(count: int, strategy: st.SearchStrategy[Any], check: Callable[[Any]
     """Checks `count` examples; the same ones each time where they are few. The first that fails is shown as it is."""
     profile = settings(
         max_examples=count,
-        deadline=None,
         derandomize=count < 1000,
         database=None,
         phases=[Phase.generate],

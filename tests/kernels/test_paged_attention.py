@@ -192,7 +192,7 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(monkeypatc
 
 
 # No shrinking: hundreds of runs in the interpreter for an example that is small already.
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
 @given(
     lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 140)), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 3, 5]),

@@ -182,7 +182,7 @@ def test_the_longest_wait_is_bounded_however_popular_the_others_are(seed):
     st.integers(1, 3),
     st.integers(0, 6),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_comes_the_worker_never_idles_beside_work_and_everybody_is_served(script, max_loras, max_passed_over):
     worker = Worker(AdapterGate(max_loras, max_passed_over), max_requests=8)
     for gap, adapter, num_steps in script:

@@ -174,13 +174,9 @@ def chosen(groups: Any, number: int) -> SequenceGroup:
 
 
 def test_any_order_of_events_keeps_every_invariant():
-    run_state_machine_as_test(
-        CoreStateMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(CoreStateMachine, settings=settings(max_examples=150, stateful_step_count=30))
 
 
 @pytest.mark.chaos
 def test_any_order_of_events_keeps_every_invariant_for_long():
-    run_state_machine_as_test(
-        CoreStateMachine, settings=settings(max_examples=5_000, stateful_step_count=60, deadline=None)
-    )
+    run_state_machine_as_test(CoreStateMachine, settings=settings(max_examples=5_000, stateful_step_count=60))

@@ -49,7 +49,7 @@ def test_each_family_has_its_decoder(name: str) -> None:
 
 
 @exact
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_deltas_of_random_ids_add_up_to_decode_however_they_are_cut(name: str, data: Any) -> None:
     ids, skip = ids_for(name, data), data.draw(st.booleans())
@@ -60,7 +60,7 @@ def test_deltas_of_random_ids_add_up_to_decode_however_they_are_cut(name: str, d
 
 
 @exact
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_text_that_was_released_is_never_taken_back(name: str, data: Any) -> None:
     """After k ids the text is the same for every cut, and the beginning of what decode gives with any continuation."""
@@ -116,7 +116,7 @@ def test_a_run_of_byte_tokens_is_shown_when_it_is_over() -> None:
 
 
 @pytest.mark.parametrize("name", BY_WINDOW)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_window_gives_decodes_text_too(name: str, data: Any) -> None:
     ids = data.draw(st.lists(st.integers(0, WINDOW_TOKENIZERS[name].vocab_size - 1), max_size=60))
@@ -146,7 +146,7 @@ letters = st.text("ab<", max_size=24)
 stop_lists = st.lists(st.text("ab<", min_size=1, max_size=6), min_size=1, max_size=5)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(text=letters, strings=stop_lists, cuts=st.lists(st.integers(0, 24), max_size=8), include=st.booleans())
 def test_stop_strings_match_as_a_naive_search_does(
     text: str, strings: list[str], cuts: list[int], include: bool
@@ -202,7 +202,7 @@ def test_which_of_two_matches_counts(strings: list[str], expected: tuple[str, st
 
 
 @exact
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) -> None:
     ids = ids_for(name, data)

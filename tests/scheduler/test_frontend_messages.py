@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import frontend_pb2, worker_pb2
@@ -175,7 +175,6 @@ def test_a_fault_of_the_core_is_told_without_its_words():
     assert "secret" not in str(refused) and isinstance(decode_refusal(refused), RuntimeError)
 
 
-@settings(deadline=None)  # of time, which other processes take as well
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
 def test_selected_logprobs_are_those_of_their_entries(counts, data):
     num_entries, num_top = len(counts), sum(counts)

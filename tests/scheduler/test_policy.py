@@ -155,7 +155,7 @@ def test_idling_and_coming_back_wins_nothing():
 
 
 @given(st.lists(st.sampled_from([0.5, 1, 2, 5, 20]), max_size=4), st.integers(0, 1000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_between_tenants_that_keep_waiting_service_never_drifts_apart(rates, seed):
     """The bound of the virtual token counter: what one admission and the running groups of a tenant amount to."""
     machine = Machine(num_slots=8)

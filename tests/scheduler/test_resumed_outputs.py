@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
@@ -71,7 +71,6 @@ def _stream(
             client.read(group)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_lost_anywhere_the_text_has_no_seam(model: ServedModel, data: st.DataObject) -> None:
     """Half characters and half stop strings at the cut among them; twice lost, read at any pace."""

@@ -23,7 +23,7 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 30)), min_size=1, max_size
 
 
 @given(requests, st.integers(1, 3), st.integers(4, 40), st.integers(16, 30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks):
     """Whatever depth, chunk size and cache: each group ends with the tokens that it would get alone."""
     simulation = Simulation(depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks)

@@ -213,7 +213,7 @@ events = st.lists(
 
 
 @given(st.sampled_from(sorted(POLICIES)), events)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_order_of_events_gives_the_order_of_the_plain_list(policy, script):
     queue = WaitingQueue(POLICIES[policy], ServedTokens({"b": 3.0, "c": 0.5}))
     plain = PlainQueue(policy, queue.served)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -210,7 +210,6 @@ def test_256_rows_of_different_parameters_are_the_chain_and_each_as_it_is_alone(
 
 
 @given(data=st.data())
-@settings(deadline=None)
 def test_counts_follow_the_mirror_whatever_happens_to_a_slot(data: st.DataObject) -> None:
     """Draws, forks, roll-backs, other sequences in a slot; read or not in between."""
     states = SequenceStates(4, MAX_LEN, 4, 4)

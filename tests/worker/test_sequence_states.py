@@ -478,7 +478,7 @@ def test_decode_step_makes_as_many_calls_for_many_sequences_as_for_few() -> None
 # ---- Against a plain model ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_mirror_equals_a_plain_model(data: st.DataObject) -> None:
     """Lists and dictionaries that do what a step says, one sequence at a time."""

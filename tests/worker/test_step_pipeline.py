@@ -317,7 +317,7 @@ def scripts(draw: st.DrawFn) -> list[tuple[worker_pb2.Step, int]]:
     return script
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scripts(), st.booleans())
 def test_answers_are_those_of_steps_taken_one_by_one(
     script: list[tuple[worker_pb2.Step, int]], has_graphs: bool
