@@ -2,8 +2,9 @@
 
 An integer of 4 bits becomes float32 by one permutation of a register that holds all sixteen of them, which looks at the
 lowest four bits of a lane alone; one of 8 bits is widened and converted. A fused multiply-add, or a product, then gives
-the weight's own bits. A few rows are multiplied by these numbers where they are made. For more of them a piece of a
-panel is written out and streamed, which gives the same sums: they run over the inputs in order in both.
+the weight's own bits. Rows are multiplied by these numbers where they are made. Where there are more rows than a tile
+has, the first of them write the numbers of a piece of a panel out, and the others stream it, which gives the same sums:
+they run over the inputs in order in both.
 """
 
 from __future__ import annotations
@@ -17,26 +18,24 @@ from numba import extending, njit, types
 from numba.core import cgutils
 
 from kernels.cpu.few_bits import FORMATS, GROUP, STEP, FewBits
-from kernels.cpu.registers import CACHE_LINE_BYTES, HAS_WIDE_REGISTERS, LANES, PANEL, STREAMED_VECTORS
+from kernels.cpu.registers import CACHE_LINE_BYTES, HAS_WIDE_REGISTERS, LANES, PANEL, STREAMED_ROWS, STREAMED_VECTORS
+from kernels.cpu.vector_code import pinned
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 FORMAT_OF = {types.int32: FORMATS[torch.int32], types.uint8: FORMATS[torch.uint8], types.int8: FORMATS[torch.int8]}
-# Rows above which it is faster to write weights out once: a tile has 4 rows, for 12 sums, 6 scales and minima, 3 words
-# and a table in 32 registers, and each tile makes the weights anew.
-MOST_ROWS = 8
-_TILE_ROWS = 4
+MOST_ROWS = 8  # above which it is faster to write weights out once: each tile makes them anew
 
 _BYTE, _INTEGER, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _BYTES, _INTEGERS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_BYTE, _INTEGER, _FLOAT))
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
-def _multiply_add(rows: int, panels: int) -> Any:
+def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
     """Compiles C[rows, 48 panels] += A[rows, 32 groups] . W[32 groups, 48 panels] with C in registers.
 
     A and C are float32. Memory is given by its address, strides in bytes, and so is `ahead`: what lies so far behind
-    each record is asked for meanwhile.
+    each record is asked for meanwhile. One that `writes` leaves W, of one panel, at `out` as f32[32 groups, 48].
     """
 
     @intrinsic
@@ -51,10 +50,12 @@ def _multiply_add(rows: int, panels: int) -> Any:
         c_stride: Any,
         groups: Any,
         ahead: Any,
+        out: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, a_start, a_row, weight_start, weight_row, c_start, c_row, count, distance = arguments
+            _, a_start, a_row, weight_start, weight_row, c_start, c_row, count, distance, out_start = arguments
             few, index = FORMAT_OF[signature.args[0]], count.type
+            is_full = HAS_WIDE_REGISTERS and rows == STREAMED_ROWS  # its sums leave registers for one input's numbers
             a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
             first_records = [builder.add(weight_start, builder.mul(weight_row, index(p))) for p in range(panels)]
             places = {
@@ -68,39 +69,25 @@ def _multiply_add(rows: int, panels: int) -> Any:
             with cgutils.for_range(builder, count) as group:
                 offset = builder.mul(group.index, index(few.record_bytes))
                 records = [builder.add(first, offset) for first in first_records]
-                for k, values in _numbers(builder, few, records, distance):
-                    offset = builder.mul(builder.add(builder.mul(group.index, index(GROUP)), k), index(4))
+                for k, values in _numbers(builder, few, records, distance, is_full):
+                    row = builder.add(builder.mul(group.index, index(GROUP)), k)
+                    if writes:
+                        line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
+                        for v, value in enumerate(values):
+                            _store(builder, value, builder.add(line, index(v * LANES * 4)))
                     for r in range(rows):
-                        factor = _spread(builder, _load(builder, builder.add(a_rows[r], offset), _FLOAT))
+                        place = builder.add(a_rows[r], builder.mul(row, index(4)))
+                        factor = _spread(builder, _load(builder, place, _FLOAT))
                         for v, value in enumerate(values):
                             total = _fma(builder, factor, value, builder.load(sums[r, v]))
-                            builder.store(total, sums[r, v])
+                            builder.store(pinned(builder, total) if is_full else total, sums[r, v])
             for cell, place in places.items():
                 _store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
-        return types.void(element, *[types.intp] * 8), generate
+        return types.void(element, *[types.intp] * 9), generate
 
     return multiply_add
-
-
-@intrinsic
-def expand(typing_context: Any, element: Any, weight: Any, out: Any, groups: Any, ahead: Any) -> Any:
-    """out f32[32 groups, 48] from `groups` records; what lies `ahead` bytes behind each is asked for."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, start, out_start, count, distance = arguments
-        few, index = FORMAT_OF[signature.args[0]], count.type
-        with cgutils.for_range(builder, count) as group:
-            record = builder.add(start, builder.mul(group.index, index(few.record_bytes)))
-            for k, values in _numbers(builder, few, [record], distance):
-                row = builder.add(builder.mul(group.index, index(GROUP)), k)
-                line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
-                for v, value in enumerate(values):
-                    _store(builder, value, builder.add(line, index(v * LANES * 4)))
-        return context.get_dummy_value()
-
-    return types.void(element, *[types.intp] * 4), generate
 
 
 @intrinsic
@@ -113,16 +100,23 @@ def record_bytes(typing_context: Any, element: Any) -> Any:
     return types.intp(element), generate
 
 
-def _numbers(builder: Any, few: FewBits, records: list[Any], ahead: Any) -> Iterator[tuple[Any, list[Any]]]:
+def _numbers(
+    builder: Any, few: FewBits, records: list[Any], ahead: Any, is_full: bool
+) -> Iterator[tuple[Any, list[Any]]]:
     """The float32 numbers of a record of each panel: an input's number in the group, and 16 outputs a vector.
 
     What the caller emits for each of the `STEP` inputs becomes the body of a loop over the group. In it the lines that
-    lie `ahead` bytes behind are asked for, some a turn: all at once they made a row of 8 bits 1.7 times slower.
+    lie `ahead` bytes behind are asked for, some a turn: all at once they made a row of 8 bits 1.7 times slower. Where
+    registers are `is_full` of sums, scales and minima are read from memory for each input, and so are the integers if
+    the caller has `pinned` what it computed from the last ones.
     """
     index = records[0].type
     starts = [(record, v) for record in records for v in range(STREAMED_VECTORS)]
     scales, minima = (
-        [_load_halves(builder, builder.add(record, index((first + v * LANES) * 2))) for record, v in starts]
+        [
+            _kept(builder, _load_halves(builder, builder.add(record, index((first + v * LANES) * 2))), is_full)
+            for record, v in starts
+        ]
         if first == 0 or few.has_minimum
         else []
         for first in (0, PANEL)
@@ -135,9 +129,9 @@ def _numbers(builder: Any, few: FewBits, records: list[Any], ahead: Any) -> Iter
             _ask_for(builder, builder.add(record, distance), num_bytes)
         offset = builder.add(builder.mul(step.index, index(PANEL * STEP * few.bits // 8)), index(few.integers_offset))
         places = [builder.add(builder.add(record, offset), index(v * vector_bytes)) for record, v in starts]
-        words = [_load(builder, place, _INTEGERS) for place in places] if few.bits == 4 else []
         for i in range(STEP):
             if few.bits == 4:
+                words = [_load(builder, place, _INTEGERS) for place in places]
                 integers = [_of_four_bits(builder, few, builder.lshr(word, _constant(4 * i))) for word in words]
             else:
                 integers = [
@@ -146,11 +140,22 @@ def _numbers(builder: Any, few: FewBits, records: list[Any], ahead: Any) -> Iter
                     )
                     for place in places
                 ]
+            factors, terms = ([builder.load(place) for place in kept] for kept in (scales, minima))
             if few.has_minimum:
-                values = [_fma(builder, *numbers) for numbers in zip(scales, integers, minima, strict=True)]
+                values = [_fma(builder, *numbers) for numbers in zip(factors, integers, terms, strict=True)]
             else:
-                values = [builder.fmul(*numbers) for numbers in zip(scales, integers, strict=True)]
+                values = [builder.fmul(*numbers) for numbers in zip(factors, integers, strict=True)]
             yield builder.add(builder.mul(step.index, index(STEP)), index(i)), values
+
+
+def _kept(builder: Any, vector: Any, in_memory: bool) -> Any:
+    """A variable that is `vector`: in a register where LLVM has one, or else `in_memory` that no cache line divides."""
+    place = cgutils.alloca_once(builder, vector.type)
+    place.align = CACHE_LINE_BYTES
+    builder.store(vector, place)
+    if in_memory:  # who knows its address might change it, as far as LLVM sees
+        builder.asm(ir.FunctionType(ir.VoidType(), [place.type]), "", "r,~{memory}", [place], True)
+    return place
 
 
 def _of_four_bits(builder: Any, few: FewBits, lanes: Any) -> Any:
@@ -206,23 +211,32 @@ def _ask_for(builder: Any, address: Any, num_bytes: int) -> None:
         builder.call(function, [place, _INTEGER(0), _INTEGER(2), _INTEGER(1)])
 
 
-_add_1x1, _add_2x1, _add_3x1, _add_4x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4))
+_add_1x1, _add_2x1, _add_3x1, _add_4x1, _add_8x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4, 8))
 _add_1x2 = _multiply_add(1, 2)
+multiply_add_and_write = _multiply_add(STREAMED_ROWS, 1, writes=True)
 
 
 @njit(nogil=True)
 def multiply_add(element, rows, panels, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
     """C[rows, 48 panels] += A[rows, 32 groups] . W, rows of one panel or one row of two; see `_multiply_add`."""
     if panels == 2:
-        _add_1x2(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead)
+        _add_1x2(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead, 0)
         return
-    for row in range(0, rows, _TILE_ROWS):
+    row = 0
+    while row < rows:
         a_place, c_place, left = a + row * a_stride, c + row * c_stride, rows - row
-        if left >= 4:
-            _add_4x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+        if left >= 8 and STREAMED_ROWS >= 8:
+            _add_8x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            row += 8
+        elif left >= 4:
+            _add_4x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            row += 4
         elif left == 3:
-            _add_3x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+            _add_3x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            row += 3
         elif left == 2:
-            _add_2x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+            _add_2x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            row += 2
         else:
-            _add_1x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead)
+            _add_1x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            row += 1

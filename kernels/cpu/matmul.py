@@ -2,7 +2,7 @@
 
 A panel is what a thread multiplies at a time: 8 rows of x by its 48 columns are 24 accumulators in registers, and while
 they are summed the next panel is on its way from memory. A weight kept in few bits becomes float32 in registers, where
-a few rows are multiplied by it at once; for more rows a piece of a panel is written out and streamed from the cache.
+up to 8 rows are multiplied by it at once; of more rows these leave a piece of a panel in the cache for the others.
 
 Every sum starts with the bias and runs over `in_features` in order, one fused multiply-add after the other. So a row's
 result depends neither on the other rows nor on the number of threads nor on how the weight is kept: bit for bit.

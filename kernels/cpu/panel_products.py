@@ -11,9 +11,9 @@ import numpy as np
 from numba import extending
 
 from kernels.cpu.few_bits import GROUP
-from kernels.cpu.few_bits_tile import FORMAT_OF, MOST_ROWS, expand, multiply_add, record_bytes
+from kernels.cpu.few_bits_tile import FORMAT_OF, MOST_ROWS, multiply_add, multiply_add_and_write, record_bytes
 from kernels.cpu.numbers import FLOAT32, lines
-from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, PANEL, stream_add
+from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_ROWS, stream_add
 
 _DEPTH = 2048  # of a panel that is multiplied by all rows before the next: it stays in a second cache level of 1 MiB
 _EXPANDED_DEPTH = 128  # of a panel that is written out as float32 at a time: 24 KiB, in the first cache level
@@ -73,11 +73,27 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
         )
         return
     factors, totals = lines(x, FLOAT32, 1, rows * x_stride)[0], lines(sums, FLOAT32, 1, rows * sums_stride)[0]
+    first = STREAMED_ROWS
     size = min(_EXPANDED_DEPTH, depth) * PANEL
     memory = np.empty(size + LANES, dtype=np.float32)
     start = -memory.ctypes.data % CACHE_LINE_BYTES // 4  # a vector that lies in two lines takes twice as long
     scratch = memory[start : start + size]
     for k in range(0, depth, _EXPANDED_DEPTH):
         piece = min(_EXPANDED_DEPTH, depth - k)
-        expand(element, weight + k // GROUP * record, scratch.ctypes.data, piece // GROUP, ahead)
-        stream_add(rows, factors, k, x_stride, scratch, 0, totals, 0, sums_stride, piece, 0)
+        numbers, groups = weight + k // GROUP * record, piece // GROUP
+        multiply_add_and_write(
+            element, x + k * 4, x_stride * 4, numbers, 0, sums, sums_stride * 4, groups, ahead, scratch.ctypes.data
+        )
+        stream_add(
+            rows - first,
+            factors,
+            first * x_stride + k,
+            x_stride,
+            scratch,
+            0,
+            totals,
+            first * sums_stride,
+            sums_stride,
+            piece,
+            0,
+        )

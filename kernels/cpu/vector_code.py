@@ -69,6 +69,16 @@ def multiply_add(builder: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
 
 
+def pinned(builder: Any, vector: Any) -> Any:
+    """`vector`, computed before anything that follows is read from memory; for AVX-512 alone.
+
+    LLVM reads ahead of what it has registers for, and then moves sums out of theirs and back; the processor reads ahead
+    by itself.
+    """
+    kind = ir.FunctionType(vector.type, [vector.type])
+    return builder.asm(kind, "", "=v,0,~{memory}", [vector], True)
+
+
 def shuffled(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     """A vector of the lanes of two: 0 to 15 are those of `a`, 16 to 31 those of `b`."""
     return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))
