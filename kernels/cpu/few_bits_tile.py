@@ -32,10 +32,11 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
-    """Compiles C[rows, 48 panels] += A[rows, 32 groups] . W[32 groups, 48 panels] with C in registers.
+    """Compiles C[rows, 48 panels] = S + A[rows, 32 groups] . W[32 groups, 48 panels] with C in registers.
 
-    A and C are float32. Memory is given by its address, strides in bytes, and so is `ahead`: what lies so far behind
-    each record is asked for meanwhile. One that `writes` leaves W, of one panel, at `out` as f32[32 groups, 48].
+    A, S and C are float32; S may be one line whose stride is 0. Memory is given by its address, strides in bytes, and
+    so is `ahead`: what lies so far behind each record is asked for meanwhile. One that `writes` leaves W, of one panel,
+    at `out` as f32[32 groups, 48].
     """
 
     @intrinsic
@@ -46,6 +47,8 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
         a_stride: Any,
         weight: Any,
         weight_stride: Any,
+        s: Any,
+        s_stride: Any,
         c: Any,
         c_stride: Any,
         groups: Any,
@@ -53,19 +56,23 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
         out: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, a_start, a_row, weight_start, weight_row, c_start, c_row, count, distance, out_start = arguments
+            _, a_start, a_row, weight_start, weight_row, s_start, s_row, c_start, c_row, *others = arguments
+            count, distance, out_start = others
             few, index = FORMAT_OF[signature.args[0]], count.type
             is_full = HAS_WIDE_REGISTERS and rows == STREAMED_ROWS  # its sums leave registers for one input's numbers
             a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
             first_records = [builder.add(weight_start, builder.mul(weight_row, index(p))) for p in range(panels)]
-            places = {
-                (r, v): builder.add(c_start, builder.add(builder.mul(c_row, index(r)), index(v * LANES * 4)))
-                for r in range(rows)
-                for v in range(panels * STREAMED_VECTORS)
-            }
+            sources, places = (
+                {
+                    (r, v): builder.add(start, builder.add(builder.mul(row, index(r)), index(v * LANES * 4)))
+                    for r in range(rows)
+                    for v in range(panels * STREAMED_VECTORS)
+                }
+                for start, row in ((s_start, s_row), (c_start, c_row))
+            )
             sums = {cell: cgutils.alloca_once(builder, _FLOATS) for cell in places}
-            for cell, place in places.items():
-                builder.store(_load(builder, place, _FLOATS), sums[cell])
+            for cell, source in sources.items():
+                builder.store(_load(builder, source, _FLOATS), sums[cell])
             with cgutils.for_range(builder, count) as group:
                 offset = builder.mul(group.index, index(few.record_bytes))
                 records = [builder.add(first, offset) for first in first_records]
@@ -85,7 +92,7 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
                 _store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
-        return types.void(element, *[types.intp] * 9), generate
+        return types.void(element, *[types.intp] * 11), generate
 
     return multiply_add
 
@@ -217,26 +224,27 @@ multiply_add_and_write = _multiply_add(STREAMED_ROWS, 1, writes=True)
 
 
 @njit(nogil=True)
-def multiply_add(element, rows, panels, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
-    """C[rows, 48 panels] += A[rows, 32 groups] . W, rows of one panel or one row of two; see `_multiply_add`."""
+def multiply_add(element, rows, panels, a, a_stride, weight, weight_stride, s, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
+    """C[rows, 48 panels] = S[48 panels] + A[rows, 32 groups] . W, rows of one panel or one row of two; see
+    `_multiply_add`."""
     if panels == 2:
-        _add_1x2(element, a, a_stride, weight, weight_stride, c, c_stride, groups, ahead, 0)
+        _add_1x2(element, a, a_stride, weight, weight_stride, s, 0, c, c_stride, groups, ahead, 0)
         return
     row = 0
     while row < rows:
-        a_place, c_place, left = a + row * a_stride, c + row * c_stride, rows - row
+        factors, sums, left = (a + row * a_stride, a_stride), (s, 0, c + row * c_stride, c_stride), rows - row
         if left >= 8 and STREAMED_ROWS >= 8:
-            _add_8x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            _add_8x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
             row += 8
         elif left >= 4:
-            _add_4x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            _add_4x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
             row += 4
         elif left == 3:
-            _add_3x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            _add_3x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
             row += 3
         elif left == 2:
-            _add_2x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            _add_2x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
             row += 2
         else:
-            _add_1x1(element, a_place, a_stride, weight, weight_stride, c_place, c_stride, groups, ahead, 0)
+            _add_1x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
             row += 1

@@ -43,6 +43,7 @@ from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared
 
 _ROWS_BYTES = 512 << 10  # of x that are multiplied before the next rows: they stay in a second cache level of 1 MiB
+_ZEROS = np.zeros(2 * PANEL, dtype=np.float32)  # where sums start without a bias
 
 
 def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -109,20 +110,20 @@ def multiply_panel(  # type: ignore[no-untyped-def]
     at_once, num_panels = _panels_at_once(count), (size + PANEL - 1) // PANEL
     items_a_block = (num_panels + at_once - 1) // at_once
     out = lines(out_address, FLOAT32, 1, count * out_stride)[0]
-    bias = lines(bias_address, FLOAT32, 1, size)[0]
     rows_at_once = _rows_at_once(depth)
     row, panel = item // items_a_block * rows_at_once, item % items_a_block * at_once
     rows, panels = min(rows_at_once, count - row), min(at_once, num_panels - panel)
     column, whole = panel * PANEL, panels * PANEL
     width = min(whole, size - column)
     sums, place, stride = out, row * out_stride + column, out_stride
-    if width < whole:  # sums of a panel that is wider than what is left of out
-        sums, place, stride = np.empty(rows * whole, dtype=np.float32), 0, whole
-    for r in range(rows):
-        start = sums[place + r * stride : place + r * stride + whole]
-        start[:] = np.float32(0.0)
+    start = _ZEROS.ctypes.data if bias_address == 0 else bias_address + column * 4
+    if width < whole:  # sums of a panel that is wider than what is left of out, and then what they start from
+        sums, place, stride = np.empty((rows + 1) * whole, dtype=np.float32), 0, whole
+        line = sums[rows * whole :]
+        line[:] = np.float32(0.0)
         if bias_address != 0:
-            start[:width] = bias[column : column + width]
+            line[:width] = lines(start, FLOAT32, 1, width)[0]
+        start = line.ctypes.data
     add_panels(
         element,
         rows,
@@ -132,6 +133,7 @@ def multiply_panel(  # type: ignore[no-untyped-def]
         packed_address,
         panel,
         panel + panels < num_panels and item + 1 < end,
+        start,
         sums.ctypes.data + place * 4,
         stride,
         depth,

@@ -40,10 +40,11 @@ STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
 
 
 def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
-    """Compiles C[rows, 16 vectors] += A[rows, depth] . B[depth, 16 vectors] with C in registers; sums run over depth.
+    """Compiles C = S + A[rows, depth] . B[depth, 16 vectors] with C in registers; sums run over depth.
 
-    The function takes each matrix as (flat array, offset, row stride), then depth, then `ahead`. Where B is streamed
-    out of memory, the elements that lie so far behind each row of it are asked for meanwhile.
+    The function takes each matrix as (flat array, offset, row stride), S before C, then depth, then `ahead`. S may be
+    C, or one line whose row stride is 0. Where B is streamed out of memory, the elements that lie so far behind each
+    row of it are asked for meanwhile.
     """
 
     @intrinsic
@@ -55,6 +56,9 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
         b: Any,
         b_offset: Any,
         b_stride: Any,
+        s: Any,
+        s_offset: Any,
+        s_stride: Any,
         c: Any,
         c_offset: Any,
         c_stride: Any,
@@ -62,27 +66,31 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
         ahead: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_start, a_row, b_start, b_row, c_start, c_row = (
+            a_start, a_row, b_start, b_row, s_start, s_row, c_start, c_row = (
                 element(context, builder, signature, arguments, i) if i % 3 == 0 else arguments[i + 1]
-                for i in (0, 1, 3, 4, 6, 7)
+                for i in (0, 1, 3, 4, 6, 7, 9, 10)
             )
-            fma, index = multiply_add(builder), arguments[9].type
+            count, distance = arguments[12:]
+            fma, index = multiply_add(builder), count.type
             sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
-            places = [
+            sources, places = (
                 [
-                    at(builder, c_start, builder.add(builder.mul(c_row, index(r)), index(v * LANES)))
-                    for v in range(vectors)
+                    [
+                        at(builder, start, builder.add(builder.mul(row, index(r)), index(v * LANES)))
+                        for v in range(vectors)
+                    ]
+                    for r in range(rows)
                 ]
-                for r in range(rows)
-            ]
+                for start, row in ((s_start, s_row), (c_start, c_row))
+            )
             for r in range(rows):
                 for v in range(vectors):
-                    builder.store(load(builder, places[r][v]), sums[r][v])
-            with cgutils.for_range(builder, arguments[9]) as loop:
+                    builder.store(load(builder, sources[r][v]), sums[r][v])
+            with cgutils.for_range(builder, count) as loop:
                 b_line = at(builder, b_start, builder.mul(b_row, loop.index))
                 b_values = [load_wide(builder, at(builder, b_line, index(v * LANES)), b.dtype) for v in range(vectors)]
                 if is_streamed:
-                    prefetch_bytes(builder, at(builder, b_line, arguments[10]), vectors * LANES * b.dtype.bitwidth // 8)
+                    prefetch_bytes(builder, at(builder, b_line, distance), vectors * LANES * b.dtype.bitwidth // 8)
                 for r in range(rows):
                     a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
                     a_value = splat(builder, builder.load(a_place))
@@ -95,7 +103,8 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
             return context.get_dummy_value()
 
         flat, number = types.Array(types.float32, 1, "C"), types.intp
-        return types.void(flat, number, number, b, number, number, flat, number, number, number, number), generate
+        line = flat, number, number
+        return types.void(*line, b, number, number, *line, *line, number, number), generate
 
     return add_product
 
@@ -154,41 +163,44 @@ def matmul_add(rows, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, 
         start, place = b_offset + column, c_offset + column
         if width - column >= 4 * LANES:
             if rows == 4:
-                _add_4x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_4x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             elif rows == 3:
-                _add_3x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_3x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             elif rows == 2:
-                _add_2x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_2x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             else:
-                _add_1x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_1x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             column += 4 * LANES
         else:
             if rows == 4:
-                _add_4x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_4x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             elif rows == 3:
-                _add_3x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_3x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             elif rows == 2:
-                _add_2x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_2x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             else:
-                _add_1x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, depth, 0)
+                _add_1x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
             column += LANES
 
 
 @njit(nogil=True)
-def stream_add(rows, a, a_offset, a_stride, panel, offset, c, c_offset, c_stride, depth, ahead):  # type: ignore[no-untyped-def]
-    """C[rows, 48] += A[rows, depth] . panel[depth, 48], whose successor `ahead` elements further is asked for."""
+def stream_add(rows, a, a_offset, a_stride, panel, offset, s, s_offset, s_stride, c, c_offset, c_stride, depth, ahead):  # type: ignore[no-untyped-def]
+    """C[rows, 48] = S + A[rows, depth] . panel[depth, 48], whose successor `ahead` elements further is asked for; S as
+    in `_multiply_add`."""
     row = 0
     while row < rows:
-        a_place, c_place, left = a_offset + row * a_stride, c_offset + row * c_stride, rows - row
+        left = rows - row
+        factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
+        start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
         if left >= 8 and STREAMED_ROWS >= 8:
-            _stream_8(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
+            _stream_8(*factors, *weight, *start, *sums, depth, ahead)
             row += 8
         elif left >= 4 and STREAMED_ROWS >= 4:
-            _stream_4(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
+            _stream_4(*factors, *weight, *start, *sums, depth, ahead)
             row += 4
         elif left >= 2:
-            _stream_2(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
+            _stream_2(*factors, *weight, *start, *sums, depth, ahead)
             row += 2
         else:
-            _stream_1(a, a_place, a_stride, panel, offset, PANEL, c, c_place, c_stride, depth, ahead)
+            _stream_1(*factors, *weight, *start, *sums, depth, ahead)
             row += 1
