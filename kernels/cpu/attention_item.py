@@ -1,8 +1,8 @@
 """An item of paged attention, a tile of query tokens and a key/value head, computed from end to end.
 
 See `attention` for the sums and `attention_tiles` for the tiles. Few rows take keys and values from where they lie in
-the cache. Many rows, of a prompt or of sequences over a common prefix, share a copy of them: keys transposed, values as
-float32. While a tile of keys is worked on, the next one is asked for, a piece before each step of the work.
+the cache, and ask for what comes next from run to run. Many rows, of a prompt or of sequences over a common prefix,
+share a copy of them: keys transposed, values as float32; they ask for the next tile, a piece before each step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kernels.cpu.cache_reads import (
     read_keys,
     read_values,
 )
-from kernels.cpu.numbers import from_float32, to_float32
+from kernels.cpu.numbers import borrowed, from_float32, keep, to_float32
 from kernels.cpu.registers import matmul_add
 from kernels.cpu.vector_code import LANES
 
@@ -67,13 +67,18 @@ def attend(  # type: ignore[no-untyped-def]
     padded = (head_size + LANES - 1) // LANES * LANES
     tile, kv_head = tiles[item // num_kv_heads], item % num_kv_heads
     token, members, rows = tile[TOKEN], tile[NUM_SEQUENCES], tile[COUNT] * group
-    numbers = np.zeros(rows * (2 * padded + 2) + ROW_BLOCK * KEY_TILE, dtype=np.float32)
-    q, acc = numbers[: rows * padded], numbers[rows * padded : 2 * rows * padded]
-    maxima, sums = numbers[2 * rows * padded :][:rows], numbers[rows * (2 * padded + 1) :][:rows]
-    scores = numbers[rows * (2 * padded + 2) :]
-    positions = np.empty(rows, dtype=np.int64)
-    cursors = np.empty((2, CURSOR_SIZE), dtype=np.int64)
-    here, ahead = cursors[0], cursors[1]
+    may_stay = padded == head_size and block_size % RUN == 0
+    copy_size = 0 if may_stay and rows <= FEW_ROWS else KEY_TILE * padded
+    scratch = np.zeros(ROW_BLOCK * KEY_TILE + 2 * rows * padded + 2 * copy_size + 2 * rows + LANES, dtype=np.float32)
+    places = np.zeros(2 * CURSOR_SIZE + rows, dtype=np.int64)
+    # Vectors of scores and of sums begin where lines of the caches do.
+    numbers = borrowed(scratch)[-(scratch.ctypes.data // 4) % LANES :]
+    scores, numbers = numbers[: ROW_BLOCK * KEY_TILE], numbers[ROW_BLOCK * KEY_TILE :]
+    q, acc, numbers = numbers[: rows * padded], numbers[rows * padded :][: rows * padded], numbers[2 * rows * padded :]
+    values, keys_t, numbers = numbers[:copy_size], numbers[copy_size:][:copy_size], numbers[2 * copy_size :]
+    maxima, sums = numbers[:rows], numbers[rows:][:rows]
+    here, ahead = borrowed(places)[:CURSOR_SIZE], borrowed(places)[CURSOR_SIZE:][:CURSOR_SIZE]
+    positions = borrowed(places)[2 * CURSOR_SIZE :]
     maxima[:] = NO_MAXIMUM
     for row in range(rows):
         head = kv_head * group + row % group
@@ -83,9 +88,6 @@ def attend(  # type: ignore[no-untyped-def]
             place[d] = to_float32(line[d]) * scale
         positions[row] = position_of(tile, row // group, seq_lens, query_starts)
 
-    may_stay = padded == head_size and block_size % RUN == 0
-    copy_size = 0 if may_stay and rows <= FEW_ROWS else KEY_TILE * padded
-    values, keys_t = np.zeros(copy_size, dtype=np.float32), np.zeros(copy_size, dtype=np.float32)
     for phase in range(0 if tile[SHARED] > 0 else 1, members + 1):
         s, first_key, end_key = keys_of(tile, phase, seq_lens, query_starts, window)
         first_row, end_row = 0, rows
@@ -116,12 +118,12 @@ def attend(  # type: ignore[no-untyped-def]
                 block_rows = min(ROW_BLOCK, end_row - row)
                 if positions[row + block_rows - 1] < key:
                     continue
-                scores[:] = np.float32(0.0)
                 if is_in_place:
-                    for d in range(0, head_size, LANES):
-                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
-                        add_scores(block_rows, q, row * padded + d, padded, key_cache, here, d, scores, KEY_TILE)
+                    add_scores(
+                        block_rows, q, row * padded, head_size, key_cache, here, scores, KEY_TILE, value_cache, here[0]
+                    )
                 else:
+                    scores[:] = np.float32(0.0)
                     piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
                     matmul_add(
                         block_rows,
@@ -138,7 +140,8 @@ def attend(  # type: ignore[no-untyped-def]
                         KEY_TILE,
                     )
                 for r in range(block_rows):
-                    piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                    if not is_in_place:
+                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
                     head = kv_head * group + (row + r) % group
                     soften(
                         scores,
@@ -153,14 +156,24 @@ def attend(  # type: ignore[no-untyped-def]
                         acc,
                         padded,
                     )
-                if row + ROW_BLOCK >= end_row:
-                    while piece < PIECES:
-                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                is_last = row + ROW_BLOCK >= end_row
                 if is_in_place:
                     add_values(
-                        block_rows, scores, KEY_TILE, value_cache, here, head_size, here[END] - key, acc, row * padded
+                        block_rows,
+                        scores,
+                        KEY_TILE,
+                        value_cache,
+                        here,
+                        head_size,
+                        here[END] - key,
+                        acc,
+                        row * padded,
+                        key_cache,
+                        ahead[0] if is_last else here[0],
                     )
                 else:
+                    while is_last and piece < PIECES:
+                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
                     matmul_add(
                         block_rows,
                         scores,
@@ -182,3 +195,5 @@ def attend(  # type: ignore[no-untyped-def]
         weighted, share = acc[row * padded : (row + 1) * padded], np.float32(1.0) / sums[row]
         for d in range(head_size):
             line[d] = from_float32(weighted[d] * share, line[d])
+    keep(scratch)
+    keep(places)

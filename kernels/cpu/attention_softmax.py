@@ -55,6 +55,44 @@ def to_weights(typing_context: Any, scores: Any, offset: Any, maximum: Any) -> A
     return types.float32(_FLAT, types.intp, types.float32), generate
 
 
+@intrinsic
+def _fill_outside(typing_context: Any, scores: Any, offset: Any, start: Any, end: Any, value: Any) -> Any:
+    """64 scores become `value`, all but start : end."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, end = (_splat_word(builder, number) for number in arguments[2:4])
+        value = splat(builder, arguments[4])
+        for first, place in enumerate(_vectors(builder, element(context, builder, signature, arguments, 0))):
+            keys = ir.Constant(WORDS, list(range(first * LANES, (first + 1) * LANES)))
+            is_inside = builder.and_(builder.icmp_signed(">=", keys, start), builder.icmp_signed("<", keys, end))
+            store(builder, builder.select(is_inside, load(builder, place), value), place)
+        return context.get_dummy_value()
+
+    number = types.int64
+    return types.void(_FLAT, types.intp, number, number, types.float32), generate
+
+
+@intrinsic
+def _scale(typing_context: Any, numbers: Any, offset: Any, count: Any, factor: Any) -> Any:
+    """`count` numbers, a multiple of 16, times `factor`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, factor = element(context, builder, signature, arguments, 0), splat(builder, arguments[3])
+        count = arguments[2]
+        with cgutils.for_range_slice(builder, count.type(0), count, count.type(LANES)) as (first, _):
+            place = builder.gep(start, [first])
+            store(builder, builder.fmul(load(builder, place), factor), place)
+        return context.get_dummy_value()
+
+    return types.void(_FLAT, types.intp, types.int64, types.float32), generate
+
+
+def _splat_word(builder: Any, number: Any) -> Any:
+    """An int64 below 2^31 as a vector of words."""
+    number = builder.bitcast(builder.trunc(number, ir.IntType(32)), ir.FloatType())
+    return builder.bitcast(splat(builder, number), WORDS)
+
+
 def _vectors(builder: Any, start: Any) -> list[Any]:
     return [builder.gep(start, [ir.Constant(ir.IntType(64), key)]) for key in range(0, KEY_TILE, LANES)]
 
@@ -118,20 +156,16 @@ def soften(scores, offset, distance, slope, window, cap, maxima, sums, row, acc,
     visible_start = max(0, 1 - window - distance) if window > 0 else 0
     visible_end = max(0, min(KEY_TILE, 1 - distance))
     if visible_start >= visible_end:
-        for j in range(KEY_TILE):
-            scores[offset + j] = np.float32(0.0)
+        _fill_outside(scores, offset, 0, 0, np.float32(0.0))
         return
     if cap > np.float32(0.0) or slope != np.float32(0.0):
         _bias(scores, offset, distance, cap, slope)
-    for j in range(visible_start):
-        scores[offset + j] = _HIDDEN
-    for j in range(visible_end, KEY_TILE):
-        scores[offset + j] = _HIDDEN
+    if visible_end - visible_start < KEY_TILE:
+        _fill_outside(scores, offset, visible_start, visible_end, _HIDDEN)
     largest = largest_of_tile(scores, offset)
     if largest > maxima[row]:
         shrink = exp(maxima[row] - largest)
         maxima[row] = largest
         sums[row] *= shrink
-        for d in range(row * width, (row + 1) * width):
-            acc[d] *= shrink
+        _scale(acc, row * width, width, shrink)
     sums[row] += to_weights(scores, offset, maxima[row])

@@ -43,15 +43,15 @@ def load_wide(builder: Any, place: Any, kind: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
-def prefetch_bytes(builder: Any, start: Any, num_bytes: int) -> None:
-    """Ask for the lines of so many bytes, to have them in the second cache level."""
+def prefetch_bytes(builder: Any, start: Any, num_bytes: int, level: int = 2) -> None:
+    """Ask for the lines of so many bytes, to have them in the first or second cache level."""
     byte, word = ir.IntType(8), ir.IntType(32)
     start = builder.bitcast(start, byte.as_pointer())
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word]), "llvm.prefetch.p0"
     )
     for offset in range(0, num_bytes, CACHE_LINE_BYTES):
-        builder.call(function, [at(builder, start, word(offset)), word(0), word(2), word(1)])
+        builder.call(function, [at(builder, start, word(offset)), word(0), word(4 - level), word(1)])
 
 
 def store(builder: Any, value: Any, place: Any) -> None:
