@@ -37,6 +37,7 @@ from worker_svc.cache_engine import CacheEngine
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers
+from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.packed_linear import PackedLinear
@@ -77,6 +78,7 @@ class Profiler:
             mock.patch.object(PackedLinear, "__call__", self._product(PackedLinear.__call__)),
             mock.patch.object(FloatLinear, "__call__", self._product(FloatLinear.__call__)),
             mock.patch.object(Int8Linear, "__call__", self._product(Int8Linear.__call__)),
+            mock.patch.object(Int4Linear, "__call__", self._product(Int4Linear.__call__)),
         ):
             yield
 
@@ -95,7 +97,7 @@ class Profiler:
         self.passes.clear()
 
     def _product(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(linear: PackedLinear | FloatLinear | Int8Linear, x: torch.Tensor) -> torch.Tensor:
+        def run(linear: PackedLinear | FloatLinear | Int8Linear | Int4Linear, x: torch.Tensor) -> torch.Tensor:
             started = time.perf_counter()
             out = call(linear, x)
             seconds = time.perf_counter() - started

@@ -289,14 +289,20 @@ def int8_linear(
     `kernels.int8_weight` packs q; scale and bias f32[out]. p is made in float32, the rest is summed in float64.
     """
     num_out, num_in = scale.shape[0], x.shape[1]
+    product = rounded_rows(x) @ (unpack_int8(weight, num_out, num_in).double() * scale.double()[:, None]).T
+    out.copy_(product if bias is None else product + bias.double())
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """f64[T, in]: step * p of `int8_linear`, what is left of rows [T, in] when they are quantised."""
+    num_in = x.shape[1]
     groups = torch.nn.functional.pad(x.float(), (0, -num_in % GROUP)).unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(dim=2, keepdim=True)
     is_zero = largest < 1e-30
-    quantized = (groups * (127 / largest)).masked_fill(is_zero, 0).round()
+    inverse = torch.full_like(largest, 127) / largest  # a division, where 127 / largest would be two operations
+    quantized = (groups * inverse).masked_fill(is_zero, 0).round()
     step = (largest / 127).masked_fill(is_zero, 0).masked_fill(largest.isinf(), torch.nan)
-    rounded = (quantized.double() * step.double()).flatten(1)[:, :num_in]
-    product = rounded @ (unpack_int8(weight, num_out, num_in).double() * scale.double()[:, None]).T
-    out.copy_(product if bias is None else product + bias.double())
+    return (quantized.double() * step.double()).flatten(1)[:, :num_in]
 
 
 def _gelu(x: torch.Tensor, is_approximate: bool) -> torch.Tensor:

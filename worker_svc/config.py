@@ -50,8 +50,8 @@ class WorkerConfig:
     dtype: str = option("auto", "of weights and what is computed; auto takes the checkpoint's own", metavar="DTYPE")
     quantization: str = option(
         "none",
-        "int8: products with weights of eight bits and activations quantised as they come, on a CPU; quantised at the "
-        "first start and kept in the cache",
+        "int8: products with weights of eight bits, or of four where they once were, and activations quantised as they "
+        "come, on a CPU; quantised at the first start and kept in the cache",
         choices=("none", "int8"),
     )
     batch_invariant: bool = option(

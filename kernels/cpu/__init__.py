@@ -12,6 +12,7 @@ from kernels.cpu.cache import reshape_and_cache, rotary_and_cache
 from kernels.cpu.chunk_maxima import chunk_maxima
 from kernels.cpu.draw_tokens import draw_tokens
 from kernels.cpu.gelu import gelu, gelu_and_mul
+from kernels.cpu.int4_linear import int4_linear
 from kernels.cpu.int8_linear import int8_linear
 from kernels.cpu.kept_range import kept_range
 from kernels.cpu.most_likely import most_likely
@@ -31,6 +32,7 @@ __all__ = [
     "draw_tokens",
     "gelu",
     "gelu_and_mul",
+    "int4_linear",
     "int8_linear",
     "kept_range",
     "layer_norm",

@@ -20,11 +20,13 @@ _HALF = np.int16(0)  # a float16, see `numbers`
 _TO_INTEGER = np.float32(3 << 22)  # plus and minus this a float32 is rounded to the nearest integer, ties to even
 
 
-def pack_few_bits(weight: torch.Tensor) -> torch.Tensor | None:
+def pack_few_bits(weight: torch.Tensor, most_bits: int = 8) -> torch.Tensor | None:
     """`weight` f32[out_features, in_features] as [panels, groups, record] of a format's type; None if none fits."""
     if weight.shape[1] % GROUP or 0 in weight.shape:
         return None
     for dtype, few in FORMATS.items():
+        if few.bits > most_bits:
+            continue
         # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
         if _packed(weight[:1], dtype, few) is not None and (packed := _packed(weight, dtype, few)) is not None:
             return packed

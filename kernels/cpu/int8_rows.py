@@ -34,7 +34,7 @@ from kernels.cpu.int8_vectors import (
 )
 from kernels.cpu.numbers import FLOAT32, lines, to_float32
 from kernels.cpu.shared_work import shared
-from kernels.int8_weight import GROUP, PANEL, ZERO
+from kernels.int8_weight import GROUP, PANEL, QUAD_ORDER, ZERO
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
@@ -47,6 +47,7 @@ _INFINITY_BITS = 0x7F800000  # those of NaN are larger
 _ROUNDER = 12582912.0
 _ROUNDER_BITS = 0x4B400000
 _BYTES = ir.VectorType(ir.IntType(8), PANEL)
+_ORDER = ir.Constant(INTEGERS, [first + i for first in range(0, LANES, len(QUAD_ORDER)) for i in QUAD_ORDER])
 
 
 @njit(nogil=True)
@@ -175,7 +176,8 @@ def _round_groups(typing_context: Any, element: Any, x: Any, factors: Any, q: An
                 rounded = builder.fadd(builder.fmul(values, factor), floats(_ROUNDER))
                 bits = builder.bitcast(rounded, INTEGERS)
                 total = builder.add(total, bits)
-                store(builder, builder.trunc(bits, _BYTES), builder.add(q_start, place))
+                numbers = builder.trunc(bits, _BYTES)
+                store(builder, builder.shuffle_vector(numbers, numbers, _ORDER), builder.add(q_start, place))
             sum_ = call(builder, f"llvm.vector.reduce.add.v{PANEL}i32", INTEGER, total)
             sum_ = builder.sub(sum_, INTEGER(GROUP * _ROUNDER_BITS % 2**32))
             store(builder, builder.mul(sum_, INTEGER(-ZERO)), _at(builder, sums_start, loop.index, 4))

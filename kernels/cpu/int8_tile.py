@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
@@ -29,7 +28,7 @@ from kernels.cpu.int8_vectors import (
     FLOATS,
     INTEGER,
     INTEGERS,
-    call,
+    ask_for,
     dot,
     floats,
     fma,
@@ -38,7 +37,6 @@ from kernels.cpu.int8_vectors import (
     spread,
     store_elements,
 )
-from kernels.cpu.registers import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, PANEL, QUAD
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
@@ -105,7 +103,7 @@ def _tile(rows: int, panels: int) -> Any:
             totals = {cell: cgutils.alloca_once_value(builder, floats(0.0)) for cell in cells}
             num_chains = max(1, _CHAINS // len(cells))
             with cgutils.for_range(builder, count) as loop:
-                _ask_for(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
+                ask_for(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
                 number = builder.mul(loop.index, index(4))
                 first_input = builder.mul(loop.index, index(GROUP))
                 first_weight = builder.mul(loop.index, index(GROUP * PANEL))
@@ -143,15 +141,6 @@ def _tile(rows: int, panels: int) -> Any:
         return types.void(kind, element, *[types.intp] * 14), generate
 
     return tile
-
-
-def _ask_for(builder: Any, start: Any, first_line: Any, num_lines: Any) -> None:
-    """Has cache lines brought to the second cache level; they need not exist."""
-    pointer, index = ir.IntType(8).as_pointer(), num_lines.type
-    with cgutils.for_range(builder, num_lines) as loop:
-        offset = builder.mul(builder.add(first_line, loop.index), index(CACHE_LINE_BYTES))
-        place = builder.inttoptr(builder.add(start, offset), pointer)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, INTEGER(0), INTEGER(2), INTEGER(1))
 
 
 _tile_1x1, _tile_2x1, _tile_3x1, _tile_4x1 = (_tile(rows, 1) for rows in (1, 2, 3, 4))

@@ -13,6 +13,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
+from kernels.cpu.registers import CACHE_LINE_BYTES
 from kernels.int8_weight import PANEL, QUAD
 
 # The type of a number says which code is compiled, as elements do in `kernels.cpu.numbers`.
@@ -21,7 +22,7 @@ DOT_KINDS = {"512 bits": np.int8(0), "256 bits": np.int16(0), "portable": np.int
 INTEGER, FLOAT = ir.IntType(32), ir.FloatType()
 INTEGERS, FLOATS = ir.VectorType(INTEGER, PANEL), ir.VectorType(FLOAT, PANEL)
 _HALF = ir.VectorType(INTEGER, PANEL // 2)
-_SHORTS = ir.VectorType(ir.IntType(16), PANEL)
+_SHORTS, _HALF_FLOATS = ir.VectorType(ir.IntType(16), PANEL), ir.VectorType(ir.HalfType(), PANEL)
 
 
 def dot_kind_of_this_cpu() -> str:
@@ -81,10 +82,13 @@ def store(builder: Any, values: Any, address: Any) -> None:
 
 def spread(builder: Any, address: Any, kind: Any) -> Any:
     """The number at an address in all lanes."""
-    vector = ir.VectorType(kind, PANEL)
-    nothing = ir.Constant(vector, ir.Undefined)
-    single = builder.insert_element(nothing, load(builder, address, kind), INTEGER(0))
-    return builder.shuffle_vector(single, nothing, integers(0))
+    return spread_value(builder, load(builder, address, kind))
+
+
+def spread_value(builder: Any, number: Any) -> Any:
+    """A number in all lanes."""
+    nothing = ir.Constant(ir.VectorType(number.type, PANEL), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, INTEGER(0)), nothing, integers(0))
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -96,6 +100,20 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     """What an intrinsic of LLVM gives."""
     kind = ir.FunctionType(result, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def ask_for(builder: Any, start: Any, first_line: Any, num_lines: Any) -> None:
+    """Has cache lines brought to the second cache level; they need not exist."""
+    pointer, index = ir.IntType(8).as_pointer(), num_lines.type
+    with cgutils.for_range(builder, num_lines) as loop:
+        offset = builder.mul(builder.add(first_line, loop.index), index(CACHE_LINE_BYTES))
+        place = builder.inttoptr(builder.add(start, offset), pointer)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, INTEGER(0), INTEGER(2), INTEGER(1))
+
+
+def load_halves(builder: Any, address: Any) -> Any:
+    """Sixteen float16 as float32."""
+    return builder.fpext(load(builder, address, _HALF_FLOATS), FLOATS)
 
 
 def load_elements(builder: Any, address: Any, element: Any) -> Any:

@@ -49,6 +49,7 @@ def warm_up(dtype: torch.dtype) -> None:
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
     for few_bits in (torch.zeros(2, GROUP), torch.arange(2.0 * GROUP).view(2, -1) % 16, torch.arange(-32.0, 32)[None]):
         matmul(torch.empty(2, len(few_bits)), torch.empty(2, few_bits.shape[1]), pack(few_bits))
+    cpu.int4_linear(torch.empty(2, 2), torch.empty(2, GROUP), pack(torch.zeros(2, GROUP)))
     cpu.gelu(torch.empty(2, 4, dtype=dtype), out[0], is_approximate=True)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-_NUMBERS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
+_NUMBERS: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
 
 
 @dataclass(frozen=True)

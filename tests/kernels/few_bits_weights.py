@@ -17,9 +17,14 @@ KINDS = {  # of GGUF, by the type that such a weight is packed as
 
 
 def few_bits_weight(dtype: torch.dtype, out_features: int, in_features: int, seed: int = 0) -> torch.Tensor:
-    """f32[out_features, in_features], quantised and dequantised by the `gguf` package."""
+    """f32[out_features, in_features] of random numbers."""
     numbers = np.random.default_rng(seed).standard_normal((out_features, in_features), dtype=np.float32)
-    stored = gguf.quantize(numbers, KINDS[dtype])
+    return in_few_bits(dtype, torch.from_numpy(numbers))
+
+
+def in_few_bits(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight, quantised and dequantised by the `gguf` package."""
+    stored = gguf.quantize(weight.numpy(), KINDS[dtype])
     return torch.from_numpy(gguf.dequantize(stored, KINDS[dtype]))
 
 

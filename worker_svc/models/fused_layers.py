@@ -10,6 +10,7 @@ import torch
 from worker_svc.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer
+from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import RmsNorm
@@ -97,14 +98,14 @@ class FusedLayers:
         return self._stack(residual, caches, step, wanted)
 
 
-def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear]:
+def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear | Int4Linear]:
     """Those of a layer that have a compiled form, of four: into and out of attention, into and out of the MLP."""
     assert isinstance(layer.mlp, Mlp)
     products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
-    return [product for product in products if isinstance(product, PackedLinear | Int8Linear)]
+    return [product for product in products if isinstance(product, PackedLinear | Int8Linear | Int4Linear)]
 
 
 def _are_compiled(layer: DecoderLayer, dtype: torch.dtype) -> bool:
     """Whether rows of this type meet no product for which they would have to be converted."""
     kinds = [type(product) for product in _products(layer)]
-    return kinds == [Int8Linear] * 4 or (kinds == [PackedLinear] * 4 and dtype == torch.float32)
+    return kinds == [Int8Linear] * 4 or (len(kinds) == 4 and dtype == torch.float32)

@@ -1,4 +1,6 @@
-"""The products of a model with weights of eight bits: quantised once, and read from a file at every later start.
+"""The products of a model with weights of eight bits or four: made once, and read from a file at every later start.
+
+A weight whose numbers come from four bits each keeps these (`Int4Linear`); any other is quantised to eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
 in and the version of the layout: a file that is there fits. It is written whole and then renamed. One that cannot be
@@ -21,11 +23,12 @@ from octavo.cache import cache_dir
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from worker_svc.huge_pages import HugePages
 from worker_svc.models.config import ModelConfig
+from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 
 log = structlog.get_logger()
 
-_LAYOUT_VERSION = 1  # to be counted up with every change of what `kernels.int8_weight` makes of the same weights
+_LAYOUT_VERSION = 2  # to be counted up with every change of what is made of the same weights
 _PACKED, _SCALE, _BIAS = "packed", "scale", "bias"
 
 
@@ -34,7 +37,7 @@ class Int8Store:
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._started_s = path, time.monotonic()
-        self._products: dict[str, Int8Linear] = {}
+        self._products: dict[str, Int8Linear | Int4Linear] = {}
         self._num_made, self._memory = 0, HugePages()
         self._stored = _read(path) if path is not None else {}
 
@@ -45,23 +48,38 @@ class Int8Store:
         name = f"{config.model_hash[:32]}-{dtype}-int8-{_LAYOUT_VERSION}.safetensors"
         return cls(cache_dir() / "quantized" / name)
 
-    def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | None:
+    def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product of an earlier start; None where there is none of these sizes."""
         packed, scale, bias = (self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _BIAS))
-        if packed is None or scale is None or tuple(scale.shape) != (out_features,):
+        if packed is None:
+            return None
+        bias = None if bias is None else bias.clone()
+        if scale is None:
+            is_whole = Int4Linear.is_packed(packed, out_features, in_features)
+            return self._keep_four_bits(name, packed, bias, out_features) if is_whole else None
+        if tuple(scale.shape) != (out_features,):
             return None
         if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
             return None
-        return self._keep(name, packed, scale.clone(), None if bias is None else bias.clone())
+        return self._keep(name, packed, scale.clone(), bias)
 
-    def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+    def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear | Int4Linear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
         self._num_made += 1
+        bias = None if bias is None else bias.float()
+        if (packed := Int4Linear.pack(weight)) is not None:
+            return self._keep_four_bits(name, packed, bias, len(weight))
         quantized, scale = quantize_int8(weight)
-        return self._keep(name, pack_int8(quantized), scale, None if bias is None else bias.float())
+        return self._keep(name, pack_int8(quantized), scale, bias)
 
     def _keep(self, name: str, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
         product = self._products[name] = Int8Linear(self._memory.keep(packed), scale, bias)
+        return product
+
+    def _keep_four_bits(
+        self, name: str, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    ) -> Int4Linear:
+        product = self._products[name] = Int4Linear(self._memory.keep(packed), bias, out_features)
         return product
 
     def finish(self) -> None:
@@ -94,14 +112,14 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return {}
 
 
-def _tensors(products: dict[str, Int8Linear]) -> list[PendingTensor]:
+def _tensors(products: dict[str, Int8Linear | Int4Linear]) -> list[PendingTensor]:
     pending = []
     for name, product in products.items():
-        parts = {_PACKED: product.packed, _SCALE: product.scale, _BIAS: product.bias}
-        for part, tensor in parts.items():
+        scale = product.scale if isinstance(product, Int8Linear) else None
+        for part, tensor in {_PACKED: product.packed, _SCALE: scale, _BIAS: product.bias}.items():
             if tensor is not None:
                 pending.append(PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype]))
     return pending
 
 
-_TYPES = {torch.uint8: "U8", torch.float32: "F32"}
+_TYPES = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32"}
