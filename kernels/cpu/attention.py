@@ -18,6 +18,8 @@ processor does not see the next ones coming: they are asked for a few at a time 
 rows of 200 tokens, one layer on one core: 0.24 ms out of the third cache level and 0.52 out of memory, which two cores
 read in 0.34.
 
+Where threads outnumber the items, or would not finish them together, some items are cut (`attention_split`).
+
 Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
 keys. Masked keys add exact zeros. So a row's result does not depend on the rows beside it, nor on whether its token is
 computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
@@ -30,6 +32,7 @@ import torch
 from numba import njit, prange
 
 from kernels.cpu.attention_item import attend
+from kernels.cpu.attention_split import attend_split, is_split_better
 from kernels.cpu.attention_tiles import COUNT, SEQUENCE, cut
 from kernels.cpu.numbers import FLOAT32, INT32, element_of, lines, stored_element_of
 from kernels.cpu.runtime import num_threads
@@ -126,6 +129,10 @@ def _paged_attention(  # type: ignore[no-untyped-def]
     tiles = cut(block_tables, seq_lens, query_starts, block_size, window)
     num_items, group = tiles.shape[0] * num_kv_heads, num_heads // num_kv_heads
     layout = num_kv_heads, block_size, head_size
+    if is_split_better(tiles, key_cache, layout, group, seq_lens, query_starts, window, num_threads):
+        cache = key_cache, value_cache, layout, group, block_tables
+        attend_split(num_threads, tiles, out, query, *cache, seq_lens, query_starts, slopes, scale, window, cap)
+        return
     lanes = min(num_threads, num_items)
     if lanes == 1 or _num_pairs(tiles, seq_lens) * num_heads <= FEW_PAIRS:
         cache = key_cache, value_cache, layout, group, block_tables

@@ -160,6 +160,7 @@ def _ask_for(builder: Any, start: Any, count: int, kind: Any) -> None:
 
 _scores_1, _scores_2, _scores_3, _scores_4 = (_add_scores(rows) for rows in (1, 2, 3, 4))
 _values_1x1, _values_2x1, _values_3x1, _values_4x1 = (_add_values(rows, 1) for rows in (1, 2, 3, 4))
+_values_1x2, _values_2x2, _values_3x2, _values_4x2 = (_add_values(rows, 2) for rows in (1, 2, 3, 4))
 _values_1x4, _values_2x4, _values_3x4, _values_4x4 = (_add_values(rows, 4) for rows in (1, 2, 3, 4))
 
 
@@ -190,10 +191,17 @@ def add_values(rows, p, p_stride, values, runs, width, num_keys, acc, offset, af
 
     What is read next begins at element `after_start` of `after`.
     """
-    column = 0
-    while column < width:
+    add_columns(rows, p, p_stride, values, runs, width, 0, width, num_keys, acc, offset, after, after_start)
+
+
+@njit(nogil=True)
+def add_columns(  # type: ignore[no-untyped-def]
+    rows, p, p_stride, values, runs, width, column, end, num_keys, acc, offset, after, after_start
+):
+    """As `add_values`, of the columns from `column` to `end`, both multiples of 16."""
+    while column < end:
         place = offset + column
-        if width - column >= 4 * LANES:
+        if end - column >= 4 * LANES:
             if rows == 4:
                 _values_4x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
             elif rows == 3:
@@ -203,6 +211,16 @@ def add_values(rows, p, p_stride, values, runs, width, num_keys, acc, offset, af
             else:
                 _values_1x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
             column += 4 * LANES
+        elif end - column >= 2 * LANES:
+            if rows == 4:
+                _values_4x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+            elif rows == 3:
+                _values_3x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+            elif rows == 2:
+                _values_2x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+            else:
+                _values_1x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+            column += 2 * LANES
         else:
             if rows == 4:
                 _values_4x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
