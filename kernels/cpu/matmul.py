@@ -7,24 +7,25 @@ up to 8 rows are multiplied by it at once; of more rows these leave a piece of a
 Every sum starts with the bias and runs over `in_features` in order, one fused multiply-add after the other. So a row's
 result depends neither on the other rows nor on the number of threads nor on how the weight is kept: bit for bit.
 
-One Zen 5 core, weights out of memory, us of CPU time; oneDNN: `mkldnn._linear_pointwise` with its own packing:
+One Zen 5 core, weights out of memory, us of CPU time, the better of two medians; oneDNN: `mkldnn._linear_pointwise`
+with its own packing:
 
     weight, rows                1      2      8     32     64    128    512
-    3072 x 576, oneDNN        219    226    317    708   1174   2232   8211
-    float32                   202    216    222    538   1030   2078   8238
-    bfloat16                  109    118    139    516   1019   2092   8306
-    8 bits                     71     65    167    577   1078   2130   8410
-    4 bits and a minimum       46     58    167    551   1046   2089   8296
-    4 bits                     45     58    167    544   1043   2080   8305
-    576 x 1536, oneDNN        169    142    181    390    655   1204   4439
-    float32                   139    120    136    302    557   1036   4091
-    bfloat16                   92     66     77    260    509   1005   4033
-    8 bits                     67     40     89    287    534   1066   4120
-    4 bits and a minimum       36     35     90    276    515   1031   4111
-    4 bits                     29     34     89    271    512   1024   4012
+    3072 x 576, oneDNN        276    203    299    669   1157   2144   8225
+    float32                   198    189    210    540   1035   2029   8198
+    bfloat16                  102    107    140    522   1023   2069   8329
+    8 bits                     70     62    157    545   1049   2050   8310
+    4 bits and a minimum       51     58    161    570   1074   2093   8417
+    4 bits                     55     57    156    548   1050   2034   8401
+    576 x 1536, oneDNN        124    109    150    346    591   1087   4152
+    float32                    82     83     94    279    537   1032   4070
+    bfloat16                   46     49     74    263    511   1025   4073
+    8 bits                     40     34     81    284    525   1035   4094
+    4 bits and a minimum       27     32     79    281    524   1044   4128
+    4 bits                     27     32     78    273    524   1036   4132
 
-Two cores that wait for the same memory gain more: 3072 x 576 by one row takes 166 us in float32, 38 in 4 bits, by 32
-rows 289 and 275.
+Two cores that wait for the same memory gain more: 3072 x 576 by one row takes 153 us in float32, 26 in 4 bits, by 32
+rows 306 and 277.
 """
 
 from __future__ import annotations
