@@ -165,7 +165,7 @@ class LayerStack:
             raise ValueError(f"{tuple(residual.shape)} are not rows of {shape.hidden}")
         if len(step.positions) != rows or len(step.slot_mapping) != rows:
             raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
-        check_positions(step.positions, self._num_angles)
+        check_positions(step.positions.data_ptr(), rows, self._num_angles)
         if len(caches) != len(self._layers):
             raise ValueError(f"{len(caches)} caches are not those of {len(self._layers)} layers")
         cache_shape = caches[0][0].shape

@@ -14,7 +14,6 @@ from kernels.cpu.runtime import FEW_NUMBERS, num_threads
 
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """See `kernels.reference.rotary`; `cos_sin` is float32; query and key may be strided in their first dimension."""
-    check_positions(positions, cos_sin.shape[0])
     _rotary(
         element_of(query, key),
         query.data_ptr(),
@@ -30,11 +29,13 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
     )
 
 
-def check_positions(positions: torch.Tensor, num_angles: int) -> None:
+@njit(nogil=True, cache=True)
+def check_positions(positions_address, num_tokens, num_angles):  # type: ignore[no-untyped-def]
     """Raises IndexError for a position beyond a table of so many: compiled code would read what lies there."""
-    values = positions.numpy()
-    if values.size and (values.min() < 0 or values.max() >= num_angles):
-        raise IndexError(f"positions {values.min()} to {values.max()} are not within the {num_angles} that have angles")
+    positions = lines(positions_address, INT64, 1, num_tokens)[0]
+    for t in range(num_tokens):
+        if positions[t] < 0 or positions[t] >= num_angles:
+            raise IndexError("a position is not within those that have angles")
 
 
 @njit(nogil=True)
@@ -122,6 +123,7 @@ def _rotary(  # type: ignore[no-untyped-def]
     table_shape,
     num_threads,
 ):
+    check_positions(positions_address, query_shape[0], table_shape[0])
     if query_shape[0] * (query_shape[1] + num_kv_heads) * query_shape[2] <= FEW_NUMBERS:
         rotate_rows(
             0,

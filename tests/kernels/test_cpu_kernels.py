@@ -263,7 +263,7 @@ def test_rotary_of_a_part_of_each_head(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("position", [-1, 31])
 def test_a_position_without_angles_is_refused(position: int) -> None:
-    with pytest.raises(IndexError, match="not within the 31 that have angles"):
+    with pytest.raises(IndexError, match="not within those that have angles"):
         cpu.rotary(torch.randn(2, 3, 10), torch.randn(2, 1, 10), torch.tensor([0, position]), torch.randn(31, 10))
 
 

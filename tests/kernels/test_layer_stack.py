@@ -74,7 +74,7 @@ def test_positions_without_angles_are_refused() -> None:
     tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
     for positions in ([1, 2], [-1, 0]):
         step = StackStep(torch.tensor(positions), torch.arange(2), tables, lengths, starts)
-        with pytest.raises(IndexError, match="not within the 2 that have angles"):
+        with pytest.raises(IndexError, match="not within those that have angles"):
             run(step=step)
 
 
