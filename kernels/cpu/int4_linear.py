@@ -41,7 +41,6 @@ from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.int8_weight import GROUP, ZERO
 
-_ROWS_OF_ASKING = 4  # the processor finds the next weights of fewer rows itself
 _SYMMETRIC, _WITH_MINIMUM = FORMATS[torch.int32], FORMATS[torch.uint8]
 _SYMMETRIC_BYTES, _WITH_MINIMUM_BYTES = _SYMMETRIC.record_bytes, _WITH_MINIMUM.record_bytes
 # By these a record's minima become minima over -128, which is what a row's sums are multiplied with; or its scales do,
@@ -170,12 +169,12 @@ def _multiply_rows(kind, out, out_row, rows, panel, added):  # type: ignore[no-u
     minima, minimum_factor = (PANEL * 2, _OF_MINIMA) if has_minimum else (0, _OF_SCALES)
     q_row, group_row = num_groups * GROUP, bytes_of_groups(num_groups)
     num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    # What comes next is asked for meanwhile, so many lines a group.
+    # What comes next is asked for meanwhile, so many lines a group. Two threads multiply two rows by 3072 x 576 in 34
+    # us in place of 43. The processor finds the next weights of one row itself: asking takes 43 us in place of 39.
     lines_a_group = (next_lines + num_tiles * num_groups - 1) // (num_tiles * num_groups)
     lines_a_tile = lines_a_group * num_groups
     for tile in range(num_tiles):
         row = tile * TILE_ROWS
-        is_asking = num_rows >= _ROWS_OF_ASKING and tile * lines_a_tile < next_lines
         places = (
             q + row * q_row,
             q_row,
@@ -191,7 +190,7 @@ def _multiply_rows(kind, out, out_row, rows, panel, added):  # type: ignore[no-u
             out_row,
             num_groups,
             weight + num_groups * record_bytes + tile * lines_a_tile * CACHE_LINE_BYTES,
-            lines_a_group if is_asking else 0,
+            lines_a_group if num_rows > 1 and tile * lines_a_tile < next_lines else 0,
         )
         multiply_tile(kind, min(TILE_ROWS, num_rows - row), places)
 
