@@ -165,6 +165,8 @@ def attend(  # type: ignore[no-untyped-def]
                         value_cache,
                         here,
                         head_size,
+                        0,
+                        head_size,
                         here[END] - key,
                         acc,
                         row * padded,

@@ -186,19 +186,14 @@ def add_scores(rows, q, q_offset, width, keys, runs, scores, stride, after, afte
 
 
 @njit(nogil=True)
-def add_values(rows, p, p_stride, values, runs, width, num_keys, acc, offset, after, after_start):  # type: ignore[no-untyped-def]
-    """acc[rows, width] += p[rows, num_keys] . values for up to 4 rows; run i of 16 keys begins at element runs[i].
+def add_values(  # type: ignore[no-untyped-def]
+    rows, p, p_stride, values, runs, width, column, end, num_keys, acc, offset, after, after_start
+):
+    """acc[rows, column : end] += p[rows, num_keys] . values[:, column : end] for up to 4 rows of `width` numbers; run i
+    of 16 keys begins at element runs[i].
 
     What is read next begins at element `after_start` of `after`.
     """
-    add_columns(rows, p, p_stride, values, runs, width, 0, width, num_keys, acc, offset, after, after_start)
-
-
-@njit(nogil=True)
-def add_columns(  # type: ignore[no-untyped-def]
-    rows, p, p_stride, values, runs, width, column, end, num_keys, acc, offset, after, after_start
-):
-    """As `add_values`, of the columns from `column` to `end`, both multiples of 16."""
     while column < end:
         place = offset + column
         if end - column >= 4 * LANES:

@@ -146,19 +146,18 @@ def _bias(scores, offset, distance, cap, slope):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def weigh(scores, offset, distance, slope, window, cap, maxima, sums, row):  # type: ignore[no-untyped-def]
+def soften(scores, offset, distance, slope, window, cap, maxima, sums, row, acc, width):  # type: ignore[no-untyped-def]
     """The 64 scores of a row, from `offset` on, become its weights: 0 for keys after its token, or before its window.
 
-    `distance` is the first key's position minus the token's. The row's maximum and sum go on in `maxima` and `sums`.
-    Returns by what everything it has added up before is to be multiplied, which is 1 where its maximum stays. Whole
-    arrays and places in them, as the references of a slice are counted: a prompt of 1,500 tokens took a fifth longer.
+    `distance` is the first key's position minus the token's. The row's maximum and sum go on in `maxima` and `sums`,
+    and what it has added up so far, acc[row * width :], is scaled to a new maximum. Whole arrays and places in them, as
+    the references of a slice are counted: a prompt of 1,500 tokens took a fifth longer.
     """
     visible_start = max(0, 1 - window - distance) if window > 0 else 0
     visible_end = max(0, min(KEY_TILE, 1 - distance))
-    shrink = np.float32(1.0)
     if visible_start >= visible_end:
         _fill_outside(scores, offset, 0, 0, np.float32(0.0))
-        return shrink
+        return
     if cap > np.float32(0.0) or slope != np.float32(0.0):
         _bias(scores, offset, distance, cap, slope)
     if visible_end - visible_start < KEY_TILE:
@@ -168,13 +167,5 @@ def weigh(scores, offset, distance, slope, window, cap, maxima, sums, row):  # t
         shrink = exp(maxima[row] - largest)
         maxima[row] = largest
         sums[row] *= shrink
-    sums[row] += to_weights(scores, offset, maxima[row])
-    return shrink
-
-
-@njit(nogil=True)
-def soften(scores, offset, distance, slope, window, cap, maxima, sums, row, acc, width):  # type: ignore[no-untyped-def]
-    """As `weigh`, and what the row has added up so far, acc[row * width :], is scaled to a new maximum."""
-    shrink = weigh(scores, offset, distance, slope, window, cap, maxima, sums, row)
-    if shrink != np.float32(1.0):
         multiply_by(acc, row * width, width, shrink)
+    sums[row] += to_weights(scores, offset, maxima[row])

@@ -24,11 +24,11 @@ import numpy as np
 from numba import njit, prange
 
 from kernels.cpu.attention_item import FEW_ROWS, ROW_BLOCK, attend
-from kernels.cpu.attention_registers import add_columns, add_scores
-from kernels.cpu.attention_softmax import NO_MAXIMUM, multiply_by, weigh
+from kernels.cpu.attention_registers import add_scores, add_values
+from kernels.cpu.attention_softmax import NO_MAXIMUM, multiply_by, soften
 from kernels.cpu.attention_tiles import COUNT, KEY_TILE, NUM_SEQUENCES, RUN, TOKEN, keys_of, position_of
 from kernels.cpu.cache_reads import CURSOR_SIZE, END, KEY, aim
-from kernels.cpu.numbers import borrowed, from_float32, keep, to_float32
+from kernels.cpu.numbers import borrowed, exp, from_float32, keep, to_float32
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vector_code import LANES
 
@@ -196,9 +196,14 @@ def _weigh(row, end, cut, step, slopes, cap, scores, shrinks, maxima, sums):  # 
     _, key, _ = keys_of(tiles[t], 1, seq_lens, query_starts, window)
     distance = key - position_of(tiles[t], 0, seq_lens, query_starts)
     slope = slopes[kv_head * group + r] if slopes.size > 0 else np.float32(0.0)
-    maxima[row * LANES], sums[row * LANES] = NO_MAXIMUM, np.float32(0.0)
+    last = maxima[row * LANES] = NO_MAXIMUM
+    sums[row * LANES] = np.float32(0.0)
     for place in range(first_units[i] * group + r, first_units[i + 1] * group, group):
-        shrinks[place] = weigh(scores, place * KEY_TILE, distance, slope, window, cap, maxima, sums, row * LANES)
+        # Nothing of the values is added up yet: a sum of no width to scale.
+        soften(scores, place * KEY_TILE, distance, slope, window, cap, maxima, sums, row * LANES, sums, 0)
+        maximum = maxima[row * LANES]
+        shrinks[place] = exp(last - maximum) if maximum > last else np.float32(1.0)
+        last = maximum
         distance += KEY_TILE
 
 
@@ -226,7 +231,7 @@ def _add_up(part, end, cut, step, columns, value_cache, results):  # type: ignor
             place, num_keys = row * head_size, here[END] - here[KEY]
             after = ahead[0] if row + ROW_BLOCK >= group else here[0]
             of_tile = KEY_TILE, value_cache, here, head_size, first, first + width, num_keys
-            add_columns(rows, weights, *of_tile, acc, place, value_cache, after)
+            add_values(rows, weights, *of_tile, acc, place, value_cache, after)
     for row in range(group):
         head = kv_head * group + row
         line = out[tiles[t, TOKEN], head * head_size + first : head * head_size + first + width]
