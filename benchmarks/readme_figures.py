@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.served import PATIENT, over_generate, served
+from benchmarks.served import PATIENT, over_generate, served, wait_until_ready
 from octavo import LLM, Client, SamplingParams
 from octavo.bench import offline, workloads
 from octavo.bench.figures import Figures, table
@@ -89,6 +89,7 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
         vocab_size = llm.get_tokenizer().vocab_size
         warm_up = workloads.warm_up(vocab_size)
         offline.run(llm, warm_up)
+        wait_until_ready(address)
         over_generate(address, warm_up)
         if baseline:
             baseline.run(warm_up)

@@ -6,17 +6,22 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+import grpc
 
 from octavo import AsyncClient
 from octavo.bench import closed_loop
 from octavo.bench.figures import Figures
+from octavo.bench.streaming import MODEL_INFO
 from octavo.bench.workloads import Workload
 from octavo.generation import RetryPolicy
 from octavo.serving_plan import free_port
 
 PATIENT = RetryPolicy(retries_before_admission=3000, first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
+READY_TIMEOUT_S = 60.0
 
 
 @contextmanager
@@ -34,6 +39,20 @@ def served(model: str, *flags: str, environment: Mapping[str, str] | None = None
     finally:
         process.terminate()
         process.wait()
+
+
+def wait_until_ready(address: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Raises TimeoutError with what the server said last."""
+    deadline, said = time.monotonic() + timeout_s, "nothing"
+    with grpc.insecure_channel(address) as channel:
+        while time.monotonic() < deadline:
+            try:
+                channel.unary_unary(MODEL_INFO)(b"", timeout=2.0)
+                return
+            except grpc.RpcError as error:
+                said = str(error.details())
+            time.sleep(0.1)
+    raise TimeoutError(f"the server is not ready after {timeout_s:.0f} s: {said}")
 
 
 def over_generate(address: str, workload: Workload) -> Figures:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.served import over_generate, served
+from benchmarks.served import over_generate, served, wait_until_ready
 from octavo.bench import workloads
 from octavo.cores import available_cores
 
@@ -49,6 +49,7 @@ def main() -> int:
                 if threads == 1 and setting != "passive":
                     continue  # one thread never waits
                 with served(arguments.model, "--num-threads", str(threads), environment=environment) as address:
+                    wait_until_ready(address)
                     over_generate(address, workloads.warm_up(arguments.vocab_size))
                     for neighbours in (0, 1):
                         with _busy(neighbours):

@@ -19,12 +19,11 @@ import torch
 from benchmarks.gpu_sections import shapes, streams
 from benchmarks.gpu_sections.figure import Figure, Report
 from benchmarks.gpu_sections.shapes import SMALL
-from benchmarks.served import served
+from benchmarks.served import served, wait_until_ready
 from octavo.bench.workloads import BenchRequest
 
 SECTION = "continuous batching"
 _REQUESTS, _LENGTHS = 256, (100, 1024)
-_READY_TIMEOUT_S = 60.0
 _RESULT_TIMEOUT_S = 120.0
 
 
@@ -55,7 +54,7 @@ def _over_the_service(folder: str, requests: Sequence[BenchRequest], dtype: str,
     flags = ["--load-format=dummy", f"--dtype={dtype}", f"--device={device}", "--max-model-len=4096"]
     flags += SMALL if device == "cpu" else []
     with served(folder, *flags) as address:
-        asyncio.run(streams.wait_until_ready(address, _READY_TIMEOUT_S))
+        wait_until_ready(address)
         asyncio.run(streams.generate_all(address, [BenchRequest((5, 6, 7), 4)] * 2))
         started_ns = time.monotonic_ns()
         deliveries = asyncio.run(streams.generate_all(address, requests))

@@ -11,13 +11,12 @@ from pathlib import Path
 from benchmarks.gpu_sections import shapes, streams
 from benchmarks.gpu_sections.decode_step import BATCH, CONTEXT, MAX_NUM_BATCHED_TOKENS, STEP_US
 from benchmarks.gpu_sections.figure import Figure, Report, value_of
-from benchmarks.served import served
+from benchmarks.served import served, wait_until_ready
 from octavo.bench.workloads import BenchRequest
 
 SECTION = "service"
 _OUTPUT_TOKENS = 192  # around the context of the bare worker; so many that all requests decode together for a while
 _SHARE = 0.92
-_READY_TIMEOUT_S = 60.0
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
@@ -34,7 +33,7 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_model(Path(folder), shapes.LLAMA_3_8B, dtype, is_tiny=is_dry_run)
         with served(folder, *flags) as address:
-            asyncio.run(streams.wait_until_ready(address, _READY_TIMEOUT_S))
+            wait_until_ready(address)
             asyncio.run(streams.generate_all(address, [request(8, 4)] * 2))
             requests = [request(context - output_tokens // 2, output_tokens) for _ in range(batch)]
             deliveries = asyncio.run(streams.generate_all(address, requests))

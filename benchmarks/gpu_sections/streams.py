@@ -8,28 +8,13 @@ from collections.abc import Sequence
 
 import grpc
 
-from octavo.bench.streaming import GENERATE, MODEL_INFO
+from octavo.bench.streaming import GENERATE
 from octavo.bench.workloads import BenchRequest
 from octavo.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 
 _NUM_CHANNELS = 8
 Delivery = tuple[int, int]  # monotonic ns, tokens that came
-
-
-async def wait_until_ready(address: str, timeout_s: float) -> None:
-    """Raises TimeoutError with what the server said last."""
-    deadline = time.monotonic() + timeout_s
-    said = "nothing"
-    async with grpc.aio.insecure_channel(address) as channel:
-        while time.monotonic() < deadline:
-            try:
-                await channel.unary_unary(MODEL_INFO)(b"", timeout=2.0)
-                return
-            except grpc.aio.AioRpcError as error:
-                said = str(error.details())
-            await asyncio.sleep(0.1)
-    raise TimeoutError(f"the server is not ready after {timeout_s:.0f} s: {said}")
 
 
 async def generate_all(address: str, requests: Sequence[BenchRequest]) -> list[list[Delivery]]:
