@@ -25,9 +25,9 @@ LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
 # How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
 # SmolLM2 over `octavo serve`, tokens/s of W1 and W2 alone, then beside one busy neighbour (benchmarks.thread_settings):
-#     never (passive)  28.8  262   32.0  199        20,000 looks   45.9  288    5.3   62
-#     1,000 looks      43.8  306   23.1  167        for ever       48.9  319   15.4  128
-#     one thread that never waits: 39.2  198, 38.1  201
+#     never (passive)   126  389   111  255        20,000 looks    162  379    20  146
+#     1,000 looks       153  393    88  241        for ever        149  396    41  122
+#     one thread that never waits: 134  238, 134  252
 SPIN_COUNT = "1000"
 
 
