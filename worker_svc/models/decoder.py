@@ -106,16 +106,18 @@ class Decoder:
         if num_tokens < self._least_rows:
             token_ids, positions = token_ids.repeat(2), positions.repeat(2)
         residual = self._embed(token_ids, positions)
-        wanted = logits_rows if reader is None else torch.arange(num_tokens, device=self.device)
+        wanted = logits_rows if reader is None else torch.cat((reader.rows, logits_rows))
         step = positions, attention, caches
         if self._fused is not None:
             residual, update = self._fused(residual, *step, wanted)
         else:
             residual, update = self._run_layers(residual, *step, wanted, num_tokens)
         if reader is not None:
-            for rows in reader.rows.split(MAX_ROWS_AT_ONCE):
-                reader.take(self._logits(residual[rows], update[rows]))
-            residual, update = residual[logits_rows], update[logits_rows]
+            num_read = reader.rows.shape[0]
+            read = residual[:num_read].split(MAX_ROWS_AT_ONCE), update[:num_read].split(MAX_ROWS_AT_ONCE)
+            for some_residual, some_update in zip(*read, strict=True):
+                reader.take(self._logits(some_residual, some_update))
+            residual, update = residual[num_read:], update[num_read:]
         return self._logits(residual, update)
 
     def _run_layers(

@@ -93,8 +93,13 @@ class FusedLayers:
 
         residual [rows, hidden] is what the embedding gives, and is overwritten; `caches` are those of all layers.
         """
-        of = attention
-        step = self._step(positions, of.slot_mapping, of.block_tables, of.seq_lens, of.query_starts)
+        step = self._step(
+            positions=positions,
+            slot_mapping=attention.slot_mapping,
+            block_tables=attention.block_tables,
+            seq_lens=attention.seq_lens,
+            query_starts=attention.query_starts,
+        )
         return self._stack(residual, caches, step, wanted)
 
 
