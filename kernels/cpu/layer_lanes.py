@@ -1,6 +1,7 @@
 """What a thread does in the layers of a Llama-like model; see `layer_stack` for the formula.
 
-All between two attentions is one parallel loop. Its lanes go through the phases together: `shared_work` says how.
+All between two attentions is one parallel loop. Its lanes go through the phases together: `shared_work` says how. Its
+products ask for what the second of them reads: `cache_prefetch`.
 
     of layer i - 1   product with W_out, residual and norm; of 256 rows at a time product with W_inner, gate, W_down
     of layer i       residual and norm, product with W_qkv, rotary and cache
@@ -16,9 +17,11 @@ from numba import njit, prange
 from kernels.cpu.activation import activate_rows
 from kernels.cpu.attention import _paged_attention
 from kernels.cpu.cache import store_token
+from kernels.cpu.cache_prefetch import CURSOR_SIZE, aim, blocks_before
 from kernels.cpu.layer_product import PHASES as PRODUCT_PHASES
 from kernels.cpu.layer_product import PRODUCT, multiply
 from kernels.cpu.norm import norm_rows
+from kernels.cpu.numbers import lines
 from kernels.cpu.rotary import rotate_rows
 from kernels.cpu.shared_work import counters, shared, wait
 
@@ -45,6 +48,7 @@ STEP = np.dtype(
     [
         *[(name, _COUNT) for name in ("rows", "num_sequences", "tables_stride", "element_bytes")],
         *[(name, _COUNT) for name in ("hidden", "num_heads", "num_kv_heads", "head_size", "num_blocks", "block_size")],
+        ("prefetch_bytes", _COUNT),  # of keys and values, at most, while the products before an attention compute
         *[(name, _ADDRESS) for name in ("positions", "slots", "block_tables", "seq_lens", "query_starts")],
         *[(name, _ADDRESS) for name in ("update", "residual", "normed", "qkv", "attended", "inner", "activated")],
         *[(name, _ADDRESS) for name in ("room", "zeros")],  # see `layer_product.multiply`
@@ -105,35 +109,55 @@ def run_layers(
 def _between_attentions(
     element: Any, stored_element: Any, layers: Any, steps: Any, index: Any, num_threads: Any
 ) -> None:
+    blocks, cursors = np.empty(0, dtype=np.int64), np.zeros((num_threads, CURSOR_SIZE), dtype=np.int64)
+    if index < layers.size:
+        blocks = _blocks_before(layers[index], steps[0])
     counts = counters(num_threads, _MLP + (steps[0].rows + MLP_ROWS - 1) // MLP_ROWS * _MLP_PHASES)
     for lane in prange(num_threads):
         team = counts, np.int64(lane), num_threads
-        if index > 0:
-            _after_attention(team, element, layers[index - 1], steps[0])
+        cursor = cursors[lane].ctypes.data
         if index < layers.size:
-            _before_attention(team, element, stored_element, layers[index], steps[0])
+            _aim(cursor, blocks, lane, num_threads, stored_element, layers[index], steps[0])
+        if index > 0:
+            _after_attention(team, element, layers[index - 1], steps[0], cursor)
+        if index < layers.size:
+            _before_attention(team, element, stored_element, layers[index], steps[0], cursor)
+
+
+@njit(nogil=True)
+def _blocks_before(layer: Any, step: Any) -> Any:
+    lens = step.seq_lens, step.query_starts, step.num_sequences
+    return blocks_before(step.block_tables, step.tables_stride, *lens, step.block_size, layer.window)
+
+
+@njit(nogil=True)
+def _aim(cursor: Any, blocks: Any, lane: Any, lanes: Any, stored_element: Any, layer: Any, step: Any) -> None:
+    block_bytes = (
+        step.num_kv_heads * step.block_size * step.head_size * lines(layer.key_cache, stored_element, 1, 1).itemsize
+    )
+    aim(cursor, blocks, lane, lanes, layer.key_cache, layer.value_cache, block_bytes, step.prefetch_bytes)
 
 
 @njit(nogil=True, inline="always")
-def _before_attention(team: Any, element: Any, stored_element: Any, layer: Any, step: Any) -> None:
+def _before_attention(team: Any, element: Any, stored_element: Any, layer: Any, step: Any, cursor: Any) -> None:
     _norm(team, _INPUT_NORM, element, layer.input_norm, step)
-    multiply(team, _QKV, element, layer.qkv, step.qkv, step.normed, step.rows, step)
+    multiply(team, _QKV, element, layer.qkv, step.qkv, step.normed, step.rows, step, cursor)
     _rotate_and_store(team, _ROTARY, step.rows, (element, stored_element, layer, step))
     wait(team, _ROTARY, step.rows)
 
 
 @njit(nogil=True, inline="always")
-def _after_attention(team: Any, element: Any, layer: Any, step: Any) -> None:
-    multiply(team, _OUT, element, layer.attention_out, step.update, step.attended, step.rows, step)
+def _after_attention(team: Any, element: Any, layer: Any, step: Any, cursor: Any) -> None:
+    multiply(team, _OUT, element, layer.attention_out, step.update, step.attended, step.rows, step, cursor)
     _norm(team, _MLP_NORM, element, layer.mlp_norm, step)
     phase, row_bytes = _MLP, step.hidden * step.element_bytes
     for first in range(0, step.rows, MLP_ROWS):
         rows, size = min(MLP_ROWS, step.rows - first), layer.mlp_out.num_in
         normed, update = step.normed + first * row_bytes, step.update + first * row_bytes
-        multiply(team, phase, element, layer.mlp_in, step.inner, normed, rows, step)
+        multiply(team, phase, element, layer.mlp_in, step.inner, normed, rows, step, cursor)
         _gate(team, phase + _GATE, rows, (element, step.activated, step.inner, rows, size))
         wait(team, phase + _GATE, rows)
-        multiply(team, phase + _MLP_OUT, element, layer.mlp_out, update, step.activated, rows, step)
+        multiply(team, phase + _MLP_OUT, element, layer.mlp_out, update, step.activated, rows, step, cursor)
         phase += _MLP_PHASES
 
 

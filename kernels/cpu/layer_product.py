@@ -72,11 +72,14 @@ class Product:
 
 
 @njit(nogil=True)
-def multiply(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any, step: Any) -> None:
+def multiply(
+    team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any, step: Any, cursor: Any
+) -> None:
     """out [rows, num_out] = x [rows, num_in] W^T + bias in phases `phase : phase + PHASES`.
 
     element: of the rows, `out` and x, which are contiguous and given by their addresses. Of `step`: the bytes of an
     element, and for INT8 and INT4 `room` for quantised rows (`int8_rows.room_bytes`) and `zeros` of a missing bias.
+    `cursor`, of `cache_prefetch`: what products of float weights ask for meanwhile.
     """
     if product.kind == INT8:
         quantized = _quantize(team, phase, element, product, x, rows, step)
@@ -85,7 +88,7 @@ def multiply(team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any
         multiply_int8_panels(team, phase + 1, num_items, (element, DOT_KIND, out, row_bytes, quantized, weight))
         wait(team, phase + 1, num_items)
     else:
-        multiply_others(team, phase, element, product, out, x, rows, step)
+        multiply_others(team, phase, element, product, out, x, rows, step, cursor)
 
 
 @njit(nogil=True)
@@ -98,21 +101,21 @@ def _quantize(team, phase, element, product, x, rows, step):  # type: ignore[no-
     return quantized
 
 
-def multiply_others(team, phase, element, product, out, x, rows, step):  # type: ignore[no-untyped-def]
+def multiply_others(team, phase, element, product, out, x, rows, step, cursor):  # type: ignore[no-untyped-def]
     """`multiply` by weights for float32 rows; for compiled code alone."""
     raise NotImplementedError
 
 
 @extending.overload(multiply_others, jit_options={"nogil": True})
-def _multiply_others(team, phase, element, product, out, x, rows, step):  # type: ignore[no-untyped-def]
+def _multiply_others(team, phase, element, product, out, x, rows, step, cursor):  # type: ignore[no-untyped-def]
     return _multiply_float32 if element == types.float32 else _multiply_nothing
 
 
-def _multiply_float32(team, phase, element, product, out, x, rows, step):  # type: ignore[no-untyped-def]
+def _multiply_float32(team, phase, element, product, out, x, rows, step, cursor):  # type: ignore[no-untyped-def]
     if product.kind < INT8:
         _multiply_int4(team, phase, element, product, out, x, rows, step)
     else:
-        _multiply_floats(team, phase, product, out, x, rows)
+        _multiply_floats(team, phase, product, out, x, rows, cursor)
 
 
 @njit(nogil=True)
@@ -125,10 +128,10 @@ def _multiply_int4(team, phase, element, product, out, x, rows, step):  # type: 
 
 
 @njit(nogil=True)
-def _multiply_floats(team, phase, product, out, x, rows):  # type: ignore[no-untyped-def]
+def _multiply_floats(team, phase, product, out, x, rows, cursor):  # type: ignore[no-untyped-def]
     num_in, num_out = product.num_in, product.num_out
     num_items = items_of(rows, num_out, num_in)
-    places = out, num_out, x, num_in, product.weight, product.bias, rows, num_out, num_in
+    places = out, num_out, x, num_in, product.weight, product.bias, rows, num_out, num_in, cursor
     if product.kind == 0:
         multiply_panels(team, phase, num_items, (_FLOAT32, *places))
     elif product.kind == 1:
@@ -142,5 +145,5 @@ def _multiply_floats(team, phase, product, out, x, rows):  # type: ignore[no-unt
     wait(team, phase, num_items)
 
 
-def _multiply_nothing(team, phase, element, product, out, x, rows, step):  # type: ignore[no-untyped-def]
+def _multiply_nothing(team, phase, element, product, out, x, rows, step, cursor):  # type: ignore[no-untyped-def]
     """No model with rows of another type has such weights: `LayerStack` sees to it."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kernels.cpu import cache_prefetch
 from kernels.cpu.int8_linear import OUTPUTS_OF_ITEM
 from kernels.cpu.int8_rows import room_bytes
 from kernels.cpu.layer_lanes import LAYER, MLP_ROWS, STEP, run_layers
@@ -136,7 +137,7 @@ class LayerStack:
         record["rows"], record["num_sequences"] = rows, step.seq_lens.shape[0]
         record["tables_stride"] = step.block_tables.stride(0)
         record["num_blocks"], record["block_size"] = cache[0].shape[0], cache[0].shape[2]
-        record["element_bytes"] = update.element_size()
+        record["element_bytes"], record["prefetch_bytes"] = update.element_size(), cache_prefetch.ROOM_BYTES
         for name in ("hidden", "num_heads", "num_kv_heads", "head_size"):
             record[name] = getattr(shape, name)
         for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap"):

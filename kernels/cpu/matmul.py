@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from kernels.cpu.cache_prefetch import NONE
 from kernels.cpu.numbers import FLOAT32, element_of, lines
 from kernels.cpu.packed_weight import element_of_packed, packed_shape
 from kernels.cpu.panel_products import add_panels
@@ -106,8 +107,12 @@ def multiply_panel(  # type: ignore[no-untyped-def]
     count,
     size,
     depth,
+    cursor,
 ):
-    """One item of `items_of`, in all of which no number of `out` is computed twice; see `shared_work.share`."""
+    """One item of `items_of`, in all of which no number of `out` is computed twice; see `shared_work.share`.
+
+    `cursor`: see `panel_products.add_panels`, or NONE.
+    """
     at_once, num_panels = _panels_at_once(count), (size + PANEL - 1) // PANEL
     items_a_block = (num_panels + at_once - 1) // at_once
     out = lines(out_address, FLOAT32, 1, count * out_stride)[0]
@@ -138,6 +143,7 @@ def multiply_panel(  # type: ignore[no-untyped-def]
         sums.ctypes.data + place * 4,
         stride,
         depth,
+        cursor,
     )
     if width < whole:
         for r in range(rows):
@@ -167,4 +173,4 @@ def _matmul(  # type: ignore[no-untyped-def]
     counts = counters(lanes, 1)
     for lane in prange(lanes):
         product = element, out_address, out_stride, x_address, x_stride, packed_address, bias_address
-        multiply_panels((counts, np.int64(lane), lanes), np.int64(0), num_items, (*product, count, size, depth))
+        multiply_panels((counts, np.int64(lane), lanes), np.int64(0), num_items, (*product, count, size, depth, NONE))

@@ -20,26 +20,26 @@ _EXPANDED_DEPTH = 128  # of a panel that is written out as float32 at a time: 24
 
 
 def add_panels(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth
+    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> None:
     """Multiplies by `panels` panels from `panel` on (2 only of one row); for compiled code alone.
 
     element: how the weight is kept (`element_of_packed`); x, packed, start [48 panels] and sums [rows, 48 panels]:
     addresses, strides in numbers. `has_next`: the thread goes on with the panels that come next, which are asked for
-    meanwhile.
+    meanwhile; so is what `cursor` says (`cache_prefetch`), where there are more rows than a tile has.
     """
     raise NotImplementedError
 
 
 @extending.overload(add_panels, jit_options={"nogil": True})
 def _add_panels(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth
+    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> Any:
     return _add_few_bits if element in FORMAT_OF else _add_floats
 
 
 def _add_floats(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth
+    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> None:
     factors, totals = lines(x, FLOAT32, 1, rows * x_stride)[0], lines(sums, FLOAT32, 1, rows * sums_stride)[0]
     starts = lines(start, FLOAT32, 1, panels * PANEL)[0]
@@ -50,11 +50,11 @@ def _add_floats(  # type: ignore[no-untyped-def]
             part = weight, ((panel + p) * depth + k) * PANEL
             before, before_stride = (starts, 0) if k == 0 else (totals, sums_stride)
             sums_of = before, column, before_stride, totals, column, sums_stride
-            stream_add(rows, factors, k, x_stride, *part, *sums_of, min(_DEPTH, depth - k), ahead)
+            stream_add(rows, factors, k, x_stride, *part, *sums_of, min(_DEPTH, depth - k), ahead, cursor)
 
 
 def _add_few_bits(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth
+    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> None:
     record = record_bytes(element)
     panel_bytes = depth // GROUP * record
@@ -79,4 +79,4 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
         at_once = s.ctypes.data, s_stride * 4, c.ctypes.data, c_stride * 4, piece // GROUP, ahead, scratch.ctypes.data
         multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, 0, *at_once)
         others = s, first * s_stride, s_stride, c, first * c_stride, c_stride
-        stream_add(rows - first, factors, first * x_stride + k, x_stride, scratch, 0, *others, piece, 0)
+        stream_add(rows - first, factors, first * x_stride + k, x_stride, scratch, 0, *others, piece, 0, cursor)

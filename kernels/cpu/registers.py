@@ -10,12 +10,14 @@ register.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
+from kernels.cpu.cache_prefetch import NONE, next_lines
 from kernels.cpu.vector_code import CACHE_LINE_BYTES as CACHE_LINE_BYTES
 from kernels.cpu.vector_code import LANES as LANES
 from kernels.cpu.vector_code import (
@@ -26,6 +28,7 @@ from kernels.cpu.vector_code import (
     load,
     load_wide,
     multiply_add,
+    pinned,
     prefetch_bytes,
     splat,
     store,
@@ -66,47 +69,116 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
         ahead: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_start, a_row, b_start, b_row, s_start, s_row, c_start, c_row = (
-                element(context, builder, signature, arguments, i) if i % 3 == 0 else arguments[i + 1]
-                for i in (0, 1, 3, 4, 6, 7, 9, 10)
-            )
             count, distance = arguments[12:]
-            fma, index = multiply_add(builder), count.type
-            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
-            sources, places = (
-                [
-                    [
-                        at(builder, start, builder.add(builder.mul(row, index(r)), index(v * LANES)))
-                        for v in range(vectors)
-                    ]
-                    for r in range(rows)
-                ]
-                for start, row in ((s_start, s_row), (c_start, c_row))
-            )
-            for r in range(rows):
-                for v in range(vectors):
-                    builder.store(load(builder, sources[r][v]), sums[r][v])
-            with cgutils.for_range(builder, count) as loop:
-                b_line = at(builder, b_start, builder.mul(b_row, loop.index))
-                b_values = [load_wide(builder, at(builder, b_line, index(v * LANES)), b.dtype) for v in range(vectors)]
+
+            def ask(number: Any, b_line: Any) -> None:
                 if is_streamed:
-                    prefetch_bytes(builder, at(builder, b_line, distance), vectors * LANES * b.dtype.bitwidth // 8)
-                for r in range(rows):
-                    a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
-                    a_value = splat(builder, builder.load(a_place))
-                    for v in range(vectors):
-                        total = builder.call(fma, [a_value, b_values[v], builder.load(sums[r][v])])
-                        builder.store(total, sums[r][v])
-            for r in range(rows):
-                for v in range(vectors):
-                    store(builder, builder.load(sums[r][v]), places[r][v])
+                    line_bytes = vectors * LANES * b.dtype.bitwidth // 8
+                    prefetch_bytes(builder, at(builder, b_line, distance), line_bytes)
+
+            _sum_products(context, builder, signature, arguments, rows, vectors, count, ask)
             return context.get_dummy_value()
 
-        flat, number = types.Array(types.float32, 1, "C"), types.intp
-        line = flat, number, number
-        return types.void(*line, b, number, number, *line, *line, number, number), generate
+        number = types.intp
+        return types.void(*_matrices(b), number, number), generate
 
     return add_product
+
+
+def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
+    """As `_multiply_add`, but what is asked for is `num_lines` cache lines from the address `lines` on, one with each
+    input as long as there are any."""
+
+    @intrinsic
+    def add_product(
+        typing_context: Any,
+        a: Any,
+        a_offset: Any,
+        a_stride: Any,
+        b: Any,
+        b_offset: Any,
+        b_stride: Any,
+        s: Any,
+        s_offset: Any,
+        s_stride: Any,
+        c: Any,
+        c_offset: Any,
+        c_stride: Any,
+        depth: Any,
+        lines: Any,
+        num_lines: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            count, start, num_lines = arguments[12:]
+            last = builder.sub(num_lines, num_lines.type(1))
+
+            def ask(number: Any, b_line: Any) -> None:
+                # Behind the last it is the last once more, which costs less than to ask whether there is another.
+                number = builder.select(builder.icmp_signed("<", number, last), number, last)
+                place = builder.add(start, builder.mul(number, number.type(CACHE_LINE_BYTES)))
+                prefetch_bytes(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()), CACHE_LINE_BYTES)
+
+            _sum_products(context, builder, signature, arguments, rows, vectors, count, ask, is_full=HAS_WIDE_REGISTERS)
+            return context.get_dummy_value()
+
+        number = types.intp
+        return types.void(*_matrices(b), number, number, number), generate
+
+    return add_product
+
+
+def _matrices(b: Any) -> tuple[Any, ...]:
+    """The types of A, B, S and C, each as (flat array, offset, row stride)."""
+    flat, number = types.Array(types.float32, 1, "C"), types.intp
+    return tuple(part for matrix in (flat, b, flat, flat) for part in (matrix, number, number))
+
+
+def _sum_products(
+    context: Any,
+    builder: Any,
+    signature: Any,
+    arguments: Any,
+    rows: int,
+    vectors: int,
+    depth: Any,
+    ask: Callable[[Any, Any], None],
+    *,
+    is_full: bool = False,
+) -> None:
+    """Appends the loop over inputs; `ask` appends what is asked for with an input, given its number and line of B.
+
+    Where it leaves registers too `is_full` of sums, these are `pinned`: LLVM kept some in memory, and the loop took
+    2.4 times as long.
+    """
+    a_start, a_row, b_start, b_row, s_start, s_row, c_start, c_row = (
+        element(context, builder, signature, arguments, i) if i % 3 == 0 else arguments[i + 1]
+        for i in (0, 1, 3, 4, 6, 7, 9, 10)
+    )
+    kind, fma, index = signature.args[3].dtype, multiply_add(builder), depth.type
+    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
+    sources, places = (
+        [
+            [at(builder, start, builder.add(builder.mul(row, index(r)), index(v * LANES))) for v in range(vectors)]
+            for r in range(rows)
+        ]
+        for start, row in ((s_start, s_row), (c_start, c_row))
+    )
+    for r in range(rows):
+        for v in range(vectors):
+            builder.store(load(builder, sources[r][v]), sums[r][v])
+    with cgutils.for_range(builder, depth) as loop:
+        b_line = at(builder, b_start, builder.mul(b_row, loop.index))
+        b_values = [load_wide(builder, at(builder, b_line, index(v * LANES)), kind) for v in range(vectors)]
+        ask(loop.index, b_line)
+        for r in range(rows):
+            a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
+            a_value = splat(builder, builder.load(a_place))
+            for v in range(vectors):
+                total = builder.call(fma, [a_value, b_values[v], builder.load(sums[r][v])])
+                builder.store(pinned(builder, total) if is_full else total, sums[r][v])
+    for r in range(rows):
+        for v in range(vectors):
+            store(builder, builder.load(sums[r][v]), places[r][v])
 
 
 @intrinsic
@@ -153,6 +225,7 @@ _add_1x4, _add_2x4, _add_3x4, _add_4x4 = (_multiply_add(rows, 4) for rows in (1,
 _stream_1, _stream_2, _stream_4, _stream_8 = (
     _multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in (1, 2, 4, 8)
 )
+_stream_8_and_ask = _multiply_add_and_ask(8, STREAMED_VECTORS)
 
 
 @njit(nogil=True)
@@ -184,16 +257,24 @@ def matmul_add(rows, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, 
 
 
 @njit(nogil=True)
-def stream_add(rows, a, a_offset, a_stride, panel, offset, s, s_offset, s_stride, c, c_offset, c_stride, depth, ahead):  # type: ignore[no-untyped-def]
-    """C[rows, 48] = S + A[rows, depth] . panel[depth, 48], whose successor `ahead` elements further is asked for; S as
-    in `_multiply_add`."""
+def stream_add(  # type: ignore[no-untyped-def]
+    rows, a, a_offset, a_stride, panel, offset, s, s_offset, s_stride, c, c_offset, c_stride, depth, ahead, cursor
+):
+    """C[rows, 48] = S + A[rows, depth] . panel[depth, 48]; S as in `_multiply_add`.
+
+    The first rows ask for what lies `ahead` elements further, the others for what the cursor of `cache_prefetch` says.
+    """
     row = 0
     while row < rows:
         left = rows - row
         factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
         start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
         if left >= 8 and STREAMED_ROWS >= 8:
-            _stream_8(*factors, *weight, *start, *sums, depth, ahead)
+            lines, num_lines = next_lines(cursor, depth) if cursor != NONE and (row > 0 or ahead == 0) else (0, 0)
+            if num_lines > 0:
+                _stream_8_and_ask(*factors, *weight, *start, *sums, depth, lines, num_lines)
+            else:
+                _stream_8(*factors, *weight, *start, *sums, depth, ahead)
             row += 8
         elif left >= 4 and STREAMED_ROWS >= 4:
             _stream_4(*factors, *weight, *start, *sums, depth, ahead)
