@@ -37,21 +37,23 @@ class Embedded:
     def __init__(
         self, model: str, options: dict[str, Any], deliver: Callable[[Delivery], None], *, runs_itself: bool = True
     ) -> None:
-        import structlog
-
-        from octavo import log
         from octavo.worker_process import WorkerProcess
         from scheduler_svc.config import SchedulerConfig
-        from scheduler_svc.output_processor import OutputProcessor
-        from scheduler_svc.serving import Serving
         from worker_svc.config import WorkerConfig
 
-        if not structlog.is_configured():
-            log.configure(options.get("log_level", "warning"))
         options = {"log_level": "warning", **options, "model": model}
         worker_config = _build(WorkerConfig, options, besides=SchedulerConfig)
         scheduler_config = _build(SchedulerConfig, options, besides=WorkerConfig)
         self.worker = WorkerProcess(worker_config)
+        # What takes time comes after: the worker imports torch meanwhile.
+        import structlog
+
+        from octavo import log
+        from scheduler_svc.output_processor import OutputProcessor
+        from scheduler_svc.serving import Serving
+
+        if not structlog.is_configured():
+            log.configure(scheduler_config.log_level)
         scheduler_config = dataclasses.replace(
             scheduler_config,
             worker=(self.worker.address,),
@@ -157,6 +159,10 @@ def _build(cls: type, options: dict[str, Any], besides: type) -> Any:
     own, other = ({field.name for field in dataclasses.fields(each)} for each in (cls, besides))
     if unknown := options.keys() - own - other:
         raise OptionError(f"no option is called {min(unknown)}")
+    for field in dataclasses.fields(cls):
+        choices, value = field.metadata["choices"], options.get(field.name, field.default)
+        if choices and value not in choices:
+            raise OptionError(f"{field.name} is {value!r}, which is none of {', '.join(choices)}")
     try:
         return cls(**{name: value for name, value in options.items() if name in own})
     except ValueError as error:

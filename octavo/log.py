@@ -10,8 +10,6 @@ import logging
 import sys
 from typing import Any
 
-import structlog
-
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -19,6 +17,8 @@ def configure(level: str = "info") -> None:
     """Sets up logging of this process, once, before its first line. Raises ValueError for a level that is not one."""
     if level.lower() not in LEVELS:
         raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    import structlog  # here: options name the levels, and a command line is parsed sooner without it
+
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from scheduler_svc.sequence import SequenceGroup
+if TYPE_CHECKING:
+    from scheduler_svc.sequence import SequenceGroup
 
 Key = tuple[int, ...]
 

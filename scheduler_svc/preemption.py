@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.worker_groups import WorkerGroups
+if TYPE_CHECKING:
+    from scheduler_svc.sequence import SequenceGroup
+    from scheduler_svc.worker_groups import WorkerGroups
 
 MODES = ("auto", "swap", "recompute")
 

@@ -100,17 +100,18 @@ class WorkerPool:
         return self.model is None and self._tokenizer_folder is None
 
     def accept(
-        self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, files: dict[str, bytes]
+        self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
     ) -> None:
-        """Raises WorkerRefused for a worker that does not fit the pool."""
+        """`tokenizer`: where `needs_tokenizer`. Raises WorkerRefused for a worker that does not fit the pool."""
         if info.instance_id in self._drained:
             raise WorkerRefused("it was drained; started again it may join")
         with self._accepting:
             if self._num_accepted >= self._max_workers:
                 raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
             if self.model is None:
-                folder = self._tokenizer_folder
-                tokenizer = Tokenizer.from_folder(folder) if folder else Tokenizer.load(files)
+                if self._tokenizer_folder is not None:
+                    tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
+                assert tokenizer is not None, "the first worker's is needed"
                 self.model = ServedModel.from_worker(info, sizes, tokenizer, self._served_model_name)
                 log.info("model is known", model=self.model.name, max_model_len=self.model.max_model_len)
             elif (difference := self.model.difference(info)) is not None:

@@ -79,7 +79,11 @@ class ModelRunner:
     def allocate_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Replaces the cache; what the old one held is gone."""
         self.release_cache()
-        self._cache = CacheEngine(
+        self._cache = self.new_cache(num_device_blocks, num_host_blocks)
+
+    def new_cache(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
+        """One like the runner's own, which stays what it is."""
+        return CacheEngine(
             self.config, self.block_size, num_device_blocks, num_host_blocks, self._cache_dtype, self.device
         )
 

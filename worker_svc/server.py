@@ -57,9 +57,14 @@ class WorkerServer:
         self.port = bind(self._server, worker.config.host, worker.config.port)
 
     async def start(self) -> None:
-        """Initialises with the worker's own bounds, then serves. Raises StartupError."""
-        await asyncio.wrap_future(self._worker.initialize(self._worker.bounds))
+        """Initialises with the worker's own bounds, and says meanwhile what it serves. Raises StartupError."""
+        initialized = self._worker.initialize(self._worker.bounds)  # before those that a scheduler may ask for
         await self._server.start()
+        try:
+            await asyncio.wrap_future(initialized)
+        except StartupError:
+            await self._server.stop(grace=None)
+            raise
         await self._health.set_ready(True)
 
     async def stop(self, grace_s: float = DRAIN_LIMIT_S) -> None:
@@ -145,6 +150,7 @@ async def _serve(
     server = WorkerServer(worker, runner.config, files)
     await server.start()
     gc.freeze()  # the model is for life: no collection has to look at it again
+    gc.enable()
     seconds = round(time.monotonic() - started_s, 2)
     log.info("worker ready", address=f"{config.host}:{server.port}", model=runner.config.model_name, seconds=seconds)
     await stopped.wait()

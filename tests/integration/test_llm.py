@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import LLM, LLMEngine, SamplingParams
+from octavo import LLM, LLMEngine, SamplingParams, worker_process
 from octavo.options import OptionError
 from octavo.outputs import CompletionOutput
 from tests.tiny_models import make_tiny_llama
@@ -88,6 +88,13 @@ def test_what_the_model_does_not_take_is_refused_before_anything_runs(llm, promp
 def test_unknown_options_are_errors(folder):
     with pytest.raises(OptionError, match="max_num_sequences"):
         LLM(str(folder), max_num_sequences=3)
+
+
+@pytest.mark.parametrize("option", ["log_level", "preemption_mode", "quantization"])
+def test_impossible_options_are_errors_before_a_worker_is_started(folder, option, monkeypatch):
+    monkeypatch.setattr(worker_process, "WorkerProcess", None)
+    with pytest.raises(OptionError, match=f"{option} is 'nonsense', which is none of"):
+        LLM(str(folder), **{option: "nonsense"})
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path):

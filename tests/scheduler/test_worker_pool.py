@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,23 @@ def test_addresses_of_a_name_come_and_go_and_who_serves_stays(monkeypatch: pytes
         found.remove("127.0.0.1:1")
         first.kill()
         until(lambda: set(pool.clients) == _serving(pool) == {second.address})
+
+
+def test_a_worker_initialises_while_its_tokenizer_is_fetched_and_made() -> None:
+    class Eager(FakeWorker):
+        asked = threading.Event()
+
+        def GetTokenizer(self, request: Any, context: Any) -> Iterator[Any]:
+            assert self.asked.wait(5), "Initialize is to come without waiting for the tokenizer"
+            yield from super().GetTokenizer(request, context)
+
+        def Initialize(self, request: Any, context: Any) -> Any:
+            self.asked.set()
+            return super().Initialize(request, context)
+
+    with Eager() as worker, pool_of(worker.address) as pool:
+        until(lambda: _serving(pool) == {worker.address})
+        assert pool.served_model is not None and pool.served_model.tokenizer.encode("a")
 
 
 def test_no_more_workers_than_it_may_have_and_another_one_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,12 +82,25 @@ def test_swaps_are_timed_where_there_are_host_blocks(model: Recorder) -> None:
     assert profiler.swap_bytes_per_s() > 0
 
 
+def test_swaps_in_host_memory_touch_nothing_of_a_runners_cache(model: Recorder) -> None:
+    runner = ModelRunner(model, fake_config(), 4)
+    runner.allocate_cache(8, 5)
+    for part in runner.cache.layers[0]:
+        part.fill_(1)
+    pairs = torch.arange(5)[:, None].expand(-1, 2).contiguous()
+    Profiler(runner, HostMemory()).swap_bytes_per_s()
+    assert all((part == 1).all() for part in runner.cache.layers[0])
+    runner.cache.swap_in(pairs)  # what the host blocks hold: the zeros that they began with
+    assert not any(part[:5].any() for part in runner.cache.layers[0])
+
+
 def test_swaps_are_asked_for_from_the_host_whatever_the_device(
     model: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = ModelRunner(model, fake_config(), 4)
     runner.allocate_cache(8, 5)
     runner.device = torch.device("meta")
+    monkeypatch.setattr(runner, "new_cache", lambda *_: runner.cache)
     asked: list[torch.Tensor] = []
     for name in ("swap_out", "swap_in"):
         monkeypatch.setattr(runner.cache, name, asked.append)

@@ -55,6 +55,30 @@ def config(folder: Path) -> WorkerConfig:
     )
 
 
+async def test_a_worker_says_what_it_serves_while_it_measures_its_first_steps(config: WorkerConfig) -> None:
+    runner, files = load(config)
+    worker, measured = Worker(runner, config), threading.Event()
+    worker.thread.call(measured.wait)  # what comes after has to wait
+    server = WorkerServer(worker, runner.config, files)
+    starting = asyncio.create_task(server.start())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), wait_for_ready=True, timeout=10)
+        assert info.lifecycle == worker_pb2.WORKER_LIFECYCLE_LOADED
+        chunks = [chunk async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=10)]
+        assert chunks[-1].sha256 == info.tokenizer_sha256
+        asks = health_pb2.HealthCheckRequest(service=worker_server.SERVICE_NAME)
+        health = await health_pb2_grpc.HealthStub(channel).Check(asks)
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        fewer = stub.Initialize(worker_pb2.InitializeRequest(max_num_seqs=3), timeout=300)  # kernels may be compiled
+        assert not starting.done() and not fewer.done()
+        measured.set()
+        await starting
+        assert (await fewer).max_num_seqs == 3
+        assert worker.sizes == await fewer, "a scheduler's settings come last"
+    await server.stop()
+
+
 # ---- A model over the stream ----------------------------------------------------------------------------------------
 
 
