@@ -31,12 +31,12 @@ _BYTES, _INTEGERS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_BYTE, _IN
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
-def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
-    """Compiles C[rows, 48 panels] = S + A[rows, 32 groups] . W[32 groups, 48 panels] with C in registers.
+def _multiply_add(rows: int, *, writes: bool = False) -> Any:
+    """Compiles C[rows, 48] = S + A[rows, 32 groups] . W[32 groups, 48] with C in registers.
 
     A, S and C are float32; S may be one line whose stride is 0. Memory is given by its address, strides in bytes, and
-    so is `ahead`: what lies so far behind each record is asked for meanwhile. One that `writes` leaves W, of one panel,
-    at `out` as f32[32 groups, 48].
+    so is `ahead`: what lies so far behind each record is asked for meanwhile, for the first cache level. One that
+    `writes` leaves W at `out` as f32[32 groups, 48], and asks for the second level: it is long until the next record.
     """
 
     @intrinsic
@@ -46,7 +46,6 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
         a: Any,
         a_stride: Any,
         weight: Any,
-        weight_stride: Any,
         s: Any,
         s_stride: Any,
         c: Any,
@@ -56,17 +55,15 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
         out: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, a_start, a_row, weight_start, weight_row, s_start, s_row, c_start, c_row, *others = arguments
-            count, distance, out_start = others
+            _, a_start, a_row, weight_start, s_start, s_row, c_start, c_row, count, distance, out_start = arguments
             few, index = FORMAT_OF[signature.args[0]], count.type
-            is_full = HAS_WIDE_REGISTERS and rows == STREAMED_ROWS  # its sums leave registers for one input's numbers
+            is_full = HAS_WIDE_REGISTERS and rows > 4  # its sums leave registers for one input's numbers
             a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
-            first_records = [builder.add(weight_start, builder.mul(weight_row, index(p))) for p in range(panels)]
             sources, places = (
                 {
                     (r, v): builder.add(start, builder.add(builder.mul(row, index(r)), index(v * LANES * 4)))
                     for r in range(rows)
-                    for v in range(panels * STREAMED_VECTORS)
+                    for v in range(STREAMED_VECTORS)
                 }
                 for start, row in ((s_start, s_row), (c_start, c_row))
             )
@@ -74,9 +71,9 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
             for cell, source in sources.items():
                 builder.store(_load(builder, source, _FLOATS), sums[cell])
             with cgutils.for_range(builder, count) as group:
-                offset = builder.mul(group.index, index(few.record_bytes))
-                records = [builder.add(first, offset) for first in first_records]
-                for k, values in _numbers(builder, few, records, distance, is_full):
+                record = builder.add(weight_start, builder.mul(group.index, index(few.record_bytes)))
+                level = 2 if writes else 1
+                for k, values in _numbers(builder, few, record, distance, level, is_full):
                     row = builder.add(builder.mul(group.index, index(GROUP)), k)
                     if writes:
                         line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
@@ -92,7 +89,7 @@ def _multiply_add(rows: int, panels: int, *, writes: bool = False) -> Any:
                 _store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
-        return types.void(element, *[types.intp] * 11), generate
+        return types.void(element, *[types.intp] * 10), generate
 
     return multiply_add
 
@@ -108,21 +105,20 @@ def record_bytes(typing_context: Any, element: Any) -> Any:
 
 
 def _numbers(
-    builder: Any, few: FewBits, records: list[Any], ahead: Any, is_full: bool
+    builder: Any, few: FewBits, record: Any, ahead: Any, level: int, is_full: bool
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """The float32 numbers of a record of each panel: an input's number in the group, and 16 outputs a vector.
+    """The float32 numbers of a record: an input's number in the group, and 16 outputs a vector.
 
     What the caller emits for each of the `STEP` inputs becomes the body of a loop over the group. In it the lines that
     lie `ahead` bytes behind are asked for, some a turn: all at once they made a row of 8 bits 1.7 times slower. Where
     registers are `is_full` of sums, scales and minima are read from memory for each input, and so are the integers if
     the caller has `pinned` what it computed from the last ones.
     """
-    index = records[0].type
-    starts = [(record, v) for record in records for v in range(STREAMED_VECTORS)]
+    index = record.type
     scales, minima = (
         [
             _kept(builder, _load_halves(builder, builder.add(record, index((first + v * LANES) * 2))), is_full)
-            for record, v in starts
+            for v in range(STREAMED_VECTORS)
         ]
         if first == 0 or few.has_minimum
         else []
@@ -132,10 +128,10 @@ def _numbers(
     with cgutils.for_range(builder, index(GROUP // STEP)) as step:
         num_bytes = few.record_bytes // (GROUP // STEP)
         distance = builder.add(ahead, builder.mul(step.index, index(num_bytes)))
-        for record in records:
-            _ask_for(builder, builder.add(record, distance), num_bytes)
+        _ask_for(builder, builder.add(record, distance), num_bytes, level)
         offset = builder.add(builder.mul(step.index, index(PANEL * STEP * few.bits // 8)), index(few.integers_offset))
-        places = [builder.add(builder.add(record, offset), index(v * vector_bytes)) for record, v in starts]
+        place = builder.add(record, offset)
+        places = [builder.add(place, index(v * vector_bytes)) for v in range(STREAMED_VECTORS)]
         for i in range(STEP):
             if few.bits == 4:
                 words = [_load(builder, place, _INTEGERS) for place in places]
@@ -206,8 +202,8 @@ def _spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(nothing, number, _INTEGER(0)), nothing, _constant(0))
 
 
-def _ask_for(builder: Any, address: Any, num_bytes: int) -> None:
-    """Have the lines of so many bytes brought to the second cache level."""
+def _ask_for(builder: Any, address: Any, num_bytes: int, level: int) -> None:
+    """Have the lines of so many bytes brought to this cache level, 1 or 2."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INTEGER] * 3]),
@@ -215,36 +211,41 @@ def _ask_for(builder: Any, address: Any, num_bytes: int) -> None:
     )
     for offset in range(0, num_bytes, CACHE_LINE_BYTES):
         place = builder.inttoptr(builder.add(address, address.type(offset)), _BYTE.as_pointer())
-        builder.call(function, [place, _INTEGER(0), _INTEGER(2), _INTEGER(1)])
+        builder.call(function, [place, _INTEGER(0), _INTEGER(4 - level), _INTEGER(1)])
 
 
-_add_1x1, _add_2x1, _add_3x1, _add_4x1, _add_8x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4, 8))
-_add_1x2 = _multiply_add(1, 2)
-multiply_add_and_write = _multiply_add(STREAMED_ROWS, 1, writes=True)
+_add_1, _add_2, _add_3, _add_4, _add_5, _add_6, _add_7, _add_8 = (_multiply_add(rows) for rows in range(1, 9))
+multiply_add_and_write = _multiply_add(STREAMED_ROWS, writes=True)
 
 
 @njit(nogil=True)
-def multiply_add(element, rows, panels, a, a_stride, weight, weight_stride, s, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
-    """C[rows, 48 panels] = S[48 panels] + A[rows, 32 groups] . W, rows of one panel or one row of two; see
-    `_multiply_add`."""
-    if panels == 2:
-        _add_1x2(element, a, a_stride, weight, weight_stride, s, 0, c, c_stride, groups, ahead, 0)
-        return
+def multiply_add(element, rows, a, a_stride, weight, s, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
+    """C[rows, 48] = S[48] + A[rows, 32 groups] . W; see `_multiply_add`."""
     row = 0
     while row < rows:
-        factors, sums, left = (a + row * a_stride, a_stride), (s, 0, c + row * c_stride, c_stride), rows - row
+        left, places = rows - row, (a + row * a_stride, a_stride, weight, s, 0, c + row * c_stride, c_stride)
+        # Each tile makes the numbers anew, so that there is one for each number of rows that registers have place for.
         if left >= 8 and STREAMED_ROWS >= 8:
-            _add_8x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
+            _add_8(element, *places, groups, ahead, 0)
             row += 8
+        elif left == 7 and STREAMED_ROWS >= 8:
+            _add_7(element, *places, groups, ahead, 0)
+            row += 7
+        elif left == 6 and STREAMED_ROWS >= 8:
+            _add_6(element, *places, groups, ahead, 0)
+            row += 6
+        elif left == 5 and STREAMED_ROWS >= 8:
+            _add_5(element, *places, groups, ahead, 0)
+            row += 5
         elif left >= 4:
-            _add_4x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
+            _add_4(element, *places, groups, ahead, 0)
             row += 4
         elif left == 3:
-            _add_3x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
+            _add_3(element, *places, groups, ahead, 0)
             row += 3
         elif left == 2:
-            _add_2x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
+            _add_2(element, *places, groups, ahead, 0)
             row += 2
         else:
-            _add_1x1(element, *factors, weight, weight_stride, *sums, groups, ahead, 0)
+            _add_1(element, *places, groups, ahead, 0)
             row += 1

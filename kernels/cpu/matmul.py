@@ -39,13 +39,13 @@ from numba import njit, prange
 from kernels.cpu.cache_prefetch import NONE
 from kernels.cpu.numbers import FLOAT32, element_of, lines
 from kernels.cpu.packed_weight import element_of_packed, packed_shape
-from kernels.cpu.panel_products import add_panels
+from kernels.cpu.panel_products import add_panel
 from kernels.cpu.registers import PANEL, STREAMED_ROWS
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared
 
 _ROWS_BYTES = 512 << 10  # of x that are multiplied before the next rows: they stay in a second cache level of 1 MiB
-_ZEROS = np.zeros(2 * PANEL, dtype=np.float32)  # where sums start without a bias
+_ZEROS = np.zeros(PANEL, dtype=np.float32)  # where sums start without a bias
 
 
 def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -81,16 +81,10 @@ def _rows_at_once(depth):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _panels_at_once(count):  # type: ignore[no-untyped-def]
-    return 2 if count == 1 else 1  # one row by one panel has too few sums to add to while one is added to
-
-
-@njit(nogil=True)
 def items_of(count, size, depth):  # type: ignore[no-untyped-def]
-    """How many items a product has: a panel and some rows each, all panels with the first rows before the next rows; or
-    two panels and the one row."""
-    rows_at_once, columns = _rows_at_once(depth), _panels_at_once(count) * PANEL
-    return (count + rows_at_once - 1) // rows_at_once * ((size + columns - 1) // columns)
+    """How many items a product has: a panel and some rows each, all panels with the first rows before the next rows."""
+    rows_at_once = _rows_at_once(depth)
+    return (count + rows_at_once - 1) // rows_at_once * ((size + PANEL - 1) // PANEL)
 
 
 @njit(nogil=True)
@@ -111,44 +105,41 @@ def multiply_panel(  # type: ignore[no-untyped-def]
 ):
     """One item of `items_of`, in all of which no number of `out` is computed twice; see `shared_work.share`.
 
-    `cursor`: see `panel_products.add_panels`, or NONE.
+    `cursor`: see `panel_products.add_panel`, or NONE.
     """
-    at_once, num_panels = _panels_at_once(count), (size + PANEL - 1) // PANEL
-    items_a_block = (num_panels + at_once - 1) // at_once
+    num_panels = (size + PANEL - 1) // PANEL
     out = lines(out_address, FLOAT32, 1, count * out_stride)[0]
     rows_at_once = _rows_at_once(depth)
-    row, panel = item // items_a_block * rows_at_once, item % items_a_block * at_once
-    rows, panels = min(rows_at_once, count - row), min(at_once, num_panels - panel)
-    column, whole = panel * PANEL, panels * PANEL
-    width = min(whole, size - column)
+    row, panel = item // num_panels * rows_at_once, item % num_panels
+    rows, column = min(rows_at_once, count - row), panel * PANEL
+    width = min(PANEL, size - column)
     sums, place, stride = out, row * out_stride + column, out_stride
     start = _ZEROS.ctypes.data if bias_address == 0 else bias_address + column * 4
-    if width < whole:  # sums of a panel that is wider than what is left of out, and then what they start from
-        sums, place, stride = np.empty((rows + 1) * whole, dtype=np.float32), 0, whole
-        line = sums[rows * whole :]
+    if width < PANEL:  # sums of a panel that is wider than what is left of out, and then what they start from
+        sums, place, stride = np.empty((rows + 1) * PANEL, dtype=np.float32), 0, PANEL
+        line = sums[rows * PANEL :]
         line[:] = np.float32(0.0)
         if bias_address != 0:
             line[:width] = lines(start, FLOAT32, 1, width)[0]
         start = line.ctypes.data
-    add_panels(
+    add_panel(
         element,
         rows,
-        panels,
         x_address + row * x_stride * 4,
         x_stride,
         packed_address,
         panel,
-        panel + panels < num_panels and item + 1 < end,
+        panel + 1 < num_panels and item + 1 < end,
         start,
         sums.ctypes.data + place * 4,
         stride,
         depth,
         cursor,
     )
-    if width < whole:
+    if width < PANEL:
         for r in range(rows):
             place = (row + r) * out_stride + column
-            out[place : place + width] = sums[r * whole : r * whole + width]
+            out[place : place + width] = sums[r * PANEL : r * PANEL + width]
 
 
 multiply_panels = shared(multiply_panel)

@@ -17,53 +17,55 @@ from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_ROWS,
 
 _DEPTH = 2048  # of a panel that is multiplied by all rows before the next: it stays in a second cache level of 1 MiB
 _EXPANDED_DEPTH = 128  # of a panel that is written out as float32 at a time: 24 KiB, in the first cache level
+# How far up to 8 rows ask ahead of what they read, from panel to panel and past the end of a thread's share. One row by
+# 49152 x 576 of 8 bits out of memory takes two threads 678 us, and 792 by two panels at once that lie side by side: the
+# processor follows one stream of memory better than two.
+_AHEAD_BYTES = 8 << 10
 
 
-def add_panels(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
+def add_panel(  # type: ignore[no-untyped-def]
+    element: Any, rows, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> None:
-    """Multiplies by `panels` panels from `panel` on (2 only of one row); for compiled code alone.
+    """Multiplies by a panel; for compiled code alone.
 
-    element: how the weight is kept (`element_of_packed`); x, packed, start [48 panels] and sums [rows, 48 panels]:
-    addresses, strides in numbers. `has_next`: the thread goes on with the panels that come next, which are asked for
-    meanwhile; so is what `cursor` says (`cache_prefetch`), where there are more rows than a tile has.
+    element: how the weight is kept (`element_of_packed`); x, packed, start [48] and sums [rows, 48]: addresses, strides
+    in numbers. `has_next`: the thread goes on with the panel that comes next, which is asked for meanwhile; so is what
+    `cursor` says (`cache_prefetch`), where there are more rows than a tile has.
     """
     raise NotImplementedError
 
 
-@extending.overload(add_panels, jit_options={"nogil": True})
-def _add_panels(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
+@extending.overload(add_panel, jit_options={"nogil": True})
+def _add_panel(  # type: ignore[no-untyped-def]
+    element: Any, rows, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> Any:
     return _add_few_bits if element in FORMAT_OF else _add_floats
 
 
 def _add_floats(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
+    element: Any, rows, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> None:
     factors, totals = lines(x, FLOAT32, 1, rows * x_stride)[0], lines(sums, FLOAT32, 1, rows * sums_stride)[0]
-    starts = lines(start, FLOAT32, 1, panels * PANEL)[0]
-    weight = lines(packed, element, 1, (panel + panels) * depth * PANEL)[0]
-    for p in range(panels):
-        column, ahead = p * PANEL, depth * PANEL if has_next or p + 1 < panels else 0
-        for k in range(0, depth, _DEPTH):
-            part = weight, ((panel + p) * depth + k) * PANEL
-            before, before_stride = (starts, 0) if k == 0 else (totals, sums_stride)
-            sums_of = before, column, before_stride, totals, column, sums_stride
-            stream_add(rows, factors, k, x_stride, *part, *sums_of, min(_DEPTH, depth - k), ahead, cursor)
+    starts = lines(start, FLOAT32, 1, PANEL)[0]
+    weight = lines(packed, element, 1, (panel + 1) * depth * PANEL)[0]
+    ahead = depth * PANEL if has_next else 0
+    for k in range(0, depth, _DEPTH):
+        part = weight, (panel * depth + k) * PANEL
+        before, before_stride = (starts, 0) if k == 0 else (totals, sums_stride)
+        sums_of = before, 0, before_stride, totals, 0, sums_stride
+        stream_add(rows, factors, k, x_stride, *part, *sums_of, min(_DEPTH, depth - k), ahead, cursor)
 
 
 def _add_few_bits(  # type: ignore[no-untyped-def]
-    element: Any, rows, panels, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
+    element: Any, rows, x, x_stride, packed, panel, has_next, start, sums, sums_stride, depth, cursor
 ) -> None:
     record = record_bytes(element)
     panel_bytes = depth // GROUP * record
     weight = packed + panel * panel_bytes
-    ahead = panels * panel_bytes if has_next else 0
     if rows <= MOST_ROWS:
-        factors, totals = (x, x_stride * 4), (sums, sums_stride * 4)
-        multiply_add(element, rows, panels, *factors, weight, panel_bytes, start, *totals, depth // GROUP, ahead)
+        multiply_add(element, rows, x, x_stride * 4, weight, start, sums, sums_stride * 4, depth // GROUP, _AHEAD_BYTES)
         return
+    ahead = panel_bytes if has_next else 0
     first, size = STREAMED_ROWS, min(_EXPANDED_DEPTH, depth) * PANEL
     memory = np.empty(size + rows * PANEL + LANES, dtype=np.float32)
     aligned = memory[-memory.ctypes.data % CACHE_LINE_BYTES // 4 :]  # a vector in two lines takes twice as long
@@ -77,6 +79,6 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
         s, s_stride = (starts, 0) if k == 0 else (waiting, PANEL)
         c, c_stride = (waiting, PANEL) if k + piece < depth else (totals, sums_stride)
         at_once = s.ctypes.data, s_stride * 4, c.ctypes.data, c_stride * 4, piece // GROUP, ahead, scratch.ctypes.data
-        multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, 0, *at_once)
+        multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, *at_once)
         others = s, first * s_stride, s_stride, c, first * c_stride, c_stride
         stream_add(rows - first, factors, first * x_stride + k, x_stride, scratch, 0, *others, piece, 0, cursor)

@@ -222,8 +222,8 @@ def prefetch(typing_context: Any, line: Any) -> Any:
 
 _add_1x1, _add_2x1, _add_3x1, _add_4x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4))
 _add_1x4, _add_2x4, _add_3x4, _add_4x4 = (_multiply_add(rows, 4) for rows in (1, 2, 3, 4))
-_stream_1, _stream_2, _stream_4, _stream_8 = (
-    _multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in (1, 2, 4, 8)
+_stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6, _stream_7, _stream_8 = (
+    _multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in range(1, 9)
 )
 _stream_8_and_ask = _multiply_add_and_ask(8, STREAMED_VECTORS)
 
@@ -276,9 +276,21 @@ def stream_add(  # type: ignore[no-untyped-def]
             else:
                 _stream_8(*factors, *weight, *start, *sums, depth, ahead)
             row += 8
+        elif left == 7 and STREAMED_ROWS >= 8:
+            _stream_7(*factors, *weight, *start, *sums, depth, ahead)
+            row += 7
+        elif left == 6 and STREAMED_ROWS >= 8:
+            _stream_6(*factors, *weight, *start, *sums, depth, ahead)
+            row += 6
+        elif left == 5 and STREAMED_ROWS >= 8:
+            _stream_5(*factors, *weight, *start, *sums, depth, ahead)
+            row += 5
         elif left >= 4 and STREAMED_ROWS >= 4:
             _stream_4(*factors, *weight, *start, *sums, depth, ahead)
             row += 4
+        elif left == 3 and STREAMED_ROWS >= 4:
+            _stream_3(*factors, *weight, *start, *sums, depth, ahead)
+            row += 3
         elif left >= 2:
             _stream_2(*factors, *weight, *start, *sums, depth, ahead)
             row += 2

@@ -52,7 +52,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(out_features: int, in_
     whole = product(x, packed, bias, out_features)
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        for rows in (1, 2, 3, 7, 17, 64, 333):
+        for rows in (*range(1, 12), 17, 64, 333):
             assert torch.equal(product(x[-rows:], packed, bias, out_features), whole[-rows:]), (num_threads, rows)
 
 
@@ -74,7 +74,7 @@ def test_a_weight_of_few_bits_gives_the_bits_of_its_float32_numbers(
     weight, bias = few_bits_weight(dtype, out_features, in_features), numbers(out_features, seed=2)
     packed, expected = pack(weight), pack_float32(weight)
     assert packed.dtype == dtype and expected.dtype == torch.float32
-    for rows in (1, 2, 3, 4, 5, 8, 9, 33, 130):
+    for rows in (*range(1, 19), 33, 130):
         x = numbers(rows, in_features + 3, seed=rows)[:, 3:]
         assert torch.equal(
             product(x, packed, bias, out_features).view(torch.int32),
