@@ -9,22 +9,24 @@ that of the threads into and out of a parallel loop for each: `layer_lanes`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
 from kernels.cpu import cache_prefetch
 from kernels.cpu.int8_linear import OUTPUTS_OF_ITEM
-from kernels.cpu.int8_rows import room_bytes
-from kernels.cpu.layer_lanes import LAYER, MLP_ROWS, STEP, run_layers
+from kernels.cpu.layer_lanes import LAYER, STEP, run_layers
 from kernels.cpu.layer_product import Product
+from kernels.cpu.layer_room import LayerRoom, LayerRooms
 from kernels.cpu.numbers import element_of, stored_element_of
 from kernels.cpu.rotary import check_positions
 from kernels.cpu.runtime import num_threads
 
 _ROWS_WORTH_A_CUT = 16  # left out behind the last attention; a second call of compiled code costs more than fewer
+_STEP_FIELDS = STEP.names or ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class LayerStack:
                 record[name] = getattr(layer, name).data_ptr()
             record["max_positions"], record["num_turned"] = layer.cos_sin.shape
             record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
+        alike = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
+        self._fields = alike | {"zeros": self._zeros.data_ptr()}  # of `STEP`, the same in all passes
+        self._rooms = LayerRooms(shape)
+        # The caches of the call before, of which the first and the last stand for all, and records of layers with them.
+        self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], np.ndarray] | None = None
 
     def __call__(
         self,
@@ -96,21 +103,20 @@ class LayerStack:
         residual [rows, hidden], contiguous, is what the first layer gets, and is overwritten; the caches of keys and
         values, one of each a layer, all alike, get the new ones.
         """
-        shape, num_layers = self._shape, len(self._kept)
-        self._check_call(residual, caches, step)
-        layers = self._layers.copy()  # as others may be at it too
-        layers["key_cache"] = [key.data_ptr() for key, _ in caches]
-        layers["value_cache"] = [value.data_ptr() for _, value in caches]
+        rows, num_layers = residual.shape[0], len(self._kept)
+        self._check_call(residual, step)
+        layers = self._with_caches(caches)
         update = torch.zeros_like(residual)
-        attended = residual.new_empty(residual.shape[0], shape.num_heads * shape.head_size)
+        room = self._rooms.take(rows, residual.dtype)
         # Behind the last attention no row meets another: of a prompt's only those go on whose results are asked for.
-        is_cut = residual.shape[0] - wanted.shape[0] >= _ROWS_WORTH_A_CUT
+        is_cut = rows - wanted.shape[0] >= _ROWS_WORTH_A_CUT
         last = num_layers if is_cut else num_layers + 1
-        self._run(range(last), layers, caches[0], step, (residual, update, attended))
-        residual, update = residual[wanted], update[wanted]
+        self._run(range(last), layers, caches[0], step, room, (residual, update, room.attended))
+        residual, update = residual.index_select(0, wanted), update.index_select(0, wanted)
         if is_cut and len(wanted) > 0:
             behind = range(num_layers, num_layers + 1)
-            self._run(behind, layers, caches[0], step, (residual, update, attended[wanted]))
+            self._run(behind, layers, caches[0], step, room, (residual, update, room.attended[wanted]))
+        self._rooms.give_back(room)
         return residual, update
 
     def _run(
@@ -119,54 +125,55 @@ class LayerStack:
         layers: np.ndarray,
         cache: tuple[torch.Tensor, torch.Tensor],
         step: StackStep,
+        room: LayerRoom,
         between: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
-        shape, (residual, update, attended) = self._shape, between
-        rows, record = residual.shape[0], np.zeros(1, dtype=STEP)
-        sizes = {"normed": shape.hidden, "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size}
-        room = {name: update.new_empty(rows, size) for name, size in sizes.items()}
-        for name, size in (("inner", 2 * shape.intermediate), ("activated", shape.intermediate)):
-            room[name] = update.new_empty(min(rows, MLP_ROWS), size)
-        room |= {"room": self._room(rows), "zeros": self._zeros}
+        residual, update, attended = between
+        fields = self._fields | room.addresses
+        fields |= {"rows": residual.shape[0], "element_bytes": residual.element_size()}
+        fields["prefetch_bytes"] = cache_prefetch.ROOM_BYTES
+        fields |= {"num_blocks": cache[0].shape[0], "block_size": cache[0].shape[2]}
+        fields |= {"num_sequences": step.seq_lens.shape[0], "tables_stride": step.block_tables.stride(0)}
         given = {"update": update, "residual": residual, "attended": attended}
         given |= {"positions": step.positions, "slots": step.slot_mapping}
         given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
-        for name, tensor in (given | room).items():
-            record[name] = tensor.data_ptr()
-        record["rows"], record["num_sequences"] = rows, step.seq_lens.shape[0]
-        record["tables_stride"] = step.block_tables.stride(0)
-        record["num_blocks"], record["block_size"] = cache[0].shape[0], cache[0].shape[2]
-        record["element_bytes"], record["prefetch_bytes"] = update.element_size(), cache_prefetch.ROOM_BYTES
-        for name in ("hidden", "num_heads", "num_kv_heads", "head_size"):
-            record[name] = getattr(shape, name)
-        for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap"):
-            record[name] = getattr(shape, name)
+        for name, tensor in given.items():
+            fields[name] = tensor.data_ptr()
         run_layers(
-            element_of(update, residual, self._kept[0].input_norm),
+            element_of(residual, self._kept[0].input_norm),
             stored_element_of(*cache),
             layers,
-            record,
+            np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP),  # at once: field by field is slow
             stages.start,
             stages.stop,
             num_threads(),
         )
 
-    def _room(self, rows: int) -> torch.Tensor:
-        """For the quantised rows of any of the products."""
-        shape = self._shape
-        widest = max(shape.hidden, shape.intermediate, shape.num_heads * shape.head_size)
-        return torch.empty(room_bytes(rows, widest), dtype=torch.uint8)
+    def _with_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
+        """Records of the layers with the addresses of these caches; not to be written to. Weak references tell whether
+        they are those of the call before: a cache that is given up is not held."""
+        if caches and self._bound is not None:
+            first, last, layers = self._bound
+            if first() is caches[0][0] and last() is caches[-1][1]:
+                return layers
+        self._check_caches(caches)
+        layers = self._layers.copy()  # as a pass over others may be on its way
+        layers["key_cache"] = [key.data_ptr() for key, _ in caches]
+        layers["value_cache"] = [value.data_ptr() for _, value in caches]
+        self._bound = weakref.ref(caches[0][0]), weakref.ref(caches[-1][1]), layers
+        return layers
 
-    def _check_call(
-        self, residual: torch.Tensor, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], step: StackStep
-    ) -> None:
+    def _check_call(self, residual: torch.Tensor, step: StackStep) -> None:
         shape, rows = self._shape, residual.shape[0]
         if residual.shape != (rows, shape.hidden):
             raise ValueError(f"{tuple(residual.shape)} are not rows of {shape.hidden}")
         if len(step.positions) != rows or len(step.slot_mapping) != rows:
             raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
         check_positions(step.positions.data_ptr(), rows, self._num_angles)
+
+    def _check_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        shape = self._shape
         if len(caches) != len(self._layers):
             raise ValueError(f"{len(caches)} caches are not those of {len(self._layers)} layers")
         cache_shape = caches[0][0].shape

@@ -88,3 +88,18 @@ def test_types_that_differ_are_refused() -> None:
     quantized, scale = quantize_int8(torch.ones(20, 4))
     with pytest.raises(ValueError, match=r"weight .* is not packed for 20 x 33"):
         Product.of_int8(pack_int8(quantized), scale, None, 33)
+
+
+def test_every_pass_writes_to_the_caches_that_it_is_given() -> None:
+    layers = stack()
+    tables, lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [2], [0, 2]))
+    step = StackStep(torch.arange(2), torch.arange(2), tables, lengths, starts)
+    results = []
+    for _ in range(2):
+        caches = [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))]
+        for _ in range(2):
+            caches[0][1].zero_()
+            layers(torch.ones(2, 8), caches, step, torch.arange(2))
+            assert caches[0][1].count_nonzero() == 8
+            results.append(caches[0][1].clone())
+    assert all(torch.equal(result, results[0]) for result in results)
