@@ -2,7 +2,8 @@
 
 See `attention` for the sums and `attention_tiles` for the tiles. Few rows take keys and values from where they lie in
 the cache, and ask for what comes next from run to run. Many rows, of a prompt or of sequences over a common prefix,
-share a copy of them: keys transposed, values as float32; they ask for the next tile, a piece before each step.
+share a copy of them: keys transposed, values as float32; they ask for the next tile, a piece before each step. What no
+row of a block sees yet is not multiplied.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention_registers import add_scores, add_values
-from kernels.cpu.attention_softmax import NO_MAXIMUM, soften
+from kernels.cpu.attention_softmax import NO_MAXIMUM, hide, soften
 from kernels.cpu.attention_tiles import (
     COUNT,
     KEY_TILE,
@@ -32,11 +33,20 @@ from kernels.cpu.cache_reads import (
     read_values,
 )
 from kernels.cpu.numbers import borrowed, from_float32, keep, to_float32
-from kernels.cpu.registers import matmul_add
+from kernels.cpu.registers import matmul_add, prefetch
 from kernels.cpu.vector_code import LANES
 
 ROW_BLOCK = 4  # rows multiplied at once: 4 x 4 accumulators, 4 vectors of keys, of 32 registers
 FEW_ROWS = 8  # so many are quicker without a copy of keys and values, though each ROW_BLOCK of them reads anew
+
+
+@njit(nogil=True)
+def _ask_for_query(item, end, row, end_row, tiles, query, num_kv_heads, group, head_size):  # type: ignore[no-untyped-def]
+    """Prefetch some rows of an item that is likely to come next: they lie far apart, out of sight of the processor."""
+    if item < end:
+        tile, first = tiles[item // num_kv_heads], item % num_kv_heads * group * head_size
+        for token in range(row // group, min(end_row // group, tile[COUNT])):
+            prefetch(query[tile[TOKEN] + token, first : first + group * head_size])
 
 
 @njit(nogil=True, error_model="numpy")  # where all scores are -inf the sum of weights is 0, and the result NaN
@@ -69,17 +79,21 @@ def attend(  # type: ignore[no-untyped-def]
     token, members, rows = tile[TOKEN], tile[NUM_SEQUENCES], tile[COUNT] * group
     may_stay = padded == head_size and block_size % RUN == 0
     copy_size = 0 if may_stay and rows <= FEW_ROWS else KEY_TILE * padded
-    scratch = np.zeros(ROW_BLOCK * KEY_TILE + 2 * rows * padded + 2 * copy_size + 2 * rows + LANES, dtype=np.float32)
+    size = (ROW_BLOCK + 1) * KEY_TILE + 2 * rows * padded + 2 * copy_size + 2 * rows + LANES
+    scratch = np.empty(size, dtype=np.float32)
     places = np.zeros(2 * CURSOR_SIZE + rows, dtype=np.int64)
     # Vectors of scores and of sums begin where lines of the caches do.
     numbers = borrowed(scratch)[-(scratch.ctypes.data // 4) % LANES :]
+    zeros, numbers = numbers[:KEY_TILE], numbers[KEY_TILE:]
     scores, numbers = numbers[: ROW_BLOCK * KEY_TILE], numbers[ROW_BLOCK * KEY_TILE :]
     q, acc, numbers = numbers[: rows * padded], numbers[rows * padded :][: rows * padded], numbers[2 * rows * padded :]
     values, keys_t, numbers = numbers[:copy_size], numbers[copy_size:][:copy_size], numbers[2 * copy_size :]
     maxima, sums = numbers[:rows], numbers[rows:][:rows]
     here, ahead = borrowed(places)[:CURSOR_SIZE], borrowed(places)[CURSOR_SIZE:][:CURSOR_SIZE]
     positions = borrowed(places)[2 * CURSOR_SIZE :]
+    zeros[:] = acc[:] = np.float32(0.0)
     maxima[:] = NO_MAXIMUM
+    sums[:] = np.float32(0.0)
     for row in range(rows):
         head = kv_head * group + row % group
         line = query[token + row // group, head * head_size : (head + 1) * head_size]
@@ -116,46 +130,28 @@ def attend(  # type: ignore[no-untyped-def]
             piece = 0
             for row in range(first_row, end_row, ROW_BLOCK):
                 block_rows = min(ROW_BLOCK, end_row - row)
-                if positions[row + block_rows - 1] < key:
+                # Up to the last key that any of these rows sees: weights of others are 0, and would add nothing.
+                num_keys = min(here[END], positions[row + block_rows - 1] + 1) - key
+                if phase == members and key + KEY_TILE >= end_key:
+                    _ask_for_query(item + 1, end, row, row + block_rows, tiles, query, num_kv_heads, group, head_size)
+                if num_keys <= 0:
                     continue
                 if is_in_place:
                     add_scores(
                         block_rows, q, row * padded, head_size, key_cache, here, scores, KEY_TILE, value_cache, here[0]
                     )
                 else:
-                    scores[:] = np.float32(0.0)
                     piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
-                    matmul_add(
-                        block_rows,
-                        q,
-                        row * padded,
-                        padded,
-                        keys_t,
-                        0,
-                        KEY_TILE,
-                        scores,
-                        0,
-                        KEY_TILE,
-                        head_size,
-                        KEY_TILE,
-                    )
+                    width = (num_keys + LANES - 1) // LANES * LANES
+                    others, sums_of = (keys_t, 0, KEY_TILE), (zeros, 0, 0, scores, 0, KEY_TILE)
+                    matmul_add(block_rows, q, row * padded, padded, *others, *sums_of, head_size, width)
                 for r in range(block_rows):
                     if not is_in_place:
                         piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
                     head = kv_head * group + (row + r) % group
-                    soften(
-                        scores,
-                        r * KEY_TILE,
-                        key - positions[row + r],
-                        slopes[head] if slopes.size > 0 else np.float32(0.0),
-                        window,
-                        cap,
-                        maxima,
-                        sums,
-                        row + r,
-                        acc,
-                        padded,
-                    )
+                    slope = slopes[head] if slopes.size > 0 else np.float32(0.0)
+                    hide(scores, r * KEY_TILE, key - positions[row + r], slope, window, cap)
+                soften(block_rows, scores, 0, maxima, sums, row, acc, padded)
                 is_last = row + ROW_BLOCK >= end_row
                 if is_in_place:
                     add_values(
@@ -167,7 +163,7 @@ def attend(  # type: ignore[no-untyped-def]
                         head_size,
                         0,
                         head_size,
-                        here[END] - key,
+                        num_keys,
                         acc,
                         row * padded,
                         key_cache,
@@ -176,20 +172,9 @@ def attend(  # type: ignore[no-untyped-def]
                 else:
                     while is_last and piece < PIECES:
                         piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
-                    matmul_add(
-                        block_rows,
-                        scores,
-                        0,
-                        KEY_TILE,
-                        values,
-                        0,
-                        padded,
-                        acc,
-                        row * padded,
-                        padded,
-                        here[END] - key,
-                        padded,
-                    )
+                    added_up = acc, row * padded, padded
+                    factors = scores, 0, KEY_TILE, values, 0, padded
+                    matmul_add(block_rows, *factors, *added_up, *added_up, num_keys, padded)
 
     for row in range(rows):
         head = kv_head * group + row % group

@@ -25,7 +25,7 @@ from numba import njit, prange
 
 from kernels.cpu.attention_item import FEW_ROWS, ROW_BLOCK, attend
 from kernels.cpu.attention_registers import add_scores, add_values
-from kernels.cpu.attention_softmax import NO_MAXIMUM, multiply_by, soften
+from kernels.cpu.attention_softmax import NO_MAXIMUM, hide, multiply_by, soften
 from kernels.cpu.attention_tiles import COUNT, KEY_TILE, NUM_SEQUENCES, RUN, TOKEN, keys_of, position_of
 from kernels.cpu.cache_reads import CURSOR_SIZE, END, KEY, aim
 from kernels.cpu.numbers import borrowed, exp, from_float32, keep, to_float32
@@ -199,8 +199,9 @@ def _weigh(row, end, cut, step, slopes, cap, scores, shrinks, maxima, sums):  # 
     last = maxima[row * LANES] = NO_MAXIMUM
     sums[row * LANES] = np.float32(0.0)
     for place in range(first_units[i] * group + r, first_units[i + 1] * group, group):
+        hide(scores, place * KEY_TILE, distance, slope, window, cap)
         # Nothing of the values is added up yet: a sum of no width to scale.
-        soften(scores, place * KEY_TILE, distance, slope, window, cap, maxima, sums, row * LANES, sums, 0)
+        soften(1, scores, place * KEY_TILE, maxima, sums, row * LANES, sums, 0)
         maximum = maxima[row * LANES]
         shrinks[place] = exp(last - maximum) if maximum > last else np.float32(1.0)
         last = maximum

@@ -221,6 +221,8 @@ def prefetch(typing_context: Any, line: Any) -> Any:
 
 
 _add_1x1, _add_2x1, _add_3x1, _add_4x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4))
+_add_1x2, _add_2x2, _add_3x2, _add_4x2 = (_multiply_add(rows, 2) for rows in (1, 2, 3, 4))
+_add_1x3, _add_2x3, _add_3x3, _add_4x3 = (_multiply_add(rows, 3) for rows in (1, 2, 3, 4))
 _add_1x4, _add_2x4, _add_3x4, _add_4x4 = (_multiply_add(rows, 4) for rows in (1, 2, 3, 4))
 _stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6, _stream_7, _stream_8 = (
     _multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in range(1, 9)
@@ -229,31 +231,53 @@ _stream_8_and_ask = _multiply_add_and_ask(8, STREAMED_VECTORS)
 
 
 @njit(nogil=True)
-def matmul_add(rows, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, depth, width):  # type: ignore[no-untyped-def]
-    """C[rows, width] += A[rows, depth] . B[depth, width] for up to 4 rows; width is a multiple of 16."""
+def matmul_add(
+    rows, a, a_offset, a_stride, b, b_offset, b_stride, s, s_offset, s_stride, c, c_offset, c_stride, depth, width
+):  # type: ignore[no-untyped-def]
+    """C[rows, width] = S + A[rows, depth] . B[depth, width] for up to 4 rows; width is a multiple of 16, S as in
+    `_multiply_add`."""
     column = 0
     while column < width:
-        start, place = b_offset + column, c_offset + column
-        if width - column >= 4 * LANES:
+        factors, others = (a, a_offset, a_stride), (b, b_offset + column, b_stride)
+        start, sums = (s, s_offset + column, s_stride), (c, c_offset + column, c_stride)
+        vectors = min((width - column) // LANES, 4)
+        if vectors == 4:
             if rows == 4:
-                _add_4x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
+                _add_4x4(*factors, *others, *start, *sums, depth, 0)
             elif rows == 3:
-                _add_3x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
+                _add_3x4(*factors, *others, *start, *sums, depth, 0)
             elif rows == 2:
-                _add_2x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
+                _add_2x4(*factors, *others, *start, *sums, depth, 0)
             else:
-                _add_1x4(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
-            column += 4 * LANES
+                _add_1x4(*factors, *others, *start, *sums, depth, 0)
+        elif vectors == 3:
+            if rows == 4:
+                _add_4x3(*factors, *others, *start, *sums, depth, 0)
+            elif rows == 3:
+                _add_3x3(*factors, *others, *start, *sums, depth, 0)
+            elif rows == 2:
+                _add_2x3(*factors, *others, *start, *sums, depth, 0)
+            else:
+                _add_1x3(*factors, *others, *start, *sums, depth, 0)
+        elif vectors == 2:
+            if rows == 4:
+                _add_4x2(*factors, *others, *start, *sums, depth, 0)
+            elif rows == 3:
+                _add_3x2(*factors, *others, *start, *sums, depth, 0)
+            elif rows == 2:
+                _add_2x2(*factors, *others, *start, *sums, depth, 0)
+            else:
+                _add_1x2(*factors, *others, *start, *sums, depth, 0)
         else:
             if rows == 4:
-                _add_4x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
+                _add_4x1(*factors, *others, *start, *sums, depth, 0)
             elif rows == 3:
-                _add_3x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
+                _add_3x1(*factors, *others, *start, *sums, depth, 0)
             elif rows == 2:
-                _add_2x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
+                _add_2x1(*factors, *others, *start, *sums, depth, 0)
             else:
-                _add_1x1(a, a_offset, a_stride, b, start, b_stride, c, place, c_stride, c, place, c_stride, depth, 0)
-            column += LANES
+                _add_1x1(*factors, *others, *start, *sums, depth, 0)
+        column += vectors * LANES
 
 
 @njit(nogil=True)
