@@ -18,7 +18,7 @@ from typing import Any
 from numba import extending, njit, types
 from numba.core import cgutils
 
-from kernels.cpu.few_bits import GROUP, STEP
+from kernels.cpu.few_bits import FORMATS, GROUP, STEP
 from kernels.cpu.int8_vectors import (
     FLOAT,
     FLOATS,
@@ -34,13 +34,16 @@ from kernels.cpu.int8_vectors import (
     spread_value,
     store,
 )
-from kernels.cpu.registers import LANES, PANEL, STREAMED_VECTORS
+from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_VECTORS
 from kernels.int8_weight import QUAD
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 TILE_ROWS = 4
+# One row by 49152 x 576 out of memory, two threads: 441 us, and 471 where the processor finds the next weights itself.
+_AHEAD_BYTES = 4 << 10
 _CHAINS = 6  # sums that have to be under way at once, or each waits for the last
+_RECORD_LINES = max(few.record_bytes for few in FORMATS.values() if few.bits == 4) // CACHE_LINE_BYTES
 _LOW_HALVES = 0x0F0F0F0F
 
 
@@ -49,7 +52,8 @@ def _tile(rows: int) -> Any:
 
     `steps` (float32) and `sums` (int32, -128 times a group's sum of q) have one number a row and group. What lies at
     `minima` in a record are 48 float16 that `minimum_factor` makes minima over -128. With each group, `ahead_lines`
-    cache lines from `ahead` on are asked for.
+    cache lines from `ahead` on are asked for; tiles of fewer rows, which are alone with a panel or the last to read it,
+    ask for what lies shortly behind their record instead.
     """
 
     @intrinsic
@@ -104,8 +108,11 @@ def _tile(rows: int) -> Any:
             totals = {(r, v): cgutils.alloca_once_value(builder, added[v]) for r, v in cells}
             num_chains = max(1, _CHAINS // len(cells))
             with cgutils.for_range(builder, count) as loop:
-                ask_for(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
                 record = builder.add(weight_start, builder.mul(loop.index, record_bytes))
+                if rows == TILE_ROWS:
+                    ask_for(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
+                else:
+                    ask_for(builder, builder.add(record, index(_AHEAD_BYTES)), index(0), index(_RECORD_LINES), level=1)
                 words = builder.add(record, builder.sub(record_bytes, index(PANEL * GROUP // 2)))
                 first_input = builder.mul(loop.index, index(GROUP))
                 chains = {cell: [integers(0)] * num_chains for cell in cells}

@@ -102,13 +102,13 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
-def ask_for(builder: Any, start: Any, first_line: Any, num_lines: Any) -> None:
-    """Has cache lines brought to the second cache level; they need not exist."""
+def ask_for(builder: Any, start: Any, first_line: Any, num_lines: Any, *, level: int = 2) -> None:
+    """Has cache lines brought to this cache level, 1 or 2; they need not exist."""
     pointer, index = ir.IntType(8).as_pointer(), num_lines.type
     with cgutils.for_range(builder, num_lines) as loop:
         offset = builder.mul(builder.add(first_line, loop.index), index(CACHE_LINE_BYTES))
         place = builder.inttoptr(builder.add(start, offset), pointer)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, INTEGER(0), INTEGER(2), INTEGER(1))
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, INTEGER(0), INTEGER(4 - level), INTEGER(1))
 
 
 def load_halves(builder: Any, address: Any) -> Any:

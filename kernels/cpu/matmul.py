@@ -14,15 +14,15 @@ with its own packing:
     3072 x 576, oneDNN        276    203    299    669   1157   2144   8225
     float32                   198    189    210    540   1035   2029   8198
     bfloat16                  102    107    140    522   1023   2069   8329
-    8 bits                     70     62    157    545   1049   2050   8310
-    4 bits and a minimum       51     58    161    570   1074   2093   8417
-    4 bits                     55     57    156    548   1050   2034   8401
+    8 bits                     52     57    148    545   1049   2050   8310
+    4 bits and a minimum       49     56    149    570   1074   2093   8417
+    4 bits                     48     56    151    548   1050   2034   8401
     576 x 1536, oneDNN        124    109    150    346    591   1087   4152
     float32                    82     83     94    279    537   1032   4070
     bfloat16                   46     49     74    263    511   1025   4073
-    8 bits                     40     34     81    284    525   1035   4094
-    4 bits and a minimum       27     32     79    281    524   1044   4128
-    4 bits                     27     32     78    273    524   1036   4132
+    8 bits                     29     31     77    284    525   1035   4094
+    4 bits and a minimum       27     30     76    281    524   1044   4128
+    4 bits                     27     31     77    273    524   1036   4132
 
 Two cores that wait for the same memory gain more: 3072 x 576 by one row takes 153 us in float32, 26 in 4 bits, by 32
 rows 306 and 277.

@@ -231,9 +231,9 @@ _stream_8_and_ask = _multiply_add_and_ask(8, STREAMED_VECTORS)
 
 
 @njit(nogil=True)
-def matmul_add(
+def matmul_add(  # type: ignore[no-untyped-def]
     rows, a, a_offset, a_stride, b, b_offset, b_stride, s, s_offset, s_stride, c, c_offset, c_stride, depth, width
-):  # type: ignore[no-untyped-def]
+):
     """C[rows, width] = S + A[rows, depth] . B[depth, width] for up to 4 rows; width is a multiple of 16, S as in
     `_multiply_add`."""
     column = 0
