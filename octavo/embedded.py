@@ -155,14 +155,15 @@ def _join(whole: CompletionOutput, part: CompletionOutput) -> None:
 
 
 def _build(cls: type, options: dict[str, Any], besides: type) -> Any:
-    """The options of one dataclass out of those of both. Raises OptionError for a name that neither knows."""
+    """The options of one dataclass out of those of both. Raises OptionError for a name that neither knows, and for a
+    value that is not accepted."""
     own, other = ({field.name for field in dataclasses.fields(each)} for each in (cls, besides))
     if unknown := options.keys() - own - other:
         raise OptionError(f"no option is called {min(unknown)}")
     for field in dataclasses.fields(cls):
         choices, value = field.metadata["choices"], options.get(field.name, field.default)
         if choices and value not in choices:
-            raise OptionError(f"{field.name} is {value!r}, which is none of {', '.join(choices)}")
+            raise OptionError(f"{field.name} is {value!r}, not one of: {', '.join(choices)}")
     try:
         return cls(**{name: value for name, value in options.items() if name in own})
     except ValueError as error:

@@ -93,7 +93,7 @@ def test_unknown_options_are_errors(folder):
 @pytest.mark.parametrize("option", ["log_level", "preemption_mode", "quantization"])
 def test_impossible_options_are_errors_before_a_worker_is_started(folder, option, monkeypatch):
     monkeypatch.setattr(worker_process, "WorkerProcess", None)
-    with pytest.raises(OptionError, match=f"{option} is 'nonsense', which is none of"):
+    with pytest.raises(OptionError, match=f"{option} is 'nonsense', not one of: "):
         LLM(str(folder), **{option: "nonsense"})
 
 
