@@ -138,7 +138,7 @@ def attend(  # type: ignore[no-untyped-def]
                     continue
                 if is_in_place:
                     add_scores(
-                        block_rows, q, row * padded, head_size, key_cache, here, scores, KEY_TILE, value_cache, here[0]
+                        block_rows, q, row * padded, head_size, key_cache, here, scores, KEY_TILE, value_cache, here
                     )
                 else:
                     piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
@@ -167,7 +167,7 @@ def attend(  # type: ignore[no-untyped-def]
                         acc,
                         row * padded,
                         key_cache,
-                        ahead[0] if is_last else here[0],
+                        ahead if is_last else here,
                     )
                 else:
                     while is_last and piece < PIECES:

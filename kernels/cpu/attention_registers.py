@@ -34,16 +34,21 @@ from kernels.cpu.vector_code import (
     load,
     load_wide,
     multiply_add,
+    pinned,
     prefetch_bytes,
     splat,
     store,
 )
 
+_AHEAD = 2  # so many runs behind the one that is worked on are asked for
 _FLAT, _PLACES = types.Array(types.float32, 1, "C"), types.Array(types.int64, 1, "C")
 
 
-def _add_scores(num_rows: int) -> Any:
-    """Compiles the product of rows and a run of 16 keys, whose sums stay in registers from the first element on."""
+def _add_scores(num_rows: int, num_runs: int) -> Any:
+    """Compiles the product of rows and runs of 16 keys, whose sums stay in registers from the first element on.
+
+    Runs take turns: a run's own sums wait for each other, 64 multiply-adds one after the other.
+    """
 
     @intrinsic
     def add_scores(
@@ -52,36 +57,48 @@ def _add_scores(num_rows: int) -> Any:
         q_offset: Any,
         width: Any,
         keys: Any,
-        start: Any,
+        runs: Any,
+        run: Any,
+        count: Any,
         scores: Any,
         scores_offset: Any,
         scores_stride: Any,
         after: Any,
-        after_start: Any,
+        runs_after: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             width, index, fma = arguments[2], arguments[2].type, multiply_add(builder)
-            q_start, first, scores_start, ahead = (
-                element(context, builder, signature, arguments, i) for i in (0, 3, 5, 8)
-            )
-            sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows)]
-            for total in sums:
-                builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
+            q_start, scores_start = (element(context, builder, signature, arguments, i) for i in (0, 7))
+            here, ahead = (_starts(context, builder, signature, arguments, i) for i in ((3, 4), (10, 11)))
+            numbers = [builder.add(arguments[5], index(i)) for i in range(num_runs)]
+            firsts = [_start(builder, here, number) for number in numbers]
+            aheads = [_start_ahead(builder, here, ahead, number, arguments[6]) for number in numbers]
+            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows)] for _ in range(num_runs)]
+            for of_run in sums:
+                for total in of_run:
+                    builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
             with cgutils.for_range_slice(builder, index(0), width, index(LANES)) as (d, _):
-                _ask_for(builder, at(builder, ahead, builder.mul(d, index(RUN))), RUN * LANES, after.dtype)
-                lines = [at(builder, first, builder.add(d, builder.mul(width, index(key)))) for key in range(RUN)]
-                columns = columns_of(builder, [load_wide(builder, line, keys.dtype) for line in lines])
                 rows = [at(builder, q_start, builder.add(d, builder.mul(width, index(r)))) for r in range(num_rows)]
-                for i, column in enumerate(columns):
-                    for row, total in zip(rows, sums, strict=True):
-                        number = splat(builder, builder.load(at(builder, row, index(i))))
-                        builder.store(builder.call(fma, [number, column, builder.load(total)]), total)
-            for r, total in enumerate(sums):
-                store(builder, builder.load(total), at(builder, scores_start, builder.mul(arguments[7], index(r))))
+                for first, ahead, of_run in zip(firsts, aheads, sums, strict=True):
+                    _ask_for(builder, at(builder, ahead, builder.mul(d, index(RUN))), RUN * LANES, after.dtype)
+                    lines = [at(builder, first, builder.add(d, builder.mul(width, index(key)))) for key in range(RUN)]
+                    columns = columns_of(builder, [load_wide(builder, line, keys.dtype) for line in lines])
+                    for i, column in enumerate(columns):
+                        for row, total in zip(rows, of_run, strict=True):
+                            number = splat(builder, builder.load(at(builder, row, index(i))))
+                            builder.store(builder.call(fma, [number, column, builder.load(total)]), total)
+                    for total in of_run:
+                        builder.store(pinned(builder, builder.load(total)), total)
+            for run, of_run in enumerate(sums):
+                for r, total in enumerate(of_run):
+                    place = builder.add(builder.mul(arguments[9], index(r)), index(run * RUN))
+                    store(builder, builder.load(total), at(builder, scores_start, place))
             return context.get_dummy_value()
 
         number = types.intp
-        return types.void(_FLAT, number, number, keys, number, _FLAT, number, number, after, number), generate
+        return types.void(
+            _FLAT, number, number, keys, _PLACES, number, number, _FLAT, number, number, after, _PLACES
+        ), generate
 
     return add_scores
 
@@ -102,15 +119,15 @@ def _add_values(num_rows: int, vectors: int) -> Any:
         acc: Any,
         acc_offset: Any,
         after: Any,
-        after_start: Any,
+        runs_after: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             weights_stride, (stride, column, num_keys) = arguments[1], arguments[4:7]
             index, fma = stride.type, multiply_add(builder)
-            weights_start, cache, starts = (
-                context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2, 3)
-            )
-            acc_start, after_start = (element(context, builder, signature, arguments, i) for i in (7, 9))
+            weights_start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            here, ahead = (_starts(context, builder, signature, arguments, i) for i in ((2, 3), (9, 10)))
+            num_runs = builder.udiv(builder.add(num_keys, index(RUN - 1)), index(RUN))
+            acc_start = element(context, builder, signature, arguments, 7)
             acc_rows = [at(builder, acc_start, builder.mul(stride, index(r))) for r in range(num_rows)]
             totals = [[at(builder, row, index(v * LANES)) for v in range(vectors)] for row in acc_rows]
             sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(num_rows)]
@@ -120,15 +137,12 @@ def _add_values(num_rows: int, vectors: int) -> Any:
             with cgutils.for_range_slice(builder, index(0), num_keys, index(RUN)) as (first, _):
                 left = builder.sub(num_keys, first)
                 count = builder.select(builder.icmp_signed("<", left, index(RUN)), left, index(RUN))
-                run = at(builder, starts, builder.udiv(first, index(RUN)))
-                start, next_start = (
-                    at(builder, cache, builder.add(builder.load(at(builder, run, index(i))), column)) for i in (0, 1)
-                )
-                is_last = builder.icmp_signed("<=", left, index(RUN))
-                ahead = builder.select(is_last, at(builder, after_start, column), next_start)
+                run = builder.udiv(first, index(RUN))
+                start = at(builder, _start(builder, here, run), column)
+                asked = at(builder, _start_ahead(builder, here, ahead, run, num_runs), column)
                 with cgutils.for_range(builder, count) as loop:
                     distance = builder.mul(stride, loop.index)
-                    _ask_for(builder, at(builder, ahead, distance), vectors * LANES, values.dtype)
+                    _ask_for(builder, at(builder, asked, distance), vectors * LANES, values.dtype)
                     line = at(builder, start, distance)
                     vectors_of_line = [
                         load_wide(builder, at(builder, line, index(v * LANES)), values.dtype) for v in range(vectors)
@@ -147,10 +161,30 @@ def _add_values(num_rows: int, vectors: int) -> Any:
 
         number = types.intp
         return types.void(
-            _FLAT, number, values, _PLACES, number, number, number, _FLAT, number, values, number
+            _FLAT, number, values, _PLACES, number, number, number, _FLAT, number, values, _PLACES
         ), generate
 
     return add_values
+
+
+def _starts(context: Any, builder: Any, signature: Any, arguments: Any, places: tuple[int, int]) -> tuple[Any, Any]:
+    """Where a cache begins, and the places of runs in it: arguments with these numbers."""
+    cache, runs = (context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in places)
+    return cache, runs
+
+
+def _start(builder: Any, starts: tuple[Any, Any], run: Any) -> Any:
+    cache, runs = starts
+    return at(builder, cache, builder.load(at(builder, runs, run)))
+
+
+def _start_ahead(builder: Any, here: tuple[Any, Any], after: tuple[Any, Any], run: Any, count: Any) -> Any:
+    """Where the run begins that is `_AHEAD` behind this one, `count` of which are read `here`."""
+    number = builder.add(run, run.type(_AHEAD))
+    is_here = builder.icmp_signed("<", number, count)
+    number = builder.select(is_here, number, builder.sub(number, count))
+    cache, runs = (builder.select(is_here, *pair) for pair in zip(here, after, strict=True))
+    return _start(builder, (cache, runs), number)
 
 
 def _ask_for(builder: Any, start: Any, count: int, kind: Any) -> None:
@@ -158,71 +192,79 @@ def _ask_for(builder: Any, start: Any, count: int, kind: Any) -> None:
     prefetch_bytes(builder, start, count * kind.bitwidth // 8, level=1)
 
 
-_scores_1, _scores_2, _scores_3, _scores_4 = (_add_scores(rows) for rows in (1, 2, 3, 4))
+_scores_1x1, _scores_2x1, _scores_3x1, _scores_4x1 = (_add_scores(rows, 1) for rows in (1, 2, 3, 4))
+_scores_1x2, _scores_2x2, _scores_3x2, _scores_4x2 = (_add_scores(rows, 2) for rows in (1, 2, 3, 4))
 _values_1x1, _values_2x1, _values_3x1, _values_4x1 = (_add_values(rows, 1) for rows in (1, 2, 3, 4))
 _values_1x2, _values_2x2, _values_3x2, _values_4x2 = (_add_values(rows, 2) for rows in (1, 2, 3, 4))
 _values_1x4, _values_2x4, _values_3x4, _values_4x4 = (_add_values(rows, 4) for rows in (1, 2, 3, 4))
 
 
 @njit(nogil=True)
-def add_scores(rows, q, q_offset, width, keys, runs, scores, stride, after, after_start):  # type: ignore[no-untyped-def]
+def add_scores(rows, q, q_offset, width, keys, runs, scores, stride, after, runs_after):  # type: ignore[no-untyped-def]
     """scores[rows, :] = q[rows, width] . keys[:, width]^T for up to 4 rows and the keys of a cursor's `runs`, up to 64.
 
-    What is read next begins at element `after_start` of `after`.
+    What is read next are `runs_after` of `after`.
     """
-    num_runs = (runs[END] - runs[KEY] + RUN - 1) // RUN
-    for run in range(num_runs):
-        start, place, ahead, begin = runs[run], run * RUN, after, after_start
-        if run + 1 < num_runs:
-            ahead, begin = keys, runs[run + 1]
-        if rows == 4:
-            _scores_4(q, q_offset, width, keys, start, scores, place, stride, ahead, begin)
+    count = (runs[END] - runs[KEY] + RUN - 1) // RUN
+    for run in range(0, count, 2):
+        place = q, q_offset, width, keys, runs, run, count, scores, run * RUN, stride, after, runs_after
+        if run + 1 < count:
+            if rows == 4:
+                _scores_4x2(*place)
+            elif rows == 3:
+                _scores_3x2(*place)
+            elif rows == 2:
+                _scores_2x2(*place)
+            else:
+                _scores_1x2(*place)
+        elif rows == 4:
+            _scores_4x1(*place)
         elif rows == 3:
-            _scores_3(q, q_offset, width, keys, start, scores, place, stride, ahead, begin)
+            _scores_3x1(*place)
         elif rows == 2:
-            _scores_2(q, q_offset, width, keys, start, scores, place, stride, ahead, begin)
+            _scores_2x1(*place)
         else:
-            _scores_1(q, q_offset, width, keys, start, scores, place, stride, ahead, begin)
+            _scores_1x1(*place)
 
 
 @njit(nogil=True)
 def add_values(  # type: ignore[no-untyped-def]
-    rows, p, p_stride, values, runs, width, column, end, num_keys, acc, offset, after, after_start
+    rows, p, p_stride, values, runs, width, column, end, num_keys, acc, offset, after, runs_after
 ):
     """acc[rows, column : end] += p[rows, num_keys] . values[:, column : end] for up to 4 rows of `width` numbers; run i
     of 16 keys begins at element runs[i].
 
-    What is read next begins at element `after_start` of `after`.
+    What is read next are `runs_after` of `after`.
     """
     while column < end:
         place = offset + column
         if end - column >= 4 * LANES:
             if rows == 4:
-                _values_4x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_4x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             elif rows == 3:
-                _values_3x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_3x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             elif rows == 2:
-                _values_2x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_2x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             else:
-                _values_1x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_1x4(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             column += 4 * LANES
         elif end - column >= 2 * LANES:
             if rows == 4:
-                _values_4x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_4x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             elif rows == 3:
-                _values_3x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_3x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             elif rows == 2:
-                _values_2x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_2x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             else:
-                _values_1x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_1x2(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             column += 2 * LANES
         else:
             if rows == 4:
-                _values_4x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_4x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             elif rows == 3:
-                _values_3x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_3x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             elif rows == 2:
-                _values_2x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_2x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             else:
-                _values_1x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, after_start)
+                _values_1x1(p, p_stride, values, runs, width, column, num_keys, acc, place, after, runs_after)
             column += LANES

@@ -180,7 +180,7 @@ def _score(first, end, likely_end, cut, step, scores, rest):  # type: ignore[no-
                 q[d] = to_float32(line[d]) * scale
         for row in range(0, group, ROW_BLOCK):
             of_rows, rows = scores[(unit * group + row) * KEY_TILE :], min(ROW_BLOCK, group - row)
-            after = ahead[0] if row + ROW_BLOCK >= group else here[0]
+            after = ahead if row + ROW_BLOCK >= group else here
             add_scores(rows, q, row * head_size, head_size, key_cache, here, of_rows, KEY_TILE, key_cache, after)
     keep(numbers)
     keep(places)
@@ -230,7 +230,7 @@ def _add_up(part, end, cut, step, columns, value_cache, results):  # type: ignor
         for row in range(0, group, ROW_BLOCK):
             rows, weights = min(ROW_BLOCK, group - row), scores[(unit * group + row) * KEY_TILE :]
             place, num_keys = row * head_size, here[END] - here[KEY]
-            after = ahead[0] if row + ROW_BLOCK >= group else here[0]
+            after = ahead if row + ROW_BLOCK >= group else here
             of_tile = KEY_TILE, value_cache, here, head_size, first, first + width, num_keys
             add_values(rows, weights, *of_tile, acc, place, value_cache, after)
     for row in range(group):
