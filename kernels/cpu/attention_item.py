@@ -108,8 +108,8 @@ def attend(  # type: ignore[no-untyped-def]
         if phase > 0 and members > 1:
             first_row, end_row = (phase - 1) * group, phase * group
         is_in_place = may_stay and end_row - first_row <= FEW_ROWS
+        aim(here, kv_head, s, first_key, end_key, tables, layout)
         for key in range(first_key, end_key, KEY_TILE):
-            aim(here, kv_head, s, key, end_key, tables, layout)
             # Which keys come after these: of this phase, of this item's next, or of the next item.
             if key + KEY_TILE < end_key:
                 aim(ahead, kv_head, s, key + KEY_TILE, end_key, tables, layout)
@@ -175,6 +175,7 @@ def attend(  # type: ignore[no-untyped-def]
                     added_up = acc, row * padded, padded
                     factors = scores, 0, KEY_TILE, values, 0, padded
                     matmul_add(block_rows, *factors, *added_up, *added_up, num_keys, padded)
+            here, ahead = ahead, here
 
     for row in range(rows):
         head = kv_head * group + row % group

@@ -34,9 +34,15 @@ def _start(table, layout, kv_head, key):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def aim(cursor, kv_head, sequence, key, end, tables, layout):  # type: ignore[no-untyped-def]
     """Point a cursor at the tile of keys that starts at `key`, of those before `end`."""
+    num_kv_heads, block_size, head_size = layout
     cursor[HEAD], cursor[SEQUENCE], cursor[KEY], cursor[END] = kv_head, sequence, key, min(end, key + KEY_TILE)
+    block = key // block_size  # once: runs are counted on, as a division takes as long as reading a key
+    place = key - block * block_size
     for run in range((cursor[END] - key + RUN - 1) // RUN):
-        cursor[run] = _start(tables[sequence], layout, kv_head, key + run * RUN)
+        cursor[run] = ((tables[sequence, block] * num_kv_heads + kv_head) * block_size + place) * head_size
+        place += RUN
+        while place >= block_size:
+            place, block = place - block_size, block + 1
 
 
 @njit(nogil=True)
