@@ -40,6 +40,7 @@ HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 
 STREAMED_VECTORS = 3  # columns of a panel that is streamed, in vectors: 8 x 3 accumulators, 3 of B, of 32 registers
 PANEL = STREAMED_VECTORS * LANES
 STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
+LEAST_ASKING_ROWS = 4  # fewer rows wait for the weight's own bytes
 
 
 def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
@@ -110,21 +111,27 @@ def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             count, start, num_lines = arguments[12:]
-            last = builder.sub(num_lines, num_lines.type(1))
 
             def ask(number: Any, b_line: Any) -> None:
-                # Behind the last it is the last once more, which costs less than to ask whether there is another.
-                number = builder.select(builder.icmp_signed("<", number, last), number, last)
-                place = builder.add(start, builder.mul(number, number.type(CACHE_LINE_BYTES)))
-                prefetch_bytes(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()), CACHE_LINE_BYTES)
+                ask_for_line(builder, start, num_lines, number)
 
-            _sum_products(context, builder, signature, arguments, rows, vectors, count, ask, is_full=HAS_WIDE_REGISTERS)
+            is_full = HAS_WIDE_REGISTERS and rows > 6
+            _sum_products(context, builder, signature, arguments, rows, vectors, count, ask, is_full=is_full)
             return context.get_dummy_value()
 
         number = types.intp
         return types.void(*_matrices(b), number, number, number), generate
 
     return add_product
+
+
+def ask_for_line(builder: Any, lines: Any, num_lines: Any, number: Any) -> None:
+    """Appends a prefetch of one of the lines that begin at the address `lines`."""
+    last = builder.sub(num_lines, num_lines.type(1))
+    # Behind the last it is the last once more, which costs less than to ask whether there is another.
+    number = builder.select(builder.icmp_signed("<", number, last), number, last)
+    place = builder.add(lines, builder.mul(number, number.type(CACHE_LINE_BYTES)))
+    prefetch_bytes(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()), CACHE_LINE_BYTES)
 
 
 def _matrices(b: Any) -> tuple[Any, ...]:
@@ -227,7 +234,9 @@ _add_1x4, _add_2x4, _add_3x4, _add_4x4 = (_multiply_add(rows, 4) for rows in (1,
 _stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6, _stream_7, _stream_8 = (
     _multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in range(1, 9)
 )
-_stream_8_and_ask = _multiply_add_and_ask(8, STREAMED_VECTORS)
+_stream_and_ask_4, _stream_and_ask_5, _stream_and_ask_6, _stream_and_ask_7, _stream_and_ask_8 = (
+    _multiply_add_and_ask(rows, STREAMED_VECTORS) for rows in range(LEAST_ASKING_ROWS, 9)
+)
 
 
 @njit(nogil=True)
@@ -293,12 +302,24 @@ def stream_add(  # type: ignore[no-untyped-def]
         left = rows - row
         factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
         start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
-        if left >= 8 and STREAMED_ROWS >= 8:
-            lines, num_lines = next_lines(cursor, depth) if cursor != NONE and (row > 0 or ahead == 0) else (0, 0)
-            if num_lines > 0:
-                _stream_8_and_ask(*factors, *weight, *start, *sums, depth, lines, num_lines)
+        lines, num_lines = 0, 0
+        if cursor != NONE and STREAMED_ROWS >= 8 and left >= LEAST_ASKING_ROWS and (row > 0 or ahead == 0):
+            lines, num_lines = next_lines(cursor, depth)
+        if num_lines > 0:
+            asked = depth, lines, num_lines
+            if left >= 8:
+                _stream_and_ask_8(*factors, *weight, *start, *sums, *asked)
+            elif left == 7:
+                _stream_and_ask_7(*factors, *weight, *start, *sums, *asked)
+            elif left == 6:
+                _stream_and_ask_6(*factors, *weight, *start, *sums, *asked)
+            elif left == 5:
+                _stream_and_ask_5(*factors, *weight, *start, *sums, *asked)
             else:
-                _stream_8(*factors, *weight, *start, *sums, depth, ahead)
+                _stream_and_ask_4(*factors, *weight, *start, *sums, *asked)
+            row += min(left, 8)
+        elif left >= 8 and STREAMED_ROWS >= 8:
+            _stream_8(*factors, *weight, *start, *sums, depth, ahead)
             row += 8
         elif left == 7 and STREAMED_ROWS >= 8:
             _stream_7(*factors, *weight, *start, *sums, depth, ahead)
