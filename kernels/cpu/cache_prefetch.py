@@ -19,10 +19,9 @@ from kernels.cpu.numbers import INT32, INT64, lines
 from kernels.cpu.vector_code import CACHE_LINE_BYTES
 
 NONE = np.int64(0)  # in place of a cursor's address
-# Of a cursor, i64[CURSOR_SIZE], what a lane has not asked for yet: where the numbers of blocks lie; the next and the
-# end of its share, keys and values of a block counted as one each, and lines asked for of the next; where all keys and
-# all values begin, and the bytes of a block of either.
-_BLOCKS, _NEXT, _END, _LINE, _KEYS, _VALUES, _BLOCK_BYTES = range(7)
+# Of a cursor, i64[CURSOR_SIZE], what a lane has not asked for yet: lines _NEXT to _END of its share. 2^_SHIFT of them
+# lie one after the other in memory, from each of the addresses that begin at _PLACES on.
+_PLACES, _SHIFT, _NEXT, _END = range(4)
 CURSOR_SIZE = 16  # no cache line holds two: lanes that wrote to the same one made a pass 12 ms longer
 
 
@@ -57,26 +56,49 @@ def blocks_before(tables_address, tables_stride, seq_lens_address, query_starts_
 
 
 @njit(nogil=True)
-def aim(cursor, blocks, lane, lanes, keys, values, block_bytes, room_bytes):  # type: ignore[no-untyped-def]
-    """Point a lane's cursor, given by its address, at its share of blocks, or what of it fits `room_bytes` of all."""
+def _runs_of(block_bytes):  # type: ignore[no-untyped-def]
+    """(how many runs of lines keys of a block are, or values, the power of two that each has)."""
+    num_lines = (block_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
+    shift = 0
+    while num_lines % 2 == 0:
+        num_lines, shift = num_lines // 2, shift + 1
+    return num_lines, shift
+
+
+@njit(nogil=True)
+def room_for_places(blocks, block_bytes):  # type: ignore[no-untyped-def]
+    """i64[N] for what `aim` writes, of all lanes."""
+    return np.empty(blocks.size * 2 * _runs_of(block_bytes)[0], dtype=np.int64)
+
+
+@njit(nogil=True)
+def aim(cursor, places, blocks, lane, lanes, keys, values, block_bytes, room_bytes):  # type: ignore[no-untyped-def]
+    """Point a lane's cursor, given by its address, at its share of blocks, or what of it fits `room_bytes` of all.
+
+    keys, values: where all of them begin. `places`, of `room_for_places`, gets the lane's own.
+    """
     fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
     first, end = blocks.size * lane // lanes, blocks.size * (lane + 1) // lanes
-    room = room_bytes // lanes // (2 * block_bytes)
-    fields[_BLOCKS], fields[_LINE] = blocks.ctypes.data, 0
-    fields[_NEXT], fields[_END] = 2 * first, 2 * min(end, first + room)
-    fields[_KEYS], fields[_VALUES], fields[_BLOCK_BYTES] = keys, values, block_bytes
+    end = min(end, first + room_bytes // lanes // (2 * block_bytes))
+    num_runs, shift = _runs_of(block_bytes)
+    own = places[first * 2 * num_runs : end * 2 * num_runs]
+    i = 0
+    for block in blocks[first:end]:
+        for start in (keys, values):
+            for run in range(num_runs):
+                own[i] = start + block * block_bytes + (run << shift) * CACHE_LINE_BYTES
+                i += 1
+    fields[_PLACES], fields[_SHIFT], fields[_NEXT], fields[_END] = own.ctypes.data, shift, 0, i << shift
 
 
 @njit(nogil=True)
 def next_lines(cursor, most):  # type: ignore[no-untyped-def]
-    """(address, how many, at most `most`) of lines that lie one after the other and are to be asked for now."""
+    """(places, shift, first, count <= most): lines `first` and following are to be asked for now.
+
+    Line n lies n % 2^shift lines behind the address that is number n // 2^shift of those at the address `places`.
+    """
     fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
-    place, line, block_bytes = fields[_NEXT], fields[_LINE], fields[_BLOCK_BYTES]
-    if place >= fields[_END]:
-        return np.int64(0), np.int64(0)
-    block = lines(fields[_BLOCKS], INT64, 1, fields[_END])[0][place // 2]
-    start = fields[_KEYS + place % 2] + block * block_bytes + line * CACHE_LINE_BYTES
-    left = (block_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES - line
-    count = min(most, left)
-    fields[_NEXT], fields[_LINE] = (place, line + count) if count < left else (place + 1, 0)
-    return start, count
+    first = fields[_NEXT]
+    count = min(most, fields[_END] - first)
+    fields[_NEXT] = first + count
+    return fields[_PLACES], fields[_SHIFT], first, count

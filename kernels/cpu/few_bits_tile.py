@@ -26,7 +26,7 @@ from kernels.cpu.registers import (
     PANEL,
     STREAMED_ROWS,
     STREAMED_VECTORS,
-    ask_for_line,
+    AskedLines,
 )
 from kernels.cpu.vector_code import pinned
 
@@ -46,8 +46,7 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
     A, S and C are float32; S may be one line whose stride is 0. Memory is given by its address, strides in bytes, and
     so is `ahead`: what lies so far behind each record is asked for meanwhile, for the first cache level. One that
     `writes` leaves W at `out` as f32[32 groups, 48], and asks for the second level: it is long until the next record.
-    From `LEAST_ASKING_ROWS` on `num_lines` cache lines from the address `lines` on are asked for too, one an input as
-    long as there are any.
+    From `LEAST_ASKING_ROWS` on the lines of `cache_prefetch.next_lines` are asked for too, one an input.
     """
 
     @intrinsic
@@ -64,12 +63,15 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
         groups: Any,
         ahead: Any,
         out: Any,
-        lines: Any,
+        places: Any,
+        shift: Any,
+        first_line: Any,
         num_lines: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             _, a_start, a_row, weight_start, s_start, s_row, c_start, c_row, count, distance, out_start = arguments[:11]
             few, index = FORMAT_OF[signature.args[0]], count.type
+            asked = AskedLines(builder, *arguments[11:])
             is_full = HAS_WIDE_REGISTERS and rows > 4  # its sums leave registers for one input's numbers
             a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
             sources, places = (
@@ -89,7 +91,7 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
                 for k, values in _numbers(builder, few, record, distance, level, is_full):
                     row = builder.add(builder.mul(group.index, index(GROUP)), k)
                     if rows >= LEAST_ASKING_ROWS:
-                        ask_for_line(builder, *arguments[11:], row)
+                        asked.ask_for(row)
                     if writes:
                         line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
                         for v, value in enumerate(values):
@@ -104,7 +106,7 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
                 _store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
-        return types.void(element, *[types.intp] * 12), generate
+        return types.void(element, *[types.intp] * 14), generate
 
     return multiply_add
 
@@ -234,12 +236,12 @@ multiply_add_and_write = _multiply_add(STREAMED_ROWS, writes=True)
 
 
 @njit(nogil=True)
-def multiply_add(element, rows, a, a_stride, weight, s, s_stride, c, c_stride, groups, ahead, lines, num_lines):  # type: ignore[no-untyped-def]
+def multiply_add(element, rows, a, a_stride, weight, s, s_stride, c, c_stride, groups, ahead, lines):  # type: ignore[no-untyped-def]
     """C[rows, 48] = S + A[rows, 32 groups] . W; see `_multiply_add`."""
     row = 0
     while row < rows:
         left, sums = rows - row, (s + row * s_stride, s_stride, c + row * c_stride, c_stride)
-        places = a + row * a_stride, a_stride, weight, *sums, groups, ahead, 0, lines, num_lines
+        places = a + row * a_stride, a_stride, weight, *sums, groups, ahead, 0, *lines
         # Each tile makes the numbers anew, so that there is one for each number of rows that registers have place for.
         if left >= 8 and STREAMED_ROWS >= 8:
             _add_8(element, *places)

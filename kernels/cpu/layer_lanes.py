@@ -17,7 +17,7 @@ from numba import njit, prange
 from kernels.cpu.activation import activate_rows
 from kernels.cpu.attention import _paged_attention
 from kernels.cpu.cache import store_token
-from kernels.cpu.cache_prefetch import CURSOR_SIZE, aim, blocks_before
+from kernels.cpu.cache_prefetch import CURSOR_SIZE, aim, blocks_before, room_for_places
 from kernels.cpu.layer_product import PHASES as PRODUCT_PHASES
 from kernels.cpu.layer_product import PRODUCT, multiply
 from kernels.cpu.norm import norm_rows
@@ -110,14 +110,16 @@ def _between_attentions(
     element: Any, stored_element: Any, layers: Any, steps: Any, index: Any, num_threads: Any
 ) -> None:
     blocks, cursors = np.empty(0, dtype=np.int64), np.zeros((num_threads, CURSOR_SIZE), dtype=np.int64)
+    places = blocks
     if index < layers.size:
         blocks = _blocks_before(layers[index], steps[0])
+        places = room_for_places(blocks, _block_bytes(stored_element, layers[index], steps[0]))
     counts = counters(num_threads, _MLP + (steps[0].rows + MLP_ROWS - 1) // MLP_ROWS * _MLP_PHASES)
     for lane in prange(num_threads):
         team = counts, np.int64(lane), num_threads
         cursor = cursors[lane].ctypes.data
         if index < layers.size:
-            _aim(cursor, blocks, lane, num_threads, stored_element, layers[index], steps[0])
+            _aim(cursor, places, blocks, lane, num_threads, stored_element, layers[index], steps[0])
         if index > 0:
             _after_attention(team, element, layers[index - 1], steps[0], cursor)
         if index < layers.size:
@@ -131,11 +133,18 @@ def _blocks_before(layer: Any, step: Any) -> Any:
 
 
 @njit(nogil=True)
-def _aim(cursor: Any, blocks: Any, lane: Any, lanes: Any, stored_element: Any, layer: Any, step: Any) -> None:
-    block_bytes = (
-        step.num_kv_heads * step.block_size * step.head_size * lines(layer.key_cache, stored_element, 1, 1).itemsize
-    )
-    aim(cursor, blocks, lane, lanes, layer.key_cache, layer.value_cache, block_bytes, step.prefetch_bytes)
+def _block_bytes(stored_element: Any, layer: Any, step: Any) -> Any:
+    """Of a block's keys, or values."""
+    bytes_of_number = lines(layer.key_cache, stored_element, 1, 1).itemsize
+    return step.num_kv_heads * step.block_size * step.head_size * bytes_of_number
+
+
+@njit(nogil=True)
+def _aim(
+    cursor: Any, places: Any, blocks: Any, lane: Any, lanes: Any, stored_element: Any, layer: Any, step: Any
+) -> None:
+    caches = layer.key_cache, layer.value_cache, _block_bytes(stored_element, layer, step)
+    aim(cursor, places, blocks, lane, lanes, *caches, step.prefetch_bytes)
 
 
 @njit(nogil=True, inline="always")

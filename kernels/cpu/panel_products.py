@@ -14,15 +14,16 @@ from kernels.cpu.cache_prefetch import NONE, next_lines
 from kernels.cpu.few_bits import GROUP
 from kernels.cpu.few_bits_tile import FORMAT_OF, MOST_ROWS, multiply_add, multiply_add_and_write, record_bytes
 from kernels.cpu.numbers import FLOAT32, lines
-from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, LEAST_ASKING_ROWS, PANEL, STREAMED_ROWS, stream_add
+from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_ROWS, stream_add
 
 _DEPTH = 2048  # of a panel that is multiplied by all rows before the next: it stays in a second cache level of 1 MiB
-_EXPANDED_DEPTH = 128  # of a panel that is written out as float32 at a time: 24 KiB, in the first cache level
+# Of a panel that is written out as float32 at a time: 108 KiB, which come fast enough out of a second cache level. What
+# begins and ends a tile costs more: 32 rows by 3072 x 576 take one core 509 us, 525 by 192 at a time and 538 by 128.
+_EXPANDED_DEPTH = 576
 # How far up to 8 rows ask ahead of what they read, from panel to panel and past the end of a thread's share. One row by
 # 49152 x 576 of 8 bits out of memory takes two threads 678 us, and 792 by two panels at once that lie side by side: the
 # processor follows one stream of memory better than two.
 _AHEAD_BYTES = 8 << 10
-_ASKING_DEPTH = 192  # inputs that few rows are multiplied by at once while they ask for a block of keys or values
 
 
 def add_panel(  # type: ignore[no-untyped-def]
@@ -65,7 +66,8 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
     panel_bytes = depth // GROUP * record
     weight = packed + panel * panel_bytes
     if rows <= MOST_ROWS:
-        _add_few_bits_at_once(element, rows, x, x_stride, weight, start, sums, sums_stride, depth, cursor)
+        totals, lines_asked = (start, 0, sums, sums_stride * 4), _lines_or_none(cursor, depth, start)
+        multiply_add(element, rows, x, x_stride * 4, weight, *totals, depth // GROUP, _AHEAD_BYTES, lines_asked)
         return
     ahead = panel_bytes if has_next else 0
     first, size = STREAMED_ROWS, min(_EXPANDED_DEPTH, depth) * PANEL
@@ -81,34 +83,18 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
         s, s_stride = (starts, 0) if k == 0 else (waiting, PANEL)
         c, c_stride = (waiting, PANEL) if k + piece < depth else (totals, sums_stride)
         at_once = s.ctypes.data, s_stride * 4, c.ctypes.data, c_stride * 4, piece // GROUP, ahead, scratch.ctypes.data
-        asked = lines_or(weight, cursor, piece)
+        asked = _lines_or_none(cursor, piece, start)
         multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, *at_once, *asked)
         others = s, first * s_stride, s_stride, c, first * c_stride, c_stride
         stream_add(rows - first, factors, first * x_stride + k, x_stride, scratch, 0, *others, piece, 0, cursor)
 
 
 @njit(nogil=True)
-def _add_few_bits_at_once(element, rows, x, x_stride, weight, start, sums, sums_stride, depth, cursor):  # type: ignore[no-untyped-def]
-    """`add_panel` for no more rows than it takes to make the numbers."""
-    k = 0
-    while k < depth:
-        lines, num_lines, piece = weight, 1, depth - k
-        if rows >= LEAST_ASKING_ROWS and cursor != NONE:
-            asked, num_asked = next_lines(cursor, min(piece, _ASKING_DEPTH))
-            if num_asked > 0:
-                lines, num_lines, piece = asked, num_asked, min(piece, _ASKING_DEPTH)
-        s, s_stride = (start, 0) if k == 0 else (sums, sums_stride * 4)
-        place = x + k * 4, x_stride * 4, weight + k // GROUP * record_bytes(element)
-        totals = s, s_stride, sums, sums_stride * 4
-        multiply_add(element, rows, *place, *totals, piece // GROUP, _AHEAD_BYTES, lines, num_lines)
-        k += piece
-
-
-@njit(nogil=True)
-def lines_or(address, cursor, most):  # type: ignore[no-untyped-def]
-    """`next_lines`, or where nothing is left to ask for the line at an address that is in the cache anyway."""
+def _lines_or_none(cursor, most, anything):  # type: ignore[no-untyped-def]
+    """`next_lines`; where there are none that of a cursor with nothing left, whose places can be read from anywhere."""
     if cursor != NONE:
-        lines, num_lines = next_lines(cursor, most)
-        if num_lines > 0:
-            return lines, num_lines
-    return address, np.int64(1)
+        lines = next_lines(cursor, most)
+        if lines[-1] > 0:
+            return lines
+    nothing = np.int64(0)
+    return anything, nothing, nothing, nothing

@@ -87,8 +87,7 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
 
 
 def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
-    """As `_multiply_add`, but what is asked for is `num_lines` cache lines from the address `lines` on, one with each
-    input as long as there are any."""
+    """As `_multiply_add`, but what is asked for are the lines of `cache_prefetch.next_lines`, one with each input."""
 
     @intrinsic
     def add_product(
@@ -106,32 +105,52 @@ def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
         c_offset: Any,
         c_stride: Any,
         depth: Any,
-        lines: Any,
+        places: Any,
+        shift: Any,
+        first: Any,
         num_lines: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            count, start, num_lines = arguments[12:]
+            count = arguments[12]
+            asked = AskedLines(builder, *arguments[13:])
 
             def ask(number: Any, b_line: Any) -> None:
-                ask_for_line(builder, start, num_lines, number)
+                asked.ask_for(number)
 
             is_full = HAS_WIDE_REGISTERS and rows > 6
             _sum_products(context, builder, signature, arguments, rows, vectors, count, ask, is_full=is_full)
             return context.get_dummy_value()
 
         number = types.intp
-        return types.void(*_matrices(b), number, number, number), generate
+        return types.void(*_matrices(b), *[number] * 5), generate
 
     return add_product
 
 
-def ask_for_line(builder: Any, lines: Any, num_lines: Any, number: Any) -> None:
-    """Appends a prefetch of one of the lines that begin at the address `lines`."""
-    last = builder.sub(num_lines, num_lines.type(1))
-    # Behind the last it is the last once more, which costs less than to ask whether there is another.
-    number = builder.select(builder.icmp_signed("<", number, last), number, last)
-    place = builder.add(lines, builder.mul(number, number.type(CACHE_LINE_BYTES)))
-    prefetch_bytes(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()), CACHE_LINE_BYTES)
+class AskedLines:
+    """Appends prefetches of the lines of `cache_prefetch.next_lines`.
+
+    Where there are none `places` is any address that can be read, and is what is asked for.
+    """
+
+    def __init__(self, builder: Any, places: Any, shift: Any, first: Any, count: Any) -> None:
+        none, one = count.type(0), count.type(1)
+        self._builder, self._places, self._shift, self._first = builder, places, shift, first
+        self._has_any = builder.icmp_signed(">", count, none)
+        self._last = builder.select(self._has_any, builder.sub(builder.add(first, count), one), none)
+        self._within = builder.sub(builder.shl(one, shift), one)
+
+    def ask_for(self, number: Any) -> None:
+        """The one with this number of them. Behind the last it is the last once more, which costs less than to ask
+        whether there is another."""
+        builder, index = self._builder, number.type
+        line = builder.add(self._first, number)
+        line = builder.select(builder.icmp_signed("<", line, self._last), line, self._last)
+        place = builder.add(self._places, builder.mul(builder.lshr(line, self._shift), index(8)))
+        start = builder.load(builder.inttoptr(place, index.as_pointer()))
+        offset = builder.mul(builder.and_(line, self._within), index(CACHE_LINE_BYTES))
+        address = builder.select(self._has_any, builder.add(start, offset), self._places)
+        prefetch_bytes(builder, builder.inttoptr(address, ir.IntType(8).as_pointer()), CACHE_LINE_BYTES)
 
 
 def _matrices(b: Any) -> tuple[Any, ...]:
@@ -302,21 +321,20 @@ def stream_add(  # type: ignore[no-untyped-def]
         left = rows - row
         factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
         start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
-        lines, num_lines = 0, 0
+        lines = 0, 0, 0, 0
         if cursor != NONE and STREAMED_ROWS >= 8 and left >= LEAST_ASKING_ROWS and (row > 0 or ahead == 0):
-            lines, num_lines = next_lines(cursor, depth)
-        if num_lines > 0:
-            asked = depth, lines, num_lines
+            lines = next_lines(cursor, depth)
+        if lines[-1] > 0:
             if left >= 8:
-                _stream_and_ask_8(*factors, *weight, *start, *sums, *asked)
+                _stream_and_ask_8(*factors, *weight, *start, *sums, depth, *lines)
             elif left == 7:
-                _stream_and_ask_7(*factors, *weight, *start, *sums, *asked)
+                _stream_and_ask_7(*factors, *weight, *start, *sums, depth, *lines)
             elif left == 6:
-                _stream_and_ask_6(*factors, *weight, *start, *sums, *asked)
+                _stream_and_ask_6(*factors, *weight, *start, *sums, depth, *lines)
             elif left == 5:
-                _stream_and_ask_5(*factors, *weight, *start, *sums, *asked)
+                _stream_and_ask_5(*factors, *weight, *start, *sums, depth, *lines)
             else:
-                _stream_and_ask_4(*factors, *weight, *start, *sums, *asked)
+                _stream_and_ask_4(*factors, *weight, *start, *sums, depth, *lines)
             row += min(left, 8)
         elif left >= 8 and STREAMED_ROWS >= 8:
             _stream_8(*factors, *weight, *start, *sums, depth, ahead)
