@@ -20,8 +20,9 @@ from kernels.cpu.vector_code import CACHE_LINE_BYTES
 
 NONE = np.int64(0)  # in place of a cursor's address
 # Of a cursor, i64[CURSOR_SIZE], what a lane has not asked for yet: lines _NEXT to _END of its share. 2^_SHIFT of them
-# lie one after the other in memory, from each of the addresses that begin at _PLACES on.
-_PLACES, _SHIFT, _NEXT, _END = range(4)
+# lie one after the other in memory, from each of the addresses that begin at _PLACES on. _RATE of `WHOLE` inputs ask.
+_PLACES, _SHIFT, _RATE, _NEXT, _END = range(5)
+WHOLE = 1 << 8
 CURSOR_SIZE = 16  # no cache line holds two: lanes that wrote to the same one made a pass 12 ms longer
 
 
@@ -72,10 +73,12 @@ def room_for_places(blocks, block_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def aim(cursor, places, blocks, lane, lanes, keys, values, block_bytes, room_bytes):  # type: ignore[no-untyped-def]
+def aim(cursor, places, blocks, lane, lanes, keys, values, block_bytes, room_bytes, num_inputs):  # type: ignore[no-untyped-def]
     """Point a lane's cursor, given by its address, at its share of blocks, or what of it fits `room_bytes` of all.
 
-    keys, values: where all of them begin. `places`, of `room_for_places`, gets the lane's own.
+    keys, values: where all of them begin. `places`, of `room_for_places`, gets the lane's own. `num_inputs`: how many
+    can ask before the attention. They do so evenly: one after the other they took all that memory gives, and made the
+    products that came first 8 to 20% slower.
     """
     fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
     first, end = blocks.size * lane // lanes, blocks.size * (lane + 1) // lanes
@@ -89,16 +92,18 @@ def aim(cursor, places, blocks, lane, lanes, keys, values, block_bytes, room_byt
                 own[i] = start + block * block_bytes + (run << shift) * CACHE_LINE_BYTES
                 i += 1
     fields[_PLACES], fields[_SHIFT], fields[_NEXT], fields[_END] = own.ctypes.data, shift, 0, i << shift
+    fields[_RATE] = min(WHOLE, (fields[_END] * WHOLE * 9 // 8 + num_inputs) // max(num_inputs, 1))
 
 
 @njit(nogil=True)
-def next_lines(cursor, most):  # type: ignore[no-untyped-def]
-    """(places, shift, first, count <= most): lines `first` and following are to be asked for now.
+def next_lines(cursor, num_inputs):  # type: ignore[no-untyped-def]
+    """(places, shift, rate, first, count): what so many inputs ask for, `count` lines from number `first` on.
 
-    Line n lies n % 2^shift lines behind the address that is number n // 2^shift of those at the address `places`.
+    Input i asks for line first + i * rate // `WHOLE`. Line n lies n % 2^shift lines behind the address that is number
+    n // 2^shift of those at the address `places`.
     """
     fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
     first = fields[_NEXT]
-    count = min(most, fields[_END] - first)
+    count = min((num_inputs - 1) * fields[_RATE] // WHOLE + 1, fields[_END] - first)
     fields[_NEXT] = first + count
-    return fields[_PLACES], fields[_SHIFT], first, count
+    return fields[_PLACES], fields[_SHIFT], fields[_RATE], first, count

@@ -65,6 +65,7 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
         out: Any,
         places: Any,
         shift: Any,
+        rate: Any,
         first_line: Any,
         num_lines: Any,
     ) -> Any:
@@ -106,7 +107,7 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
                 _store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
-        return types.void(element, *[types.intp] * 14), generate
+        return types.void(element, *[types.intp] * 15), generate
 
     return multiply_add
 

@@ -22,6 +22,7 @@ from kernels.cpu.layer_product import PHASES as PRODUCT_PHASES
 from kernels.cpu.layer_product import PRODUCT, multiply
 from kernels.cpu.norm import norm_rows
 from kernels.cpu.numbers import lines
+from kernels.cpu.registers import num_asking_inputs
 from kernels.cpu.rotary import rotate_rows
 from kernels.cpu.shared_work import counters, shared, wait
 
@@ -144,7 +145,19 @@ def _aim(
     cursor: Any, places: Any, blocks: Any, lane: Any, lanes: Any, stored_element: Any, layer: Any, step: Any
 ) -> None:
     caches = layer.key_cache, layer.value_cache, _block_bytes(stored_element, layer, step)
-    aim(cursor, places, blocks, lane, lanes, *caches, step.prefetch_bytes)
+    num_weights = 0
+    for product in (layer.attention_out, layer.mlp_in, layer.mlp_out, layer.qkv):
+        num_weights += product.num_in * product.num_out
+    aim(
+        cursor,
+        places,
+        blocks,
+        lane,
+        lanes,
+        *caches,
+        step.prefetch_bytes,
+        num_asking_inputs(step.rows, num_weights) // lanes,
+    )
 
 
 @njit(nogil=True, inline="always")

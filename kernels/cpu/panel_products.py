@@ -97,4 +97,4 @@ def _lines_or_none(cursor, most, anything):  # type: ignore[no-untyped-def]
         if lines[-1] > 0:
             return lines
     nothing = np.int64(0)
-    return anything, nothing, nothing, nothing
+    return anything, nothing, nothing, nothing, nothing

@@ -17,7 +17,7 @@ from llvmlite import binding, ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
-from kernels.cpu.cache_prefetch import NONE, next_lines
+from kernels.cpu.cache_prefetch import NONE, WHOLE, next_lines
 from kernels.cpu.vector_code import CACHE_LINE_BYTES as CACHE_LINE_BYTES
 from kernels.cpu.vector_code import LANES as LANES
 from kernels.cpu.vector_code import (
@@ -107,6 +107,7 @@ def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
         depth: Any,
         places: Any,
         shift: Any,
+        rate: Any,
         first: Any,
         num_lines: Any,
     ) -> Any:
@@ -122,7 +123,7 @@ def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
             return context.get_dummy_value()
 
         number = types.intp
-        return types.void(*_matrices(b), *[number] * 5), generate
+        return types.void(*_matrices(b), *[number] * 6), generate
 
     return add_product
 
@@ -133,18 +134,18 @@ class AskedLines:
     Where there are none `places` is any address that can be read, and is what is asked for.
     """
 
-    def __init__(self, builder: Any, places: Any, shift: Any, first: Any, count: Any) -> None:
+    def __init__(self, builder: Any, places: Any, shift: Any, rate: Any, first: Any, count: Any) -> None:
         none, one = count.type(0), count.type(1)
-        self._builder, self._places, self._shift, self._first = builder, places, shift, first
+        self._builder, self._places, self._shift, self._rate, self._first = builder, places, shift, rate, first
         self._has_any = builder.icmp_signed(">", count, none)
         self._last = builder.select(self._has_any, builder.sub(builder.add(first, count), one), none)
         self._within = builder.sub(builder.shl(one, shift), one)
 
     def ask_for(self, number: Any) -> None:
-        """The one with this number of them. Behind the last it is the last once more, which costs less than to ask
+        """The one of the input with this number. Behind the last it is the last once more, which costs less than to ask
         whether there is another."""
         builder, index = self._builder, number.type
-        line = builder.add(self._first, number)
+        line = builder.add(self._first, builder.udiv(builder.mul(number, self._rate), index(WHOLE)))
         line = builder.select(builder.icmp_signed("<", line, self._last), line, self._last)
         place = builder.add(self._places, builder.mul(builder.lshr(line, self._shift), index(8)))
         start = builder.load(builder.inttoptr(place, index.as_pointer()))
@@ -321,7 +322,7 @@ def stream_add(  # type: ignore[no-untyped-def]
         left = rows - row
         factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
         start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
-        lines = 0, 0, 0, 0
+        lines = 0, 0, 0, 0, 0
         if cursor != NONE and STREAMED_ROWS >= 8 and left >= LEAST_ASKING_ROWS and (row > 0 or ahead == 0):
             lines = next_lines(cursor, depth)
         if lines[-1] > 0:
@@ -360,3 +361,10 @@ def stream_add(  # type: ignore[no-untyped-def]
         else:
             _stream_1(*factors, *weight, *start, *sums, depth, ahead)
             row += 1
+
+
+@njit(nogil=True)
+def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
+    """How many inputs of tiles ask for something, while so many rows are multiplied by so many float weights."""
+    num_tiles = rows // STREAMED_ROWS + (1 if rows % STREAMED_ROWS >= LEAST_ASKING_ROWS else 0)
+    return num_tiles * num_weights // PANEL

@@ -10,8 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cpu.cache_prefetch import CURSOR_SIZE, NONE, aim, blocks_before, last_level_bytes, next_lines
-from kernels.cpu.registers import PANEL, STREAMED_ROWS, stream_add
+from kernels.cpu.cache_prefetch import (
+    CURSOR_SIZE,
+    NONE,
+    WHOLE,
+    aim,
+    blocks_before,
+    last_level_bytes,
+    next_lines,
+    room_for_places,
+)
+from kernels.cpu.registers import PANEL, STREAMED_ROWS, num_asking_inputs, stream_add
 
 LINE = 64
 KEYS, VALUES = 1 << 30, 1 << 40
@@ -45,58 +54,83 @@ def test_what_sequences_have_in_common_comes_once() -> None:
 @given(
     blocks=st.lists(st.integers(0, 1000), max_size=9),
     lanes=st.integers(1, 4),
-    block_bytes=st.sampled_from([16, 64, 96, 12_288]),
-    most=st.integers(1, 200),
+    block_bytes=st.sampled_from([16, 64, 96, 192, 12_288]),
+    tile=st.integers(1, 700),
+    num_inputs=st.integers(0, 20_000),
 )
-def test_lanes_ask_for_each_line_once(blocks: list[int], lanes: int, block_bytes: int, most: int) -> None:
-    asked = asked_lines(blocks, lanes, block_bytes, most, room_bytes=1 << 30)
+def test_lanes_ask_for_each_line_once(
+    blocks: list[int], lanes: int, block_bytes: int, tile: int, num_inputs: int
+) -> None:
+    asked = asked_lines(blocks, lanes, block_bytes, tile, num_inputs, room_bytes=1 << 30)
     lines = range(0, block_bytes, LINE)
     assert sorted(asked) == sorted(
         part + block * block_bytes + line for block in blocks for part in (KEYS, VALUES) for line in lines
     )
 
 
+def test_lines_are_asked_for_evenly_until_there_are_no_more() -> None:
+    # 2 lanes, 3 blocks of 2 x 6 lines each: 36 lines of a lane for 100 inputs.
+    cursors, places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
+    of_tiles = [next_lines(cursors[0].ctypes.data, 20)[-1] for _ in range(6)]
+    assert of_tiles == [8, 8, 8, 8, 4, 0]
+    del places
+
+
 def test_no_more_is_asked_for_than_there_is_room_for() -> None:
-    asked = asked_lines(list(range(10)), 2, 640, 7, room_bytes=2 * 2 * 2 * 640)
+    asked = asked_lines(list(range(10)), 2, 640, 7, 1000, room_bytes=2 * 2 * 2 * 640)
     first_of_lanes = (0, 1, 5, 6)
     assert {(address - KEYS) // 640 for address in asked if address < VALUES} == set(first_of_lanes)
-    assert asked_lines(list(range(10)), 2, 640, 7, room_bytes=0) == []
+    assert asked_lines(list(range(10)), 2, 640, 7, 1000, room_bytes=0) == []
 
 
-def asked_lines(blocks: list[int], lanes: int, block_bytes: int, most: int, room_bytes: int) -> list[int]:
-    """Addresses of the lines that all lanes ask for, one lane after the other."""
-    numbers, asked = np.array(blocks, dtype=np.int64), []
+def aimed(blocks: list[int], lanes: int, block_bytes: int, num_inputs: int, room_bytes: int = 1 << 30, start: int = 0):
+    """A cursor for each lane, and what they point at."""
+    numbers = np.array(blocks, dtype=np.int64)
+    cursors, places = np.zeros((lanes, CURSOR_SIZE), dtype=np.int64), room_for_places(numbers, block_bytes)
+    keys, values = (start, start + block_bytes) if start else (KEYS, VALUES)
     for lane in range(lanes):
-        cursor = np.zeros(CURSOR_SIZE, dtype=np.int64)
-        aim(cursor.ctypes.data, numbers, lane, lanes, KEYS, VALUES, block_bytes, room_bytes)
+        caches = keys, values, block_bytes
+        aim(cursors[lane].ctypes.data, places, numbers, lane, lanes, *caches, room_bytes, num_inputs)
+    return cursors, places
+
+
+def asked_lines(
+    blocks: list[int], lanes: int, block_bytes: int, tile: int, num_inputs: int, room_bytes: int
+) -> list[int]:
+    """Addresses of the lines that all lanes ask for, one lane after the other, by tiles of so many inputs."""
+    cursors, places = aimed(blocks, lanes, block_bytes, num_inputs, room_bytes)
+    first_place, asked = places.ctypes.data, []
+    for cursor in cursors:
         count = 1
         while count > 0:
-            address, count = next_lines(cursor.ctypes.data, most)
-            assert count <= most
-            asked += [address + i * LINE for i in range(count)]
+            address, shift, rate, first, count = next_lines(cursor.ctypes.data, tile)
+            numbers = sorted({min(first + i * rate // WHOLE, first + count - 1) for i in range(tile)}) if count else []
+            assert len(numbers) == count
+            own = places[(address - first_place) // 8 :]
+            asked += [int(own[number >> shift]) + number % (1 << shift) * LINE for number in numbers]
     return asked
 
 
 @pytest.mark.skipif(STREAMED_ROWS < 8, reason="this processor multiplies fewer rows at once, which ask for nothing")
-@pytest.mark.parametrize("rows", [8, 19, 32])
+@pytest.mark.parametrize("rows", [3, 4, 5, 6, 7, 8, 19, 20, 32])
 def test_products_that_ask_have_the_same_bits(rows: int) -> None:
     depth, generator = 70, np.random.default_rng(0)
     x, panel, start = (
         generator.standard_normal(n, dtype=np.float32) for n in (rows * depth, depth * PANEL, rows * PANEL)
     )
-    memory, blocks = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8), np.zeros(1, dtype=np.int64)
-    cursor = np.zeros(CURSOR_SIZE, dtype=np.int64)
-    aim(cursor.ctypes.data, blocks, 0, 1, memory.ctypes.data, memory.ctypes.data + _BLOCK_BYTES, _BLOCK_BYTES, 1 << 20)
+    memory = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8)
+    num_lines, num_inputs = 2 * _BLOCK_BYTES // LINE, num_asking_inputs(rows, depth * PANEL)
+    cursors, places = aimed([0], 1, _BLOCK_BYTES, num_inputs, start=memory.ctypes.data)
     outs = []
-    for where in (NONE, np.int64(cursor.ctypes.data)):
+    for where in (NONE, np.int64(cursors[0].ctypes.data)):
         out = np.zeros(rows * PANEL, dtype=np.float32)
         stream_add(rows, x, 0, depth, panel, 0, start, 0, PANEL, out, 0, PANEL, depth, 0, where)
         outs.append(out)
     assert outs[0].any()
     np.testing.assert_array_equal(outs[0], outs[1])
-    whole_tiles = rows // STREAMED_ROWS
-    address, _ = next_lines(cursor.ctypes.data, 1)
-    assert address - memory.ctypes.data == whole_tiles * depth * LINE  # each of them asked for `depth` lines
+    *_, first, _ = next_lines(cursors[0].ctypes.data, 1)
+    assert first == min(num_inputs, num_lines), "an input asks for one line, where there are more than inputs"
+    del places
 
 
 def test_the_largest_cache_counts(tmp_path: Path) -> None:
