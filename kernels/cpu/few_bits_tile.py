@@ -18,16 +18,7 @@ from numba import extending, njit, types
 from numba.core import cgutils
 
 from kernels.cpu.few_bits import FORMATS, GROUP, STEP, FewBits
-from kernels.cpu.registers import (
-    CACHE_LINE_BYTES,
-    HAS_WIDE_REGISTERS,
-    LANES,
-    LEAST_ASKING_ROWS,
-    PANEL,
-    STREAMED_ROWS,
-    STREAMED_VECTORS,
-    AskedLines,
-)
+from kernels.cpu.registers import CACHE_LINE_BYTES, HAS_WIDE_REGISTERS, LANES, PANEL, STREAMED_ROWS, STREAMED_VECTORS
 from kernels.cpu.vector_code import pinned
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
@@ -46,7 +37,6 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
     A, S and C are float32; S may be one line whose stride is 0. Memory is given by its address, strides in bytes, and
     so is `ahead`: what lies so far behind each record is asked for meanwhile, for the first cache level. One that
     `writes` leaves W at `out` as f32[32 groups, 48], and asks for the second level: it is long until the next record.
-    From `LEAST_ASKING_ROWS` on the lines of `cache_prefetch.next_lines` are asked for too, one an input.
     """
 
     @intrinsic
@@ -63,16 +53,10 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
         groups: Any,
         ahead: Any,
         out: Any,
-        places: Any,
-        shift: Any,
-        rate: Any,
-        first_line: Any,
-        num_lines: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, a_start, a_row, weight_start, s_start, s_row, c_start, c_row, count, distance, out_start = arguments[:11]
+            _, a_start, a_row, weight_start, s_start, s_row, c_start, c_row, count, distance, out_start = arguments
             few, index = FORMAT_OF[signature.args[0]], count.type
-            asked = AskedLines(builder, *arguments[11:])
             is_full = HAS_WIDE_REGISTERS and rows > 4  # its sums leave registers for one input's numbers
             a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
             sources, places = (
@@ -91,8 +75,6 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
                 level = 2 if writes else 1
                 for k, values in _numbers(builder, few, record, distance, level, is_full):
                     row = builder.add(builder.mul(group.index, index(GROUP)), k)
-                    if rows >= LEAST_ASKING_ROWS:
-                        asked.ask_for(row)
                     if writes:
                         line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
                         for v, value in enumerate(values):
@@ -107,7 +89,7 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
                 _store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
-        return types.void(element, *[types.intp] * 15), generate
+        return types.void(element, *[types.intp] * 10), generate
 
     return multiply_add
 
@@ -237,34 +219,33 @@ multiply_add_and_write = _multiply_add(STREAMED_ROWS, writes=True)
 
 
 @njit(nogil=True)
-def multiply_add(element, rows, a, a_stride, weight, s, s_stride, c, c_stride, groups, ahead, lines):  # type: ignore[no-untyped-def]
-    """C[rows, 48] = S + A[rows, 32 groups] . W; see `_multiply_add`."""
+def multiply_add(element, rows, a, a_stride, weight, s, c, c_stride, groups, ahead):  # type: ignore[no-untyped-def]
+    """C[rows, 48] = S[48] + A[rows, 32 groups] . W; see `_multiply_add`."""
     row = 0
     while row < rows:
-        left, sums = rows - row, (s + row * s_stride, s_stride, c + row * c_stride, c_stride)
-        places = a + row * a_stride, a_stride, weight, *sums, groups, ahead, 0, *lines
+        left, places = rows - row, (a + row * a_stride, a_stride, weight, s, 0, c + row * c_stride, c_stride)
         # Each tile makes the numbers anew, so that there is one for each number of rows that registers have place for.
         if left >= 8 and STREAMED_ROWS >= 8:
-            _add_8(element, *places)
+            _add_8(element, *places, groups, ahead, 0)
             row += 8
         elif left == 7 and STREAMED_ROWS >= 8:
-            _add_7(element, *places)
+            _add_7(element, *places, groups, ahead, 0)
             row += 7
         elif left == 6 and STREAMED_ROWS >= 8:
-            _add_6(element, *places)
+            _add_6(element, *places, groups, ahead, 0)
             row += 6
         elif left == 5 and STREAMED_ROWS >= 8:
-            _add_5(element, *places)
+            _add_5(element, *places, groups, ahead, 0)
             row += 5
         elif left >= 4:
-            _add_4(element, *places)
+            _add_4(element, *places, groups, ahead, 0)
             row += 4
         elif left == 3:
-            _add_3(element, *places)
+            _add_3(element, *places, groups, ahead, 0)
             row += 3
         elif left == 2:
-            _add_2(element, *places)
+            _add_2(element, *places, groups, ahead, 0)
             row += 2
         else:
-            _add_1(element, *places)
+            _add_1(element, *places, groups, ahead, 0)
             row += 1

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import extending, njit
+from numba import extending
 
-from kernels.cpu.cache_prefetch import NONE, next_lines
 from kernels.cpu.few_bits import GROUP
 from kernels.cpu.few_bits_tile import FORMAT_OF, MOST_ROWS, multiply_add, multiply_add_and_write, record_bytes
 from kernels.cpu.numbers import FLOAT32, lines
@@ -66,8 +65,7 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
     panel_bytes = depth // GROUP * record
     weight = packed + panel * panel_bytes
     if rows <= MOST_ROWS:
-        totals, lines_asked = (start, 0, sums, sums_stride * 4), _lines_or_none(cursor, depth, start)
-        multiply_add(element, rows, x, x_stride * 4, weight, *totals, depth // GROUP, _AHEAD_BYTES, lines_asked)
+        multiply_add(element, rows, x, x_stride * 4, weight, start, sums, sums_stride * 4, depth // GROUP, _AHEAD_BYTES)
         return
     ahead = panel_bytes if has_next else 0
     first, size = STREAMED_ROWS, min(_EXPANDED_DEPTH, depth) * PANEL
@@ -83,18 +81,6 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
         s, s_stride = (starts, 0) if k == 0 else (waiting, PANEL)
         c, c_stride = (waiting, PANEL) if k + piece < depth else (totals, sums_stride)
         at_once = s.ctypes.data, s_stride * 4, c.ctypes.data, c_stride * 4, piece // GROUP, ahead, scratch.ctypes.data
-        asked = _lines_or_none(cursor, piece, start)
-        multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, *at_once, *asked)
+        multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, *at_once)
         others = s, first * s_stride, s_stride, c, first * c_stride, c_stride
         stream_add(rows - first, factors, first * x_stride + k, x_stride, scratch, 0, *others, piece, 0, cursor)
-
-
-@njit(nogil=True)
-def _lines_or_none(cursor, most, anything):  # type: ignore[no-untyped-def]
-    """`next_lines`; where there are none that of a cursor with nothing left, whose places can be read from anywhere."""
-    if cursor != NONE:
-        lines = next_lines(cursor, most)
-        if lines[-1] > 0:
-            return lines
-    nothing = np.int64(0)
-    return anything, nothing, nothing, nothing, nothing

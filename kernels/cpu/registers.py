@@ -40,7 +40,7 @@ HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 
 STREAMED_VECTORS = 3  # columns of a panel that is streamed, in vectors: 8 x 3 accumulators, 3 of B, of 32 registers
 PANEL = STREAMED_VECTORS * LANES
 STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
-LEAST_ASKING_ROWS = 4  # fewer rows wait for the weight's own bytes
+LEAST_ASKING_ROWS = 4  # of a tile, and it is not the first: that one waits for the weight's own bytes
 
 
 def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
@@ -129,16 +129,12 @@ def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
 
 
 class AskedLines:
-    """Appends prefetches of the lines of `cache_prefetch.next_lines`.
-
-    Where there are none `places` is any address that can be read, and is what is asked for.
-    """
+    """Appends prefetches of the lines of `cache_prefetch.next_lines`, of which there is at least one."""
 
     def __init__(self, builder: Any, places: Any, shift: Any, rate: Any, first: Any, count: Any) -> None:
-        none, one = count.type(0), count.type(1)
+        one = count.type(1)
         self._builder, self._places, self._shift, self._rate, self._first = builder, places, shift, rate, first
-        self._has_any = builder.icmp_signed(">", count, none)
-        self._last = builder.select(self._has_any, builder.sub(builder.add(first, count), one), none)
+        self._last = builder.sub(builder.add(first, count), one)
         self._within = builder.sub(builder.shl(one, shift), one)
 
     def ask_for(self, number: Any) -> None:
@@ -150,8 +146,8 @@ class AskedLines:
         place = builder.add(self._places, builder.mul(builder.lshr(line, self._shift), index(8)))
         start = builder.load(builder.inttoptr(place, index.as_pointer()))
         offset = builder.mul(builder.and_(line, self._within), index(CACHE_LINE_BYTES))
-        address = builder.select(self._has_any, builder.add(start, offset), self._places)
-        prefetch_bytes(builder, builder.inttoptr(address, ir.IntType(8).as_pointer()), CACHE_LINE_BYTES)
+        address = builder.inttoptr(builder.add(start, offset), ir.IntType(8).as_pointer())
+        prefetch_bytes(builder, address, CACHE_LINE_BYTES)
 
 
 def _matrices(b: Any) -> tuple[Any, ...]:
@@ -366,5 +362,5 @@ def stream_add(  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
     """How many inputs of tiles ask for something, while so many rows are multiplied by so many float weights."""
-    num_tiles = rows // STREAMED_ROWS + (1 if rows % STREAMED_ROWS >= LEAST_ASKING_ROWS else 0)
-    return num_tiles * num_weights // PANEL
+    num_tiles = rows // STREAMED_ROWS - 1 + (1 if rows % STREAMED_ROWS >= LEAST_ASKING_ROWS else 0)
+    return max(num_tiles, 0) * num_weights // PANEL
