@@ -313,18 +313,25 @@ def stream_add(  # type: ignore[no-untyped-def]
 
     The first rows ask for what lies `ahead` elements further, the others for what the cursor of `cache_prefetch` says.
     """
-    row = 0
+    row, whole = 0, rows // 8 * 8 if STREAMED_ROWS >= 8 else 0
+    while row < whole:  # by itself: together with the smaller tiles below each began 150 cycles later
+        factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
+        start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
+        lines = next_lines(cursor, depth) if cursor != NONE and (row > 0 or ahead == 0) else (0, 0, 0, 0, 0)
+        if lines[-1] > 0:
+            _stream_and_ask_8(*factors, *weight, *start, *sums, depth, *lines)
+        else:
+            _stream_8(*factors, *weight, *start, *sums, depth, ahead)
+        row += 8
     while row < rows:
         left = rows - row
         factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
         start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
-        lines = 0, 0, 0, 0, 0
+        lines = (0, 0, 0, 0, 0)
         if cursor != NONE and STREAMED_ROWS >= 8 and left >= LEAST_ASKING_ROWS and (row > 0 or ahead == 0):
             lines = next_lines(cursor, depth)
         if lines[-1] > 0:
-            if left >= 8:
-                _stream_and_ask_8(*factors, *weight, *start, *sums, depth, *lines)
-            elif left == 7:
+            if left == 7:
                 _stream_and_ask_7(*factors, *weight, *start, *sums, depth, *lines)
             elif left == 6:
                 _stream_and_ask_6(*factors, *weight, *start, *sums, depth, *lines)
@@ -332,10 +339,7 @@ def stream_add(  # type: ignore[no-untyped-def]
                 _stream_and_ask_5(*factors, *weight, *start, *sums, depth, *lines)
             else:
                 _stream_and_ask_4(*factors, *weight, *start, *sums, depth, *lines)
-            row += min(left, 8)
-        elif left >= 8 and STREAMED_ROWS >= 8:
-            _stream_8(*factors, *weight, *start, *sums, depth, ahead)
-            row += 8
+            row = rows
         elif left == 7 and STREAMED_ROWS >= 8:
             _stream_7(*factors, *weight, *start, *sums, depth, ahead)
             row += 7
