@@ -16,8 +16,8 @@ from kernels.cpu.numbers import FLOAT32, lines
 from kernels.cpu.registers import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_ROWS, stream_add
 
 _DEPTH = 2048  # of a panel that is multiplied by all rows before the next: it stays in a second cache level of 1 MiB
-# Of a panel that is written out as float32 at a time: 36 KiB, in the first cache level. On one core 16 rows by 3072 x 576
-# take 286 us, 295 with 128; 232 rows 3,469 and 3,518.
+# Of a panel that is written out as float32 at a time: 36 KiB, in the first cache level. On one core 16 rows by
+# 3072 x 576 take 286 us, and 295 with 128; 232 rows 3,469 and 3,518.
 _EXPANDED_DEPTH = 192
 # How far up to 8 rows ask ahead of what they read, from panel to panel and past the end of a thread's share. One row by
 # 49152 x 576 of 8 bits out of memory takes two threads 678 us, and 792 by two panels at once that lie side by side: the

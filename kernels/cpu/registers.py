@@ -87,7 +87,7 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
 
 
 def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
-    """As `_multiply_add`, but what is asked for are the lines of `cache_prefetch.next_lines`, one with each input."""
+    """As `_multiply_add`, but what is asked for are lines of `cache_prefetch.next_lines`."""
 
     @intrinsic
     def add_product(
