@@ -1,8 +1,9 @@
 """Keys and values that the next attention will read, asked for while the products before it compute.
 
 Attention waits for memory. Products wait for the multipliers, and leave memory idle most of the time: so they ask for
-blocks of the cache, evenly, at most a line with each input that they multiply by, and attention finds them in the last cache level. No
-more than that level has room for beside other things is asked for, and nothing where its size is not known.
+blocks of the cache, evenly, at most a line with each input that they multiply by, and attention finds them in the last
+cache level. No more than that level has room for beside other things is asked for, and nothing where its size is not
+known.
 
 `docs/cpu-performance.md` says what that gains.
 """
