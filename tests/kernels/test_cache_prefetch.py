@@ -70,10 +70,9 @@ def test_lanes_ask_for_each_line_once(
 
 def test_lines_are_asked_for_evenly_until_there_are_no_more() -> None:
     # 2 lanes, 3 blocks of 2 x 6 lines each: 36 lines of a lane for 100 inputs.
-    cursors, places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
+    cursors, _places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
     of_tiles = [next_lines(cursors[0].ctypes.data, 20)[-1] for _ in range(6)]
     assert of_tiles == [8, 8, 8, 8, 4, 0]
-    del places
 
 
 def test_no_more_is_asked_for_than_there_is_room_for() -> None:
@@ -84,7 +83,7 @@ def test_no_more_is_asked_for_than_there_is_room_for() -> None:
 
 
 def aimed(blocks: list[int], lanes: int, block_bytes: int, num_inputs: int, room_bytes: int = 1 << 30, start: int = 0):
-    """A cursor for each lane, and what they point at."""
+    """A cursor for each lane, and what they point at, to be kept as long as they are used."""
     numbers = np.array(blocks, dtype=np.int64)
     cursors, places = np.zeros((lanes, CURSOR_SIZE), dtype=np.int64), room_for_places(numbers, block_bytes)
     keys, values = (start, start + block_bytes) if start else (KEYS, VALUES)
@@ -120,7 +119,7 @@ def test_products_that_ask_have_the_same_bits(rows: int) -> None:
     )
     memory = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8)
     num_tiles = rows // STREAMED_ROWS + (rows % STREAMED_ROWS >= LEAST_ASKING_ROWS)
-    cursors, places = aimed([0], 1, _BLOCK_BYTES, num_tiles * depth, start=memory.ctypes.data)
+    cursors, _places = aimed([0], 1, _BLOCK_BYTES, num_tiles * depth, start=memory.ctypes.data)
     outs = []
     for where in (NONE, np.int64(cursors[0].ctypes.data)):
         out = np.zeros(rows * PANEL, dtype=np.float32)
@@ -130,7 +129,6 @@ def test_products_that_ask_have_the_same_bits(rows: int) -> None:
     np.testing.assert_array_equal(outs[0], outs[1])
     *_, first, _ = next_lines(cursors[0].ctypes.data, 1)
     assert first == num_tiles * depth, "an input asks for one line, where there are more than inputs"
-    del places
 
 
 @pytest.mark.skipif(STREAMED_ROWS < 8, reason="this processor multiplies fewer rows at once, which ask for nothing")
