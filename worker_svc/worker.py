@@ -31,6 +31,7 @@ from worker_svc.profile import Profile, Profiler
 from worker_svc.sequence_states import SequenceStates
 from worker_svc.step_pipeline import Deliver, StepPipeline
 from worker_svc.step_timer import StepTimer
+from worker_svc.touch_ahead import TouchAhead
 
 log = structlog.get_logger()
 
@@ -62,6 +63,8 @@ class Worker:
         self._pipeline: StepPipeline | None = None  # of the last lease
         self._waiter: ModelThread | None = None  # for outputs that come later
         self._end_process = end_process or _end_process
+        self._num_submitted = 0  # steps
+        self._touching: TouchAhead | None = None  # the cache
 
     # ---- Sizes ------------------------------------------------------------------------------------------------------
 
@@ -97,6 +100,9 @@ class Worker:
         self._limits, self._sizes = None, None
         if self._profile is None:
             self._profile = self._profiler.measure(self.bounds)
+        if self._touching is not None:
+            self._touching.stop()
+            self._touching = None
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
         staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
@@ -132,6 +138,8 @@ class Worker:
             settings_id=uuid.uuid4().hex,
         )
         self._limits = limits
+        if self._memory.is_host:
+            self._touching = TouchAhead(runner.cache.store, self._num_steps)
         return self._sizes
 
     # ---- Leases -----------------------------------------------------------------------------------------------------
@@ -181,8 +189,12 @@ class Worker:
         pipeline = self._pipeline
         return (0, 0) if pipeline is None else pipeline.running
 
+    def _num_steps(self) -> int | None:
+        return None if self.running[0] else self._num_submitted
+
     def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
         """Runs a step after those before it; `deliver` gets the answer, on the model thread."""
+        self._num_submitted += 1
         self.thread.submit(lambda: self._take(epoch, step, arrived_ns, deliver))
 
     def _take(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:

@@ -62,11 +62,11 @@ def take_linear(
     weight = in_order(weight)
     if store is not None and not is_exact:
         return store.make(names[0], weight, bias)
-    return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant)
+    return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
     """A product with a matrix that has been taken for something else."""
     if weights.int8 is None:
-        return dense(weight, is_batch_invariant=weights.is_batch_invariant)
+        return dense(weight, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
     return weights.int8.find(name, *weight.shape) or weights.int8.make(name, weight)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from worker_svc.huge_pages import HugePages
+
 if TYPE_CHECKING:
     from kernels.cpu.layer_product import Product
 
@@ -13,12 +15,14 @@ if TYPE_CHECKING:
 class PackedLinear:
     """See `Linear`; on a CPU. Of bfloat16 rows the sums are float32, too, and rounded once."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> None:
         from kernels.cpu.matmul import matmul  # here, so that a worker with a GPU waits for no compiler of CPU code
         from kernels.cpu.packed_weight import pack
 
         self._matmul = matmul
-        self._packed, self._bias = pack(weight), None if bias is None else bias.float()
+        packed = pack(weight)
+        self._packed = packed if memory is None else memory.keep(packed)
+        self._bias = None if bias is None else bias.float()
         self._out_features = weight.shape[0]
         self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from worker_svc.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.int8_store import Int8Store
@@ -23,6 +24,7 @@ class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
     int8: Int8Store | None  # what keeps products in eight bits; None: they stay in the model's dtype
+    memory: HugePages  # for packed products
     is_batch_invariant: bool  # set by who makes them: whether products give a row the same bits in any company
 
     def has(self, name: str) -> bool:
@@ -55,7 +57,7 @@ class CheckpointWeights:
         progress: LoadProgress,
         int8: Int8Store | None = None,
     ) -> None:
-        self.int8 = int8
+        self.int8, self.memory = int8, HugePages()
         self._folder, self._left = folder, tensors
         self._dtype, self._device, self._progress = dtype, device, progress
 
@@ -104,7 +106,7 @@ class DummyWeights:
     is_batch_invariant = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, int8: Int8Store | None = None) -> None:
-        self.int8 = int8
+        self.int8, self.memory = int8, HugePages()
         self._dtype, self._device = dtype, device
         self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
         self._generator = torch.Generator(self._drawn_on).manual_seed(seed)
