@@ -1,11 +1,12 @@
-"""The workloads in float32 over `LLM`, with and without --batch-invariant and with weights that take 32 bits, and W1
-beside the bandwidth that bounds it: `python -m benchmarks.cpu_workloads`.
+"""The workloads in float32 over `LLM`, with and without --batch-invariant and with weights that take 32 bits, W1 beside
+the bandwidth that bounds it and W2 beside the products: `python -m benchmarks.cpu_workloads`.
 
 The modes take turns in each round, each with a worker of its own, so that a machine that slows down slows all. One
 request generates no token faster than its weights are read: a bound of W1 is the machine's bandwidth, measured in the
 same round between the workers, over the bytes of all matrices. There are two: of the bytes that the matrices have as
-float32, which a product over few bits may exceed, and of those that they are kept in, which nothing can. Medians are
-shown and every round is kept.
+float32, which a product over few bits may exceed, and of those that they are kept in, which nothing can. Many requests
+are computed no faster than their products: a bound of W2 is the speed of the fastest large product, measured as well,
+over the products that no engine can leave out. Medians are shown and every round is kept.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "batch-invariant": {"batch_invariant": True},
     "32 bits": {"load_format": "dummy"},  # random weights: nothing of them can be left out
+}
+
+_BOUNDS = {  # of which workload each is one
+    "bound_tokens_per_s": "W1",
+    "bound_as_kept_tokens_per_s": "W1",
+    "bound_of_products_tokens_per_s": "W2",
 }
 
 
@@ -61,6 +68,7 @@ def _round(model: str, names: list[str]) -> dict[str, Any]:
         "bytes_a_token": {"as_float32": as_float32, "as_kept": as_kept},
         "bound_tokens_per_s": limits.read_gb_per_s * 1e9 / as_float32,
         "bound_as_kept_tokens_per_s": limits.read_gb_per_s * 1e9 / as_kept,
+        "bound_of_products_tokens_per_s": _bound_of_products(model, as_float32, limits.gflop_per_s),
     }
     for mode, options in MODES.items():
         with LLM(model, dtype="float32", **options) as llm:
@@ -82,25 +90,44 @@ def _bytes_a_token(model: str) -> tuple[int, int]:
     return config.weights_bytes - table, load_model(folder, without_angles, "cpu").weights_bytes - table
 
 
+def _bound_of_products(model: str, as_float32: int, gflop_per_s: float) -> float:
+    """Output tokens/s of W2 by its products alone. Of a prompt only the last row needs the last layer, nearly, and the
+    head; the token that was drawn last is not computed any more."""
+    config = ModelConfig.from_folder(resolve_model(model), "float32")
+    workload, head = workloads.make("W2", config.vocab_size), config.vocab_size * config.hidden_size
+    layers, num_flops = as_float32 / config.dtype.itemsize - head, 0.0
+    for request in workload.requests:
+        num_left_out = len(request.prompt_token_ids) - 1
+        num_rows = num_left_out + request.max_tokens
+        num_flops += 2 * (num_rows * layers - num_left_out * layers / config.num_layers + request.max_tokens * head)
+    return workload.num_output_tokens / (num_flops / gflop_per_s / 1e9)
+
+
 def _table(rounds: list[dict[str, Any]], names: list[str]) -> str:
-    lines = ["| workload | tokens/s | of the bound as float32 | as kept | batch-invariant | its cost "]
-    lines[0] += "| weights of 32 bits | of the bound |"
-    lines.append("|" + " --- |" * 8)
+    lines = ["| workload | tokens/s | of bandwidth, as float32 | as kept | of products | batch-invariant | its cost "]
+    lines[0] += "| weights of 32 bits | of bandwidth | of products |"
+    lines.append("|" + " --- |" * 10)
     for name in names:
         default, invariant, whole = (statistics.median(one[mode][name] for one in rounds) for mode in MODES)
         cost = statistics.median(1 - one["batch-invariant"][name] / one["default"][name] for one in rounds)
-        as_float32, as_kept, of_whole = (
-            f"{statistics.median(one[mode][name] / one[bound] for one in rounds):.2f}" if name == "W1" else "-"
-            for mode, bound in (
-                ("default", "bound_tokens_per_s"),
-                ("default", "bound_as_kept_tokens_per_s"),
-                ("32 bits", "bound_tokens_per_s"),
-            )
-        )
-        row = name, f"{default:.1f}", as_float32, as_kept, f"{invariant:.1f}", f"{cost:.1%}", f"{whole:.1f}", of_whole
+        row = [name, f"{default:.1f}", *_shares(rounds, name, "default", *_BOUNDS)]
+        row += [
+            f"{invariant:.1f}",
+            f"{cost:.1%}",
+            f"{whole:.1f}",
+            *_shares(rounds, name, "32 bits", *list(_BOUNDS)[::2]),
+        ]
         lines.append(f"| {' | '.join(row)} |")
     sizes = " MB, ".join(f"{one / 1e6:.0f}" for one in rounds[0]["bytes_a_token"].values())
     return "\n".join([*lines, "", f"Matrices that a token reads, as float32 and as they are kept: {sizes} MB"])
+
+
+def _shares(rounds: list[dict[str, Any]], name: str, mode: str, *bounds: str) -> list[str]:
+    """Medians of tokens/s over each of the bounds; a dash where it is none of this workload."""
+    return [
+        f"{statistics.median(one[mode][name] / one[bound] for one in rounds):.2f}" if _BOUNDS[bound] == name else "-"
+        for bound in bounds
+    ]
 
 
 if __name__ == "__main__":

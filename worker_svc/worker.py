@@ -190,7 +190,8 @@ class Worker:
         return (0, 0) if pipeline is None else pipeline.running
 
     def _num_steps(self) -> int | None:
-        return None if self.running[0] else self._num_submitted
+        """See `TouchAhead`; until the first lease others, who have yet to start, need the processor more."""
+        return None if self._pipeline is None or self.running[0] else self._num_submitted
 
     def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
         """Runs a step after those before it; `deliver` gets the answer, on the model thread."""
