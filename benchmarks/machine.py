@@ -36,11 +36,17 @@ def slug(facts: dict[str, Any]) -> str:
 
 
 def _cpu_name() -> str:
+    """With family and model where there are any: a virtual machine may say no more than the maker's line of them."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu_info = Path("/proc/cpuinfo").read_text()
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+        cpu_info = ""
+    names = ("model name", "cpu family", "model")
+    name, *numbers = (re.search(rf"^{key}\s*:\s*(.+)$", cpu_info, re.MULTILINE) for key in names)
+    if name is None:
+        return platform.processor() or platform.machine() or "unknown"
+    family, model = (found.group(1).strip() if found else "" for found in numbers)
+    return name.group(1).strip() + (f", family {family} model {model}" if family and model else "")
 
 
 def _version(package: str) -> str | None:

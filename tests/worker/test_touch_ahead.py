@@ -6,13 +6,20 @@ import ctypes
 import mmap
 import sys
 import time
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.worker.fake_model import FakeModel, fake_config
+from tests.worker.test_worker import eventually
 from worker_svc import touch_ahead
+from worker_svc.config import WorkerConfig
 from worker_svc.cpu_moves import untouched_zeros
+from worker_svc.model_runner import ModelRunner
 from worker_svc.touch_ahead import TouchAhead, provide
+from worker_svc.worker import Worker
 
 MIB = 1 << 20
 
@@ -85,6 +92,30 @@ def test_a_system_that_does_not_provide_is_asked_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(touch_ahead, "provide", lambda address, _: asked.append(address))
     TouchAhead(untouched_zeros((2, 2, 7, MIB), torch.uint8), lambda: 0)._thread.join()
     assert len(asked) == 1
+
+
+def test_a_worker_asks_from_its_first_lease_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def note(address: int, _: int) -> bool:
+        asked.append(address)
+        return True
+
+    monkeypatch.setattr(touch_ahead, "provide", note)
+    config = WorkerConfig(device="cpu", block_size=4, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=0.001)
+    runner = ModelRunner(FakeModel(), fake_config(), config.block_size)
+    worker = Worker(runner, config)
+    worker.initialize(worker.bounds).result(60)
+    time.sleep(0.2)
+    assert not asked
+    worker.begin(1).result(60)
+    parts = [part.data_ptr() for layer in runner.cache.layers for part in layer]
+    eventually(lambda: asked == parts)  # each has less than a piece
+    # For other limits there is another cache: nobody holds on to the one before.
+    first = weakref.ref(runner.cache.store)
+    worker.initialize(replace(worker.bounds, max_num_seqs=2)).result(60)
+    assert first() is None
+    eventually(lambda: asked[len(parts) :] == [part.data_ptr() for layer in runner.cache.layers for part in layer])
 
 
 def _are_there(memory: torch.Tensor) -> bool:
