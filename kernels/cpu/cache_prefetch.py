@@ -22,7 +22,8 @@ from kernels.cpu.vector_code import CACHE_LINE_BYTES
 NONE = np.int64(0)  # in place of a cursor's address
 # Of a cursor, i64[CURSOR_SIZE], what a lane has not asked for yet: lines _NEXT to _END of its share. 2^_SHIFT of them
 # lie one after the other in memory, from each of the addresses that begin at _PLACES on. _RATE of `WHOLE` inputs ask.
-_PLACES, _SHIFT, _RATE, _NEXT, _END = range(5)
+# Who asks for whole runs may still ask for `_DUE` lines, in parts of `WHOLE`; less than 0: has asked for too many.
+_PLACES, _SHIFT, _RATE, _NEXT, _END, _DUE = range(6)
 WHOLE = 1 << 8
 CURSOR_SIZE = 16  # no cache line holds two: lanes that wrote to the same one made a pass 12 ms longer
 
@@ -108,3 +109,24 @@ def next_lines(cursor, num_inputs):  # type: ignore[no-untyped-def]
     count = min((num_inputs - 1) * fields[_RATE] // WHOLE + 1, fields[_END] - first)
     fields[_NEXT] = first + count
     return fields[_PLACES], fields[_SHIFT], fields[_RATE], first, count
+
+
+@njit(nogil=True)
+def next_run(cursor, num_inputs):  # type: ignore[no-untyped-def]
+    """(address, count): lines that lie one after the other, at most one for each of so many inputs; none where those
+    before them have asked for what will be theirs."""
+    fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
+    fields[_DUE] += num_inputs * fields[_RATE]
+    first, left = fields[_NEXT], min(fields[_END] - fields[_NEXT], num_inputs)
+    if fields[_DUE] <= 0 or left <= 0:
+        return 0, 0
+    shift = fields[_SHIFT]
+    run, size = first >> shift, 1 << shift
+    places = lines(fields[_PLACES], INT64, 1, fields[_END] >> shift)[0]
+    count = size - first % size
+    while count < left and places[run + 1] == places[run] + size * CACHE_LINE_BYTES:
+        run, count = run + 1, count + size
+    count = min(count, left)
+    fields[_NEXT] = first + count
+    fields[_DUE] -= count * WHOLE
+    return places[first >> shift] + first % size * CACHE_LINE_BYTES, count

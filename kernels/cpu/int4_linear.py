@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from kernels.cpu.cache_prefetch import NONE, next_run
 from kernels.cpu.few_bits import FORMATS
 from kernels.cpu.int4_tile import TILE_ROWS, multiply_tile
 from kernels.cpu.int8_linear import DOT_KIND
@@ -47,6 +48,7 @@ _SYMMETRIC_BYTES, _WITH_MINIMUM_BYTES = _SYMMETRIC.record_bytes, _WITH_MINIMUM.r
 # as all integers are `least` more than they are stored.
 _OF_MINIMA, _OF_SCALES = np.float32(-1 / ZERO), np.float32(-_SYMMETRIC.least / ZERO)
 _QUANTIZING, _MULTIPLYING = np.arange(2)  # phases
+_LINES_A_GROUP = 16  # the most that a tile asks for on behalf of a cursor
 
 
 def int4_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -126,7 +128,8 @@ def _int4_linear(  # type: ignore[no-untyped-def]
         quantize_rows(team, _QUANTIZING, quantizing, (FLOAT32, x_address, np.int64(x_stride * 4), num_in, rows))
         wait(team, _QUANTIZING, quantizing)
         weight = weight_address, has_minimum, bias_address, np.int64(no_bias.ctypes.data), num_out
-        multiply_panels(team, _MULTIPLYING, multiplying, (kind, out_address, np.int64(out_stride * 4), rows, weight))
+        places = kind, out_address, np.int64(out_stride * 4), rows, weight, NONE
+        multiply_panels(team, _MULTIPLYING, multiplying, places)
 
 
 @njit(nogil=True)
@@ -136,20 +139,27 @@ def items_of_panels(num_out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def multiply_panel(item, end, kind, out, out_row, rows, weight):  # type: ignore[no-untyped-def]
+def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
+    """See `registers.num_asking_inputs`; by weights of four bits, of which a group asks for several lines."""
+    return max(rows // TILE_ROWS - 1, 0) * num_weights // (PANEL * GROUP) * _LINES_A_GROUP
+
+
+@njit(nogil=True)
+def multiply_panel(item, end, kind, out, out_row, rows, weight, cursor):  # type: ignore[no-untyped-def]
     """One item of `items_of_panels`: all rows (see `int8_rows.rows_in`) by its outputs; see `shared_work.shared`.
 
     out: address, `out_row` bytes a row. weight: the address of the records, whether they have minima; addresses of
-    the bias (or 0) and of as many zeros as a panel has outputs; the number of all outputs.
+    the bias (or 0) and of as many zeros as a panel has outputs; the number of all outputs. `cursor`, of
+    `cache_prefetch` or NONE: what whole tiles but the first ask for meanwhile.
     """
     packed, has_minimum, bias, zeros, num_out = weight
     first, panel_bytes = item * PANEL, rows[4] * _record_bytes(has_minimum)
     panel = packed + item * panel_bytes, has_minimum, panel_bytes // CACHE_LINE_BYTES if item + 1 < end else 0
     place, added = out + first * 4, bias + first * 4 if bias != 0 else zeros
     if first + PANEL <= num_out:
-        _multiply_rows(kind, place, out_row, rows, panel, added)
+        _multiply_rows(kind, place, out_row, rows, panel, added, cursor)
     else:
-        _multiply_edge(kind, place, out_row, rows, panel, added, num_out - first)
+        _multiply_edge(kind, place, out_row, rows, panel, added, num_out - first, cursor)
 
 
 multiply_panels = shared(multiply_panel)
@@ -161,7 +171,7 @@ def _record_bytes(has_minimum):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _multiply_rows(kind, out, out_row, rows, panel, added):  # type: ignore[no-untyped-def]
+def _multiply_rows(kind, out, out_row, rows, panel, added, cursor):  # type: ignore[no-untyped-def]
     """All rows by a panel: its address, whether it has minima, how many cache lines will be read next."""
     q, steps, sums, num_rows, num_groups = rows
     weight, has_minimum, next_lines = panel
@@ -175,6 +185,9 @@ def _multiply_rows(kind, out, out_row, rows, panel, added):  # type: ignore[no-u
     lines_a_tile = lines_a_group * num_groups
     for tile in range(num_tiles):
         row = tile * TILE_ROWS
+        other, count = np.int64(0), np.int64(0)
+        if cursor != NONE and tile > 0 and row + TILE_ROWS <= num_rows:
+            other, count = next_run(cursor, num_groups * _LINES_A_GROUP)
         places = (
             q + row * q_row,
             q_row,
@@ -191,22 +204,24 @@ def _multiply_rows(kind, out, out_row, rows, panel, added):  # type: ignore[no-u
             num_groups,
             weight + num_groups * record_bytes + tile * lines_a_tile * CACHE_LINE_BYTES,
             lines_a_group if tile * lines_a_tile < next_lines else 0,
+            other,
+            (count + num_groups - 1) // num_groups,
         )
         multiply_tile(kind, min(TILE_ROWS, num_rows - row), places)
 
 
 @njit(nogil=True)
-def _multiply_edge(kind, out, out_row, rows, panel, added, count):  # type: ignore[no-untyped-def]
+def _multiply_edge(kind, out, out_row, rows, panel, added, count, cursor):  # type: ignore[no-untyped-def]
     """The same where only `count` of the panel's outputs exist: nothing past them is read or written."""
     num_rows = rows[3]
     whole, bias = np.empty((num_rows, PANEL), np.float32), np.zeros(PANEL, np.float32)
     bias[:count] = lines(added, FLOAT32, 1, count)[0]
-    _multiply_into(kind, whole, rows, panel, bias)
+    _multiply_into(kind, whole, rows, panel, bias, cursor)
     for row in range(num_rows):
         lines(out + row * out_row, FLOAT32, 1, count)[0][:] = whole[row, :count]
 
 
 @njit(nogil=True)
-def _multiply_into(kind, whole, rows, panel, bias):  # type: ignore[no-untyped-def]
+def _multiply_into(kind, whole, rows, panel, bias, cursor):  # type: ignore[no-untyped-def]
     """A function of its own, as an array lives as long as a call that it was given to: not so one's address."""
-    _multiply_rows(kind, whole.ctypes.data, PANEL * 4, rows, panel, bias.ctypes.data)
+    _multiply_rows(kind, whole.ctypes.data, PANEL * 4, rows, panel, bias.ctypes.data, cursor)

@@ -52,8 +52,8 @@ def _tile(rows: int) -> Any:
 
     `steps` (float32) and `sums` (int32, -128 times a group's sum of q) have one number a row and group. What lies at
     `minima` in a record are 48 float16 that `minimum_factor` makes minima over -128. With each group, `ahead_lines`
-    cache lines from `ahead` on are asked for; tiles of fewer rows, which are alone with a panel or the last to read it,
-    ask for what lies shortly behind their record instead.
+    cache lines from `ahead` on are asked for, and `other_lines` from `other` on; tiles of fewer rows, which are alone
+    with a panel or the last to read it, ask for what lies shortly behind their record instead.
     """
 
     @intrinsic
@@ -75,6 +75,8 @@ def _tile(rows: int) -> Any:
         num_groups: Any,
         ahead: Any,
         ahead_lines: Any,
+        other: Any,
+        other_lines: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             (
@@ -93,6 +95,8 @@ def _tile(rows: int) -> Any:
                 count,
                 ahead_start,
                 ahead_lines,
+                other_start,
+                other_lines,
             ) = arguments[1:]
             index = count.type
             parts = range(STREAMED_VECTORS)  # of a panel
@@ -110,7 +114,8 @@ def _tile(rows: int) -> Any:
             with cgutils.for_range(builder, count) as loop:
                 record = builder.add(weight_start, builder.mul(loop.index, record_bytes))
                 if rows == TILE_ROWS:
-                    ask_for(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
+                    for start, num_lines in ((ahead_start, ahead_lines), (other_start, other_lines)):
+                        ask_for(builder, start, builder.mul(loop.index, num_lines), num_lines)
                 else:
                     ask_for(builder, builder.add(record, index(_AHEAD_BYTES)), index(0), index(_RECORD_LINES), level=1)
                 words = builder.add(record, builder.sub(record_bytes, index(PANEL * GROUP // 2)))
@@ -148,7 +153,7 @@ def _tile(rows: int) -> Any:
                 store(builder, builder.load(totals[r, v]), builder.add(out_rows[r], index(v * LANES * 4)))
             return context.get_dummy_value()
 
-        return types.void(kind, *[types.intp] * 8, types.float32, *[types.intp] * 6), generate
+        return types.void(kind, *[types.intp] * 8, types.float32, *[types.intp] * 8), generate
 
     return tile
 

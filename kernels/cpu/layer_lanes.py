@@ -19,10 +19,9 @@ from kernels.cpu.attention import _paged_attention
 from kernels.cpu.cache import store_token
 from kernels.cpu.cache_prefetch import CURSOR_SIZE, aim, blocks_before, room_for_places
 from kernels.cpu.layer_product import PHASES as PRODUCT_PHASES
-from kernels.cpu.layer_product import PRODUCT, multiply
+from kernels.cpu.layer_product import PRODUCT, multiply, num_asking_inputs
 from kernels.cpu.norm import norm_rows
 from kernels.cpu.numbers import lines
-from kernels.cpu.registers import num_asking_inputs
 from kernels.cpu.rotary import rotate_rows
 from kernels.cpu.shared_work import counters, shared, wait
 
@@ -145,9 +144,9 @@ def _aim(
     cursor: Any, places: Any, blocks: Any, lane: Any, lanes: Any, stored_element: Any, layer: Any, step: Any
 ) -> None:
     caches = layer.key_cache, layer.value_cache, _block_bytes(stored_element, layer, step)
-    num_weights = 0
+    num_inputs = 0
     for product in (layer.attention_out, layer.mlp_in, layer.mlp_out, layer.qkv):
-        num_weights += product.num_in * product.num_out
+        num_inputs += num_asking_inputs(product, step.rows)
     aim(
         cursor,
         places,
@@ -156,7 +155,7 @@ def _aim(
         lanes,
         *caches,
         step.prefetch_bytes,
-        num_asking_inputs(step.rows, num_weights) // lanes,
+        num_inputs // lanes,
     )
 
 

@@ -15,11 +15,13 @@ from numba import extending, njit, types
 from kernels.cpu.int4_linear import check_weight as check_int4_weight
 from kernels.cpu.int4_linear import items_of_panels
 from kernels.cpu.int4_linear import multiply_panels as multiply_int4_panels
+from kernels.cpu.int4_linear import num_asking_inputs as num_inputs_of_int4
 from kernels.cpu.int8_linear import DOT_KIND, check_weight, items_of_outputs
 from kernels.cpu.int8_linear import multiply_panels as multiply_int8_panels
 from kernels.cpu.int8_rows import items_of_rows, quantize_rows, rows_in
 from kernels.cpu.matmul import items_of, multiply_panels
 from kernels.cpu.packed_weight import ELEMENTS, packed_shape
+from kernels.cpu.registers import num_asking_inputs as num_inputs_of_floats
 from kernels.cpu.shared_work import wait
 
 PRODUCT = np.dtype(
@@ -72,6 +74,15 @@ class Product:
 
 
 @njit(nogil=True)
+def num_asking_inputs(product: Any, rows: Any) -> Any:
+    """How many inputs ask for what a cursor says while so many rows are multiplied; see `cache_prefetch.aim`."""
+    num_weights = product.num_in * product.num_out
+    if product.kind >= 0:
+        return num_inputs_of_floats(rows, num_weights)
+    return 0 if product.kind == INT8 else num_inputs_of_int4(rows, num_weights)
+
+
+@njit(nogil=True)
 def multiply(
     team: Any, phase: Any, element: Any, product: Any, out: Any, x: Any, rows: Any, step: Any, cursor: Any
 ) -> None:
@@ -79,7 +90,7 @@ def multiply(
 
     element: of the rows, `out` and x, which are contiguous and given by their addresses. Of `step`: the bytes of an
     element, and for INT8 and INT4 `room` for quantised rows (`int8_rows.room_bytes`) and `zeros` of a missing bias.
-    `cursor`, of `cache_prefetch`: what products of float weights ask for meanwhile.
+    `cursor`, of `cache_prefetch`: what all but those of INT8 ask for meanwhile.
     """
     if product.kind == INT8:
         quantized = _quantize(team, phase, element, product, x, rows, step)
@@ -113,17 +124,17 @@ def _multiply_others(team, phase, element, product, out, x, rows, step, cursor):
 
 def _multiply_float32(team, phase, element, product, out, x, rows, step, cursor):  # type: ignore[no-untyped-def]
     if product.kind < INT8:
-        _multiply_int4(team, phase, element, product, out, x, rows, step)
+        _multiply_int4(team, phase, element, product, out, x, rows, step, cursor)
     else:
         _multiply_floats(team, phase, product, out, x, rows, cursor)
 
 
 @njit(nogil=True)
-def _multiply_int4(team, phase, element, product, out, x, rows, step):  # type: ignore[no-untyped-def]
+def _multiply_int4(team, phase, element, product, out, x, rows, step, cursor):  # type: ignore[no-untyped-def]
     quantized = _quantize(team, phase, element, product, x, rows, step)
     num_items, has_minimum = items_of_panels(product.num_out), product.kind == _INT4_WITH_MINIMUM
     weight = product.weight, has_minimum, product.bias, step.zeros, product.num_out
-    multiply_int4_panels(team, phase + 1, num_items, (DOT_KIND, out, product.num_out * 4, quantized, weight))
+    multiply_int4_panels(team, phase + 1, num_items, (DOT_KIND, out, product.num_out * 4, quantized, weight, cursor))
     wait(team, phase + 1, num_items)
 
 

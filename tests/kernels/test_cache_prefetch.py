@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 
 from kernels.cpu.cache_prefetch import (
     CURSOR_SIZE,
@@ -18,13 +19,28 @@ from kernels.cpu.cache_prefetch import (
     blocks_before,
     last_level_bytes,
     next_lines,
+    next_run,
     room_for_places,
 )
+from kernels.cpu.int4_linear import num_asking_inputs as num_inputs_of_int4
+from kernels.cpu.int4_tile import TILE_ROWS
+from kernels.cpu.int8_rows import room_bytes
+from kernels.cpu.layer_product import PHASES, PRODUCT, Product, multiply
+from kernels.cpu.numbers import FLOAT32
+from kernels.cpu.packed_weight import pack
 from kernels.cpu.registers import LEAST_ASKING_ROWS, PANEL, STREAMED_ROWS, num_asking_inputs, stream_add
+from kernels.cpu.shared_work import counters
 
 LINE = 64
+_STEP = np.dtype([("room", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])
 KEYS, VALUES = 1 << 30, 1 << 40
 _BLOCK_BYTES = 48 << 10  # more than products below ask for
+
+
+@njit(nogil=True)
+def _multiply(products, out, x, rows, steps, cursor):
+    team = counters(1, PHASES), np.int64(0), np.int64(1)
+    multiply(team, 0, FLOAT32, products[0], out, x, rows, steps[0], cursor)
 
 
 def asked_blocks(tables: list[list[int]], lens: list[int], query_lens: list[int], block_size: int, window: int):
@@ -73,6 +89,42 @@ def test_lines_are_asked_for_evenly_until_there_are_no_more() -> None:
     cursors, _places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
     of_tiles = [next_lines(cursors[0].ctypes.data, 20)[-1] for _ in range(6)]
     assert of_tiles == [8, 8, 8, 8, 4, 0]
+
+
+@given(
+    blocks=st.lists(st.integers(0, 20), max_size=9),
+    lanes=st.integers(1, 4),
+    block_bytes=st.sampled_from([16, 64, 96, 192, 12_288]),
+    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=5),
+    num_inputs=st.integers(0, 20_000),
+)
+def test_runs_of_lanes_have_each_line_once(
+    blocks: list[int], lanes: int, block_bytes: int, sizes: list[int], num_inputs: int
+) -> None:
+    cursors, _places = aimed(blocks, lanes, block_bytes, num_inputs)
+    asked: list[int] = []
+    for lane, cursor in enumerate(cursors):
+        share = len(blocks) * (lane + 1) // lanes - len(blocks) * lane // lanes
+        num_left = share * 2 * -(-block_bytes // LINE)
+        for number in range(100_000):
+            address, count = next_run(cursor.ctypes.data, sizes[number % len(sizes)])
+            assert count <= sizes[number % len(sizes)]
+            asked += range(address, address + count * LINE, LINE)
+            num_left -= count
+            if num_left == 0:
+                break
+        assert num_left == 0 and next_run(cursor.ctypes.data, 1 << 20) == (0, 0)
+    lines = range(0, block_bytes, LINE)
+    assert sorted(asked) == sorted(
+        part + block * block_bytes + line for block in blocks for part in (KEYS, VALUES) for line in lines
+    )
+
+
+def test_runs_wait_until_they_are_due() -> None:
+    # 36 lines of a lane in runs of 6, for 100 inputs: ten of them are worth four lines.
+    cursors, _places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
+    counts = [next_run(cursors[0].ctypes.data, 10)[1] for _ in range(10)]
+    assert counts == [6, 6, 6, 0, 6, 6, 0, 6, 0, 0]
 
 
 def test_no_more_is_asked_for_than_there_is_room_for() -> None:
@@ -135,6 +187,37 @@ def test_products_that_ask_have_the_same_bits(rows: int) -> None:
 def test_the_first_tile_of_rows_is_not_counted_on() -> None:
     of_rows = {rows: num_asking_inputs(rows, 2 * 70 * PANEL) for rows in (1, 8, 11, 12, 16, 19, 32)}
     assert of_rows == {1: 0, 8: 0, 11: 0, 12: 140, 16: 140, 19: 140, 32: 420}
+
+
+def test_int4_products_that_ask_have_the_same_bits() -> None:
+    rows, num_out, num_in = 13, 2 * PANEL + 5, 96
+    generator = torch.Generator().manual_seed(0)
+    scale = (1 + torch.rand(num_out, num_in // 32, 1, generator=generator)).half().float()
+    integers = torch.randint(0, 16, (num_out, num_in // 32, 32), generator=generator).float()
+    integers[..., :2] = torch.tensor([0.0, 15.0])
+    packed = pack((scale * integers - scale).view(num_out, num_in))
+    product = Product.of_int4(packed, None, num_out, num_in)
+    x = torch.randn(rows, num_in, generator=generator)
+    memory = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8)
+    num_inputs = num_inputs_of_int4(rows, num_out * num_in)
+    cursors, _places = aimed([0], 1, _BLOCK_BYTES, num_inputs, start=memory.ctypes.data)
+    outs = []
+    for where in (NONE, np.int64(cursors[0].ctypes.data)):
+        out, room, zeros = torch.zeros(rows, num_out), torch.zeros(room_bytes(rows, num_in)), torch.zeros(PANEL)
+        step = np.array([(room.data_ptr(), zeros.data_ptr(), 4)], dtype=_STEP)
+        record = np.array([product.record], dtype=PRODUCT)
+        _multiply(record, out.data_ptr(), x.data_ptr(), rows, step, where)
+        outs.append(out)
+    assert outs[0].any() and torch.equal(outs[0], outs[1])
+    num_panels, num_tiles, num_groups = 3, rows // TILE_ROWS - 1, num_in // 32
+    assert (
+        next_run(cursors[0].ctypes.data, 1)[0] == memory.ctypes.data + num_panels * num_tiles * num_groups * 16 * LINE
+    )
+
+
+def test_the_first_tile_of_rows_by_four_bits_is_not_counted_on() -> None:
+    of_rows = {rows: num_inputs_of_int4(rows, 2 * 64 * PANEL) for rows in (1, 7, 8, 11, 12, 32)}
+    assert of_rows == {1: 0, 7: 0, 8: 64, 11: 64, 12: 128, 32: 448}
 
 
 def test_the_largest_cache_counts(tmp_path: Path) -> None:
