@@ -35,11 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "32 bits": {"load_format": "dummy"},  # random weights: nothing of them can be left out
 }
 
-_BOUNDS = {  # of which workload each is one
-    "bound_tokens_per_s": "W1",
-    "bound_as_kept_tokens_per_s": "W1",
-    "bound_of_products_tokens_per_s": "W2",
-}
+_OF_BANDWIDTH, _AS_KEPT, _OF_PRODUCTS = (f"bound_{of}tokens_per_s" for of in ("", "as_kept_", "of_products_"))
+_WORKLOAD_OF = {_OF_BANDWIDTH: "W1", _AS_KEPT: "W1", _OF_PRODUCTS: "W2"}  # which each of them bounds
 
 
 def main() -> int:
@@ -66,9 +63,9 @@ def _round(model: str, names: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "limits": dataclasses.asdict(limits),
         "bytes_a_token": {"as_float32": as_float32, "as_kept": as_kept},
-        "bound_tokens_per_s": limits.read_gb_per_s * 1e9 / as_float32,
-        "bound_as_kept_tokens_per_s": limits.read_gb_per_s * 1e9 / as_kept,
-        "bound_of_products_tokens_per_s": _bound_of_products(model, as_float32, limits.gflop_per_s),
+        _OF_BANDWIDTH: limits.read_gb_per_s * 1e9 / as_float32,
+        _AS_KEPT: limits.read_gb_per_s * 1e9 / as_kept,
+        _OF_PRODUCTS: _bound_of_products(model, as_float32, limits.gflop_per_s),
     }
     for mode, options in MODES.items():
         with LLM(model, dtype="float32", **options) as llm:
@@ -110,13 +107,9 @@ def _table(rounds: list[dict[str, Any]], names: list[str]) -> str:
     for name in names:
         default, invariant, whole = (statistics.median(one[mode][name] for one in rounds) for mode in MODES)
         cost = statistics.median(1 - one["batch-invariant"][name] / one["default"][name] for one in rounds)
-        row = [name, f"{default:.1f}", *_shares(rounds, name, "default", *_BOUNDS)]
-        row += [
-            f"{invariant:.1f}",
-            f"{cost:.1%}",
-            f"{whole:.1f}",
-            *_shares(rounds, name, "32 bits", *list(_BOUNDS)[::2]),
-        ]
+        row = [name, f"{default:.1f}", *_shares(rounds, name, "default", _OF_BANDWIDTH, _AS_KEPT, _OF_PRODUCTS)]
+        row += [f"{invariant:.1f}", f"{cost:.1%}", f"{whole:.1f}"]
+        row += _shares(rounds, name, "32 bits", _OF_BANDWIDTH, _OF_PRODUCTS)
         lines.append(f"| {' | '.join(row)} |")
     sizes = " MB, ".join(f"{one / 1e6:.0f}" for one in rounds[0]["bytes_a_token"].values())
     return "\n".join([*lines, "", f"Matrices that a token reads, as float32 and as they are kept: {sizes} MB"])
@@ -125,7 +118,9 @@ def _table(rounds: list[dict[str, Any]], names: list[str]) -> str:
 def _shares(rounds: list[dict[str, Any]], name: str, mode: str, *bounds: str) -> list[str]:
     """Medians of tokens/s over each of the bounds; a dash where it is none of this workload."""
     return [
-        f"{statistics.median(one[mode][name] / one[bound] for one in rounds):.2f}" if _BOUNDS[bound] == name else "-"
+        f"{statistics.median(one[mode][name] / one[bound] for one in rounds):.2f}"
+        if _WORKLOAD_OF[bound] == name
+        else "-"
         for bound in bounds
     ]
 
