@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+NOT_SENT = 'Failed "execute_batch"'  # so grpc's error begins where the other end of a call is gone
 
 
 def configure(level: str = "info") -> None:
@@ -45,4 +46,14 @@ def configure(level: str = "info") -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
         )
     )
+    handler.addFilter(_is_news)
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for grpc's traceback of a call whose client left, or whose deadline passed, with an answer on its way.
+
+    Calls end so every day, and grpc says nothing of it itself where it learns of the end before the answer fails.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError" or not str(error).startswith(NOT_SENT)

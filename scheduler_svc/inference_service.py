@@ -127,16 +127,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.ServicerContext) -> None:
-    if (admission := stream.admission()) is not None:
-        await context.write(admission)
-    while True:
-        response = await box.receive()
-        try:
+    try:
+        if (admission := stream.admission()) is not None:
+            await context.write(admission)
+        while True:
+            response = await box.receive()
             await context.write(response)
-        except cygrpc.ExecuteBatchError:  # the client left while this waited to be read
-            raise asyncio.CancelledError from None
-        if response.HasField("usage"):
-            return
+            if response.HasField("usage"):
+                return
+    except cygrpc.ExecuteBatchError:  # the client left, or its deadline passed, while this waited to be read
+        raise asyncio.CancelledError from None
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
