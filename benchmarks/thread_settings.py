@@ -2,7 +2,8 @@
 
 A thread that spins at a barrier is quick on an idle machine and costs milliseconds on one where scheduler, client or a
 neighbour want the core. Every setting takes its turn in each round, each with a server of its own, alone and beside
-a busy neighbour; medians are shown. `octavo.serving_plan.worker_environment` holds what was chosen.
+a busy neighbour, whose processor time is looked at, too: it should cost no more than that. Medians are shown.
+`octavo.serving_plan.worker_environment` holds what was chosen, `worker_svc.compute_threads` when a thread gives way.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import argparse
 import datetime
 import json
 import statistics
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from benchmarks import machine
 from benchmarks.served import over_generate, served, wait_until_ready
@@ -43,6 +46,7 @@ def main() -> int:
 
     facts = machine.describe()
     speeds: dict[str, list[float]] = {}
+    cores_taken: dict[str, list[float]] = {}  # by neighbours
     for number in range(arguments.rounds):
         for threads in sorted({1, available_cores()}):
             for setting, environment in SETTINGS.items():
@@ -52,37 +56,43 @@ def main() -> int:
                     wait_until_ready(address)
                     over_generate(address, workloads.warm_up(arguments.vocab_size))
                     for neighbours in (0, 1):
-                        with _busy(neighbours):
+                        with _busy(neighbours) as processes:
                             for name in arguments.workloads:
+                                started_s, used_s = time.monotonic(), _processor_time_s(processes)
                                 row = over_generate(address, workloads.make(name, arguments.vocab_size))
+                                taken = (_processor_time_s(processes) - used_s) / (time.monotonic() - started_s)
                                 key = f"{name} | {threads} | {setting} | {neighbours}"
                                 speeds.setdefault(key, []).append(row.output_tokens_per_s)
+                                cores_taken.setdefault(key, []).append(taken)
         print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr)
 
     if not arguments.no_results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         path = RESULTS / f"{date[:10]}-threads-{machine.slug(facts)}.json"
-        path.write_text(json.dumps({"date": date, "machine": facts, "output_tokens_per_s": speeds}, indent=1) + "\n")
-    print(table(speeds, available_cores()))
+        figures = {"output_tokens_per_s": speeds, "cores_taken_by_neighbours": cores_taken}
+        path.write_text(json.dumps({"date": date, "machine": facts, **figures}, indent=1) + "\n")
+    print(table(speeds, cores_taken, available_cores()))
     return 0
 
 
-def table(speeds: dict[str, list[float]], num_cores: int) -> str:
-    """Medians; beside neighbours also what of the speed alone is left, and what a fair share of the cores would leave.
+def table(speeds: dict[str, list[float]], cores_taken: dict[str, list[float]], num_cores: int) -> str:
+    """Medians; beside neighbours also what of the speed alone is left, what part of the cores the neighbours did not
+    use, and what part would be left if each thread on the machine had the same.
 
-    `speeds`: tokens/s of each round by "workload | threads | waiting | neighbours".
+    `speeds`: tokens/s of each round by "workload | threads | waiting | neighbours"; `cores_taken` by the same.
     """
-    lines = ["| workload | threads | waiting | busy neighbours | tokens/s | left | fair |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    lines = ["| workload | threads | waiting | busy neighbours | tokens/s | left | cores not taken | fair |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for key in sorted(speeds):
         setting, neighbours = key.rsplit(" | ", 1)
-        left = fair = "-"
+        left = not_taken = fair = "-"
         if neighbours != "0":
             alone = speeds[f"{setting} | 0"]
             pairs = zip(speeds[key], alone, strict=True)
             left = f"{statistics.median(beside / one for beside, one in pairs):.2f}"
+            not_taken = f"{1 - statistics.median(cores_taken[key]) / num_cores:.2f}"
             fair = f"{fair_share(num_cores, int(setting.split(' | ')[1]), int(neighbours)):.2f}"
-        lines.append(f"| {key} | {statistics.median(speeds[key]):.1f} | {left} | {fair} |")
+        lines.append(f"| {key} | {statistics.median(speeds[key]):.1f} | {left} | {not_taken} | {fair} |")
     return "\n".join(lines)
 
 
@@ -92,15 +102,19 @@ def fair_share(num_cores: int, num_threads: int, num_neighbours: int) -> float:
 
 
 @contextmanager
-def _busy(count: int) -> Iterator[None]:
+def _busy(count: int) -> Iterator[list[psutil.Popen]]:
     """So many processes that compute without end."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [psutil.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _processor_time_s(processes: list[psutil.Popen]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 if __name__ == "__main__":

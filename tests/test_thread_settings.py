@@ -17,7 +17,8 @@ def test_a_fair_share_is_that_of_equal_threads(cores: int, threads: int, neighbo
 
 def test_neighbours_are_set_beside_the_same_round_alone() -> None:
     speeds = {"W1 | 2 | passive | 0": [40.0, 20.0, 30.0], "W1 | 2 | passive | 1": [10.0, 15.0, 15.0]}
-    assert table(speeds, num_cores=2).splitlines()[2:] == [
-        "| W1 | 2 | passive | 0 | 30.0 | - | - |",
-        "| W1 | 2 | passive | 1 | 15.0 | 0.50 | 0.67 |",
+    cores_taken = {"W1 | 2 | passive | 0": [0.0, 0.0, 0.0], "W1 | 2 | passive | 1": [0.9, 0.8, 1.0]}
+    assert table(speeds, cores_taken, num_cores=2).splitlines()[2:] == [
+        "| W1 | 2 | passive | 0 | 30.0 | - | - | - |",
+        "| W1 | 2 | passive | 1 | 15.0 | 0.50 | 0.55 | 0.67 |",
     ]

@@ -21,6 +21,7 @@ import torch
 from protos import worker_pb2
 from worker_svc.cache_engine import STAGING_BYTES
 from worker_svc.cache_sizing import Limits, size_cache
+from worker_svc.compute_threads import GivingWay, may_give_way
 from worker_svc.config import WorkerConfig
 from worker_svc.device_memory import memory_of
 from worker_svc.launched_step import LaunchedStep
@@ -65,6 +66,7 @@ class Worker:
         self._end_process = end_process or _end_process
         self._num_submitted = 0  # steps
         self._touching: TouchAhead | None = None  # the cache
+        self._giving_way: GivingWay | None = None  # to neighbours
 
     # ---- Sizes ------------------------------------------------------------------------------------------------------
 
@@ -100,6 +102,8 @@ class Worker:
         self._limits, self._sizes = None, None
         if self._profile is None:
             self._profile = self._profiler.measure(self.bounds)
+            if may_give_way(self.config, runner.config, runner.device):
+                self._giving_way = GivingWay()
         if self._touching is not None:
             self._touching.stop()
             self._touching = None
@@ -202,6 +206,8 @@ class Worker:
         if epoch != self._epoch:
             return  # of a lease that has ended
         assert self._pipeline is not None, "a step before a lease"
+        if self._giving_way is not None:
+            self._giving_way.adapt()
         self._pipeline.take(step, StepTimer(arrived_ns), deliver)
 
     def _when_here(self, launched: LaunchedStep, then: Callable[[], None]) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 import torch
 
 from kernels.cpu.pinning import pin_threads
 from octavo.cores import allowed_cores
-from worker_svc.compute_threads import set_threads
+from tests.worker.fake_model import fake_config
+from worker_svc.busy_cores import CoreTimes, read_core_times, used_by_others
+from worker_svc.compute_threads import STALE_S, WINDOW_S, GivingWay, may_give_way, set_threads
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 
@@ -84,3 +92,115 @@ def test_the_option_pins_as_many_threads_as_compute():
 def test_what_cannot_be_pinned_prevents_the_start(config, message):
     with pytest.raises(StartupError, match=message):
         in_own_thread(lambda: set_threads(config, CPU))
+
+
+class Readings:
+    """What the system says of cores that others use as much of as `used` says."""
+
+    def __init__(self) -> None:
+        self.used, self.now = 0.0, 100.0
+        self._all_processes = 50.0
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+        self._all_processes += self.used * seconds
+
+    def __call__(self) -> CoreTimes:
+        return CoreTimes(self.now, self._all_processes, this_process=7.0)
+
+
+def giving_way(most: int, readings: Readings, num_cores: int) -> GivingWay:
+    torch.set_num_threads(most)
+    return GivingWay(readings, num_cores, lambda: readings.now)
+
+
+def threads_beside(used: float, adapting: GivingWay, readings: Readings) -> int:
+    readings.used = used
+    readings.pass_by(WINDOW_S)
+    adapting.adapt()
+    return torch.get_num_threads()
+
+
+def test_threads_leave_cores_that_others_keep_busy_and_come_back():
+    readings = Readings()
+    adapting = giving_way(2, readings, num_cores=2)
+    used = [0.3, 0.7, 0.9, 0.7, 0.3, 2.0, 0.7, 0.0]
+    assert [threads_beside(each, adapting, readings) for each in used] == [2, 2, 1, 1, 2, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("used", "threads"), [(0.5, 16), (1.0, 15), (4.1, 12), (15.9, 1), (40.0, 1)])
+def test_one_thread_gives_way_for_each_core_that_is_busy(used: float, threads: int):
+    readings = Readings()
+    assert threads_beside(used, giving_way(16, readings, num_cores=16), readings) == threads
+
+
+def test_nobody_gives_way_while_other_cores_are_idle():
+    readings = Readings()
+    assert threads_beside(3.0, giving_way(4, readings, num_cores=8), readings) == 4
+
+
+def test_a_moment_and_a_window_from_long_ago_say_nothing():
+    readings = Readings()
+    adapting = giving_way(2, readings, num_cores=2)
+    readings.used = 2.0
+    readings.pass_by(WINDOW_S / 2)
+    adapting.adapt()
+    assert torch.get_num_threads() == 2
+    readings.pass_by(STALE_S)
+    adapting.adapt()
+    assert torch.get_num_threads() == 2
+    assert threads_beside(2.0, adapting, readings) == 1, "the next window counts"
+
+
+def test_a_system_that_does_not_say_keeps_the_threads(tmp_path: Path):
+    for text in ("cpu  1 1 1 1 1 1 1\n", "cpu7 1 1 1 1 1 1 1 1 0 0\n"):
+        (tmp_path / "stat").write_text(text)
+        assert read_core_times([0], tmp_path / "stat") is None
+    assert read_core_times([0], tmp_path / "missing") is None
+    torch.set_num_threads(2)
+    adapting = GivingWay(lambda: None, num_cores=2)
+    adapting.adapt()
+    assert torch.get_num_threads() == 2
+
+
+def test_times_of_the_cores_that_were_asked_for(tmp_path: Path):
+    stat = tmp_path / "stat"
+    #                          user nice system idle iowait irq softirq steal guest guest_nice
+    stat.write_text("cpu  999 0 0 0 0 0 0 0 0 0\ncpu0 100 50 20 900 9 3 7 60 0 0\ncpu1 1 0 0 0 0 0 0 0 0 0\nintr 5\n")
+    times = read_core_times([0], stat)
+    assert times is not None
+    assert times.all_processes == pytest.approx(130 / os.sysconf("SC_CLK_TCK"))
+
+
+def test_a_busy_process_is_seen_and_the_own_time_is_not_counted():
+    """Beside what psutil says of the other process; that may be less than all that others use."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            process, cores = psutil.Process(other.pid), allowed_cores()
+            before, used_before = read_core_times(cores), process.cpu_times().user
+            until = time.process_time() + 1.0
+            while time.process_time() < until:  # as busy as the other
+                pass
+            after, used_after = read_core_times(cores), process.cpu_times().user
+        finally:
+            other.kill()
+    assert before is not None and after is not None
+    used = (used_after - used_before) / (after.now - before.now)
+    assert used_by_others(before, after) > used - 0.2 and used > 0.05
+    idle = CoreTimes(after.now + 1.0, after.all_processes + 1.0, after.this_process + 1.0)
+    assert used_by_others(after, idle) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "is_batch_invariant", "impl", "may"),
+    [
+        (WorkerConfig(), CPU, True, "octavo", True),
+        (WorkerConfig(cpu_pinning="auto"), CPU, True, "octavo", False),
+        (WorkerConfig(), torch.device("cuda"), True, "octavo", False),
+        (WorkerConfig(), CPU, True, "transformers", False),
+        (WorkerConfig(), CPU, False, "octavo", False),
+    ],
+)
+def test_the_number_changes_only_where_it_changes_no_bit(config, device, is_batch_invariant, impl, may):
+    model = replace(fake_config(), is_batch_invariant=is_batch_invariant, impl=impl, dtype=torch.bfloat16)
+    assert may_give_way(config, model, device) is may

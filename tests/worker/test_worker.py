@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from octavo.cores import allowed_cores
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from worker_svc.config import WorkerConfig
@@ -119,3 +123,25 @@ def test_a_lost_device_ends_the_process() -> None:
     run.outputs.error = torch.AcceleratorError("CUDA error: unspecified launch failure")
     run.outputs.may_arrive.set()
     assert run.ends.wait(DEADLINE_S) and run.results == []
+
+
+def test_steps_beside_busy_neighbours_take_fewer_threads() -> None:
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in allowed_cores()]
+    try:
+        model = FakeModel(replace(fake_config(), is_batch_invariant=True))
+        worker = Worker(ModelRunner(model, model.config, CONFIG.block_size), CONFIG)
+        worker.thread.call(lambda: torch.set_num_threads(2)).result(DEADLINE_S)
+        worker.initialize(worker.bounds).result(DEADLINE_S)
+        worker.begin(1).result(DEADLINE_S)
+        results: list[worker_pb2.StepResult] = []
+
+        def a_step_takes_one_thread() -> bool:
+            worker.submit(1, worker_pb2.Step(step_id=len(results) + 1), time.perf_counter_ns(), results.append)
+            return worker.thread.call(torch.get_num_threads).result(DEADLINE_S) == 1
+
+        eventually(a_step_takes_one_thread)
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+    assert {result.status for result in results} == {worker_pb2.STEP_STATUS_OK}

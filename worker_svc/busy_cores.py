@@ -1,0 +1,49 @@
+"""How much of this process's cores other processes use, as Linux counts it.
+
+/proc/stat says what every core has done since the machine started, in ticks of mostly 10 ms, and a clock of the process
+what part of that was its own. Processes of lower priority (`nice`) give way by themselves and are not counted, nor is
+what a hypervisor has taken: fewer threads would not bring that back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_COUNTED = (0, 2, 5, 6)  # of a line's numbers: user, system, irq, softirq
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTimes:
+    """Seconds, each since a moment of its own."""
+
+    now: float
+    all_processes: float  # of the cores that were asked about, together
+    this_process: float
+
+
+def read_core_times(cores: Collection[int], stat: Path = _STAT) -> CoreTimes | None:
+    """None where the system does not say it for each of these cores."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+        tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+    ticks: dict[str, int] = {}
+    for name, *numbers in (line.split(maxsplit=8) for line in lines if line.startswith("cpu")):
+        ticks[name] = sum(int(numbers[place]) for place in _COUNTED)
+    try:
+        busy = sum(ticks[f"cpu{core}"] for core in cores)
+    except KeyError:
+        return None
+    return CoreTimes(time.monotonic(), busy * tick_s, time.process_time())
+
+
+def used_by_others(before: CoreTimes, after: CoreTimes) -> float:
+    """How many cores, on average, other processes used between the two."""
+    others = (after.all_processes - before.all_processes) - (after.this_process - before.this_process)
+    return max(others, 0.0) / (after.now - before.now)
