@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
 # How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
-# SmolLM2 over `octavo serve`, tokens/s of W1 and W2 alone, then beside one busy neighbour (benchmarks.thread_settings):
-#     never (passive)   126  389   111  255        20,000 looks    162  379    20  146
-#     1,000 looks       153  393    88  241        for ever        149  396    41  122
-#     one thread that never waits: 134  238, 134  252
+# SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings), alone on a Zen 5, then on a Zen 4
+# alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.compute_threads):
+#     never (passive)   126  389    73  205    65  124        20,000 looks    162  379    99  200    66  117
+#     1,000 looks       153  393   110  218    68  122        for ever        149  396    98  217    54   83
+#     one thread that never waits: 134  238    74  123    72  123
 SPIN_COUNT = "1000"
 
 

@@ -65,7 +65,11 @@ class WorkerConfig:
     device: str = option(
         "auto", "where the model runs: cpu, cuda, cuda:N; auto: the first GPU where there is one", metavar="DEVICE"
     )
-    num_threads: int = option(0, "threads that compute; 0: one a core that this process may use, or OMP_NUM_THREADS")
+    num_threads: int = option(
+        0,
+        "threads that compute, fewer while other processes keep cores busy; 0: one a core that this process may use, or "
+        "OMP_NUM_THREADS",
+    )
     cpu_pinning: str = option(
         "none",
         "cores to keep the threads that compute on, one each: auto: the first that this process may use; a list such "
