@@ -67,8 +67,8 @@ class WorkerConfig:
     )
     num_threads: int = option(
         0,
-        "threads that compute, fewer while other processes keep cores busy; 0: one a core that this process may use, or "
-        "OMP_NUM_THREADS",
+        "threads that compute, fewer while other processes keep cores busy; 0: one a core that this process may use, "
+        "or OMP_NUM_THREADS",
     )
     cpu_pinning: str = option(
         "none",
