@@ -18,6 +18,7 @@ import grpc
 
 from octavo.errors import RequestFailed
 from octavo.generation import Generation, RetryPolicy, build_messages, build_request
+from octavo.interruptible_stream import InterruptibleStream
 from octavo.outputs import RequestOutput
 from octavo.rpc import CHANNEL_OPTIONS
 from octavo.sampling_params import SamplingParams
@@ -216,18 +217,22 @@ class Client(_Settings):
         """See `AsyncClient.generate`."""
         call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout)
         while not call.generation.finished:
-            stream = self._stub.Generate(call.generation.request, timeout=call.remaining_s(), metadata=self._metadata)
+            stream = self._start(call)
             try:
                 for response in stream:
                     if output := call.receive(response):
                         yield output
                 failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
-            except grpc.RpcError as error:
-                failure = RequestFailed.from_rpc_error(error)
+            except RequestFailed as error:
+                failure = error
             finally:
                 stream.cancel()
             if not call.generation.finished:
                 time.sleep(call.pause_after(failure))
+
+    def _start(self, call: _Call) -> InterruptibleStream[pb.GenerateResponse]:
+        request, metadata = call.generation.request, self._metadata
+        return InterruptibleStream(lambda: self._stub.Generate(request, timeout=call.remaining_s(), metadata=metadata))
 
     def complete(
         self, prompt: str | None = None, sampling_params: SamplingParams | None = None, **options: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -171,6 +172,8 @@ def test_ctrl_c_cuts_an_answer_short_and_ctrl_d_leaves(server: FakeServer) -> No
         """Keys count only once the program waits for them: a terminal changes its mode around each input."""
         nonlocal shown
         while text not in shown:
+            readable, _, _ = select.select([terminal], [], [], 30)
+            assert readable, f"{text!r} does not come after {shown!r}"
             shown += os.read(terminal, 4096)
         shown = shown.partition(text)[2]
 

@@ -1,0 +1,78 @@
+"""A stream of responses that a thread of its own reads, so that whoever waits for them can be interrupted.
+
+Ctrl-C raises KeyboardInterrupt between any two instructions of the main thread. Within gRPC these may be such that a
+lock of the call has just been taken, or is about to be given back: the thread of the channel then waits for it for
+ever, and with it every later call. So whoever iterates over this runs no line of gRPC. A response is read when it is
+asked for, as without another thread: a server notices readers that are slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue  # nothing interrupts its methods half-way: they are not written in Python
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+
+from octavo.errors import RequestFailed
+
+Response = TypeVar("Response")
+
+
+class InterruptibleStream(Generic[Response]):
+    """An iterator that raises RequestFailed where the call does."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        """`start` begins the call, once the first response is asked for."""
+        self._start = start
+        self._asked: SimpleQueue[bool] = SimpleQueue()  # for a response; False: to end
+        self._responses: SimpleQueue[Response | BaseException] = SimpleQueue()
+        self._end: BaseException | None = None
+        self._call: Any = None
+        self._is_cancelled = False
+        threading.Thread(target=self._read, name="responses", daemon=True).start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Response:
+        if self._end is None:
+            self._asked.put(True)
+            response = self._responses.get()
+            if not isinstance(response, BaseException):
+                return response
+            self._end = response
+        raise self._end
+
+    def cancel(self) -> None:
+        """Ends the call if it has not ended; returns at once. Nobody may iterate any more."""
+        self._is_cancelled = True
+        self._asked.put(False)
+        if self._end is None:
+            threading.Thread(target=self._cancel, name="cancel", daemon=True).start()
+
+    def _cancel(self) -> None:
+        if (call := self._call) is not None:
+            call.cancel()
+
+    def _read(self) -> None:
+        try:
+            while self._asked.get():
+                if self._call is None:
+                    self._call = self._start()
+                    if self._is_cancelled:  # meanwhile, when there was nothing yet to cancel
+                        self._call.cancel()
+                self._responses.put(next(self._call))
+            self._cancel()
+        except grpc.RpcError as error:
+            self._responses.put(RequestFailed.from_rpc_error(error))
+            error.with_traceback(
+                None
+            )  # it is the call, which this would keep in a cycle for any thread to collect
+        except StopIteration:
+            self._responses.put(StopIteration())  # another one: the traceback of this one holds the call
+        except BaseException as error:
+            self._responses.put(error)
+        finally:
+            self._call = None  # here: the end of its life takes locks, too
