@@ -67,9 +67,7 @@ class InterruptibleStream(Generic[Response]):
             self._cancel()
         except grpc.RpcError as error:
             self._responses.put(RequestFailed.from_rpc_error(error))
-            error.with_traceback(
-                None
-            )  # it is the call, which this would keep in a cycle for any thread to collect
+            error.with_traceback(None)  # it is the call, which that would keep for whoever collects garbage
         except StopIteration:
             self._responses.put(StopIteration())  # another one: the traceback of this one holds the call
         except BaseException as error:
