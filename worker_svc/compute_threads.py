@@ -54,7 +54,8 @@ def may_give_way(config: WorkerConfig, model: ModelConfig, device: torch.device)
 
 
 class GivingWay:
-    """As many threads as there are cores that others do not keep busy.
+    """As many threads as there are cores that others do not keep busy, and at least half of all: where others fill the
+    machine, one thread would have less than a fair share of it.
 
     All threads of a pass wait for each other hundreds of times. One that shares its core with a busy process is without
     it for milliseconds at a time, mostly in the middle of something that the others wait for: with two threads on two
@@ -89,7 +90,7 @@ class GivingWay:
             return
         free = self._num_cores - used_by_others(before, after)
         threads = torch.get_num_threads()
-        wanted = max(1, min(threads, int(free + GIVE_WAY)), min(self._most, int(free + COME_BACK)))
+        wanted = max(min(threads, int(free + GIVE_WAY)), min(self._most, int(free + COME_BACK)), (self._most + 1) // 2)
         if wanted != threads:
             torch.set_num_threads(wanted)
             log.debug("threads give way" if wanted < threads else "threads come back", threads=wanted)

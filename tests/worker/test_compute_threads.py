@@ -128,8 +128,8 @@ def test_threads_leave_cores_that_others_keep_busy_and_come_back():
     assert [threads_beside(each, adapting, readings) for each in used] == [2, 2, 1, 1, 2, 1, 1, 2]
 
 
-@pytest.mark.parametrize(("used", "threads"), [(0.5, 16), (1.0, 15), (4.1, 12), (15.9, 1), (40.0, 1)])
-def test_one_thread_gives_way_for_each_core_that_is_busy(used: float, threads: int):
+@pytest.mark.parametrize(("used", "threads"), [(0.5, 16), (1.0, 15), (4.1, 12), (7.9, 8), (15.9, 8), (40.0, 8)])
+def test_one_thread_gives_way_for_each_core_that_is_busy_and_half_of_them_stay(used: float, threads: int):
     readings = Readings()
     assert threads_beside(used, giving_way(16, readings, num_cores=16), readings) == threads
 
