@@ -224,7 +224,7 @@ class Client(_Settings):
                         yield output
                 failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
             except RequestFailed as error:
-                failure = error
+                failure = error.with_traceback(None)  # which would hold this generator
             finally:
                 stream.cancel()
             if not call.generation.finished:

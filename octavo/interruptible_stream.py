@@ -8,6 +8,7 @@ asked for, as without another thread: a server notices readers that are slow.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue  # nothing interrupts its methods half-way: they are not written in Python
@@ -21,22 +22,25 @@ Response = TypeVar("Response")
 
 
 class InterruptibleStream(Generic[Response]):
-    """An iterator that raises RequestFailed where the call does."""
+    """An iterator that raises RequestFailed where the call does. Who leaves it early has to `cancel` it."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         """`start` begins the call, once the first response is asked for."""
         self._start = start
         self._asked: SimpleQueue[bool] = SimpleQueue()  # for a response; False: to end
         self._responses: SimpleQueue[Response | BaseException] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._end: BaseException | None = None
         self._call: Any = None
         self._is_cancelled = False
-        threading.Thread(target=self._read, name="responses", daemon=True).start()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Response:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, name="responses", daemon=True)
+            self._thread.start()
         if self._end is None:
             self._asked.put(True)
             response = self._responses.get()
@@ -49,7 +53,8 @@ class InterruptibleStream(Generic[Response]):
         """Ends the call if it has not ended; returns at once. Nobody may iterate any more."""
         self._is_cancelled = True
         self._asked.put(False)
-        if self._end is None:
+        # While the interpreter ends no thread starts, and connections are closed anyway.
+        if self._end is None and not sys.is_finalizing():
             threading.Thread(target=self._cancel, name="cancel", daemon=True).start()
 
     def _cancel(self) -> None:
@@ -63,14 +68,19 @@ class InterruptibleStream(Generic[Response]):
                     self._call = self._start()
                     if self._is_cancelled:  # meanwhile, when there was nothing yet to cancel
                         self._call.cancel()
-                self._responses.put(next(self._call))
+                self._responses.put(self._next())
             self._cancel()
-        except grpc.RpcError as error:
-            self._responses.put(RequestFailed.from_rpc_error(error))
-            error.with_traceback(None)  # it is the call, which that would keep for whoever collects garbage
         except StopIteration:
             self._responses.put(StopIteration())  # another one: the traceback of this one holds the call
         except BaseException as error:
             self._responses.put(error)
         finally:
             self._call = None  # here: the end of its life takes locks, too
+
+    def _next(self) -> Response:
+        try:
+            return next(self._call)
+        except grpc.RpcError as error:
+            failure = RequestFailed.from_rpc_error(error)
+            error.with_traceback(None)  # it is the call, which that would keep for whoever collects garbage
+        raise failure

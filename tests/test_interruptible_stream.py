@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -93,17 +96,18 @@ def test_a_call_that_nobody_asked_anything_of_never_begins() -> None:
     begun = []
     stream: InterruptibleStream[int] = InterruptibleStream(lambda: begun.append(1))
     stream.cancel()
-    assert ended("responses") and begun == []
+    assert ended("responses") and ended("cancel") and begun == []
 
 
 def test_an_ended_stream_stays_ended_and_is_not_cancelled() -> None:
     call = FakeCall()
     call.cancelled.set()
     stream: InterruptibleStream[int] = InterruptibleStream(lambda: call)
-    call.cancel = lambda: pytest.fail("it had ended")  # type: ignore[method-assign]
+    cancelled = []
+    call.cancel = lambda: cancelled.append(1)  # type: ignore[method-assign]
     assert list(stream) == [] and list(stream) == []
     stream.cancel()
-    assert ended("responses") and ended("cancel")
+    assert ended("responses") and ended("cancel") and cancelled == []
 
 
 def test_what_prevents_the_start_is_raised_where_the_response_was_asked_for() -> None:
@@ -112,6 +116,35 @@ def test_what_prevents_the_start_is_raised_where_the_response_was_asked_for() ->
 
     with pytest.raises(ValueError, match="the channel is closed"):
         next(InterruptibleStream(start))
+
+
+def test_an_error_that_cannot_be_read_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(FakeCall):
+        def __next__(self) -> int:
+            raise grpc.RpcError
+
+    def cannot_read(error: grpc.RpcError) -> RequestFailed:
+        raise ValueError("details of another server")
+
+    monkeypatch.setattr(RequestFailed, "from_rpc_error", cannot_read)
+    stream: InterruptibleStream[int] = InterruptibleStream(Broken)
+    with pytest.raises(ValueError, match="details of another server"):
+        next(stream)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("exit(3)", 3), ("raise KeyboardInterrupt", -signal.SIGINT)])
+def test_a_program_that_leaves_an_answer_half_read_ends(server: FakeServer, ending: str, code: int) -> None:
+    server.inference.token_delay_s = 0.01
+    program = f"""
+from octavo.client import Client
+from octavo.sampling_params import SamplingParams
+
+stream = Client({server.address!r}).generate("x", SamplingParams(max_tokens=100_000))
+next(stream)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert done.returncode == code, done.stderr
 
 
 @pytest.fixture
@@ -128,11 +161,14 @@ def files_of(function: Callable[[], object]) -> set[str]:
         files.add(frame.f_code.co_filename)
 
     before = sys.gettrace()
+    gc.collect()  # calls of other tests end their lives here, and not in the middle
+    gc.disable()
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        gc.enable()
     return files
 
 

@@ -1,8 +1,8 @@
 """How much of this process's cores other processes use, as Linux counts it.
 
 /proc/stat says what every core has done since the machine started, in ticks of mostly 10 ms, and a clock of the process
-what part of that was its own. Processes of lower priority (`nice`) give way by themselves and are not counted, nor is
-what a hypervisor has taken: fewer threads would not bring that back.
+what part of that was its own. Processes of lower priority (`nice`) give way by themselves and are not counted beside
+one that has none; nor is what a hypervisor has taken: fewer threads would not bring that back.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _COUNTED = (0, 2, 5, 6)  # of a line's numbers: user, system, irq, softirq
+_NICE = 1  # among them: user, of processes of lower priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,10 @@ def read_core_times(cores: Collection[int], stat: Path = _STAT) -> CoreTimes | N
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return None
+    counted = (*_COUNTED, _NICE) if os.nice(0) > 0 else _COUNTED
     ticks: dict[str, int] = {}
     for name, *numbers in (line.split(maxsplit=8) for line in lines if line.startswith("cpu")):
-        ticks[name] = sum(int(numbers[place]) for place in _COUNTED)
+        ticks[name] = sum(int(numbers[place]) for place in counted)
     try:
         busy = sum(ticks[f"cpu{core}"] for core in cores)
     except KeyError:

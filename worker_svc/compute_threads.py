@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -18,7 +19,8 @@ from worker_svc.models.packed_linear import PackedLinear
 log = structlog.get_logger()
 
 WINDOW_S = 0.25  # what others used is looked at for so long: 25 ticks of Linux's accounting
-STALE_S = 1.0  # a window without a step in it for so long says little of now
+# A longer window in which this process computed for less than a part of the time says little of now.
+STALE_S, LEAST_BUSY = 1.0, 0.25
 # Cores that others may use before a thread gives way, and have to use less than before it comes back. Scheduler and
 # clients on the same two cores take 0.2 to 0.4 of one beside SmolLM2-135M, a busy neighbour 0.9.
 GIVE_WAY, COME_BACK = 0.75, 0.5
@@ -47,10 +49,17 @@ def set_threads(config: WorkerConfig, device: torch.device) -> None:
 
 def may_give_way(config: WorkerConfig, model: ModelConfig, device: torch.device) -> bool:
     """Whether the number of threads may change from step to step: where it changes no bit of what they compute, and
-    cores have not been set aside for them."""
-    if device.type != "cpu" or config.cpu_pinning != "none" or model.impl == "transformers":
+    cores have not been set aside for them. To be called on the thread that runs the model."""
+    if device.type != "cpu" or config.cpu_pinning != "none" or model.impl == "transformers" or _is_bound():
         return False
     return model.is_batch_invariant or PackedLinear.is_fastest(torch.empty(0, dtype=model.dtype))
+
+
+def _is_bound() -> bool:
+    """Whether OpenMP keeps this thread on cores of its own, as OMP_PROC_BIND and GOMP_CPU_AFFINITY have it do."""
+    if not hasattr(os, "sched_getaffinity"):
+        return False
+    return os.sched_getaffinity(0) != os.sched_getaffinity(os.getpid())
 
 
 class GivingWay:
@@ -58,8 +67,7 @@ class GivingWay:
     machine, one thread would have less than a fair share of it.
 
     All threads of a pass wait for each other hundreds of times. One that shares its core with a busy process is without
-    it for milliseconds at a time, mostly in the middle of something that the others wait for: with two threads on two
-    cores, one of them shared, SmolLM2-135M makes 50 tokens/s for one request, with one thread 82.
+    it for milliseconds at a time, mostly in the middle of something that the others wait for.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class GivingWay:
         self._num_cores = len(cores) if num_cores is None else num_cores
         self._clock = clock
         self._most = torch.get_num_threads()
+        self._num_cores = max(self._num_cores, self._most)  # threads that somebody asked for beyond them stay
         self._since = self._read()
 
     def adapt(self) -> None:
@@ -86,7 +95,9 @@ class GivingWay:
         if before is None or self._most == 1 or (passed_s := self._clock() - before.now) < WINDOW_S:
             return
         self._since = after = self._read()
-        if after is None or passed_s > STALE_S:
+        if after is None:
+            return
+        if passed_s > STALE_S and after.this_process - before.this_process < LEAST_BUSY * passed_s:
             return
         free = self._num_cores - used_by_others(before, after)
         threads = torch.get_num_threads()

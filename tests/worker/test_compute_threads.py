@@ -99,14 +99,15 @@ class Readings:
 
     def __init__(self) -> None:
         self.used, self.now = 0.0, 100.0
-        self._all_processes = 50.0
+        self._all_processes, self._this_process = 50.0, 7.0
 
-    def pass_by(self, seconds: float) -> None:
+    def pass_by(self, seconds: float, own: float = 1.0) -> None:
         self.now += seconds
-        self._all_processes += self.used * seconds
+        self._all_processes += (self.used + own) * seconds
+        self._this_process += own * seconds
 
     def __call__(self) -> CoreTimes:
-        return CoreTimes(self.now, self._all_processes, this_process=7.0)
+        return CoreTimes(self.now, self._all_processes, self._this_process)
 
 
 def giving_way(most: int, readings: Readings, num_cores: int) -> GivingWay:
@@ -139,17 +140,32 @@ def test_nobody_gives_way_while_other_cores_are_idle():
     assert threads_beside(3.0, giving_way(4, readings, num_cores=8), readings) == 4
 
 
-def test_a_moment_and_a_window_from_long_ago_say_nothing():
+def test_a_moment_and_an_idle_time_say_nothing():
     readings = Readings()
     adapting = giving_way(2, readings, num_cores=2)
     readings.used = 2.0
     readings.pass_by(WINDOW_S / 2)
     adapting.adapt()
     assert torch.get_num_threads() == 2
-    readings.pass_by(STALE_S)
+    readings.pass_by(STALE_S, own=0.1)
     adapting.adapt()
     assert torch.get_num_threads() == 2
     assert threads_beside(2.0, adapting, readings) == 1, "the next window counts"
+
+
+def test_steps_that_take_long_are_looked_at_too():
+    readings = Readings()
+    adapting = giving_way(2, readings, num_cores=2)
+    for used, threads in ((1.0, 1), (0.2, 2)):
+        readings.used = used
+        readings.pass_by(10 * STALE_S, own=0.5)
+        adapting.adapt()
+        assert torch.get_num_threads() == threads
+
+
+def test_more_threads_than_cores_stay_where_nobody_else_is():
+    readings = Readings()
+    assert threads_beside(0.2, giving_way(4, readings, num_cores=2), readings) == 4
 
 
 def test_a_system_that_does_not_say_keeps_the_threads(tmp_path: Path):
@@ -169,7 +185,23 @@ def test_times_of_the_cores_that_were_asked_for(tmp_path: Path):
     stat.write_text("cpu  999 0 0 0 0 0 0 0 0 0\ncpu0 100 50 20 900 9 3 7 60 0 0\ncpu1 1 0 0 0 0 0 0 0 0 0\nintr 5\n")
     times = read_core_times([0], stat)
     assert times is not None
-    assert times.all_processes == pytest.approx(130 / os.sysconf("SC_CLK_TCK"))
+    ticks = 180 if os.nice(0) > 0 else 130
+    assert times.all_processes == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def test_a_process_of_lower_priority_counts_others_of_lower_priority(tmp_path: Path):
+    (tmp_path / "stat").write_text("cpu0 100 50 20 900 9 3 7 60 0 0\n")
+    program = f"""
+import os, pathlib
+from worker_svc.busy_cores import read_core_times
+stat = pathlib.Path({str(tmp_path / "stat")!r})
+print(read_core_times([0], stat).all_processes)
+os.nice(1)
+print(read_core_times([0], stat).all_processes)
+"""
+    done = subprocess.run(["nice", "-n0", sys.executable, "-c", program], text=True, capture_output=True, check=True)
+    usual, lower = (round(float(line) * os.sysconf("SC_CLK_TCK")) for line in done.stdout.split())
+    assert lower == 180 and usual == (180 if os.nice(0) > 0 else 130)
 
 
 def test_a_busy_process_is_seen_and_the_own_time_is_not_counted():
@@ -203,4 +235,16 @@ def test_a_busy_process_is_seen_and_the_own_time_is_not_counted():
 )
 def test_the_number_changes_only_where_it_changes_no_bit(config, device, is_batch_invariant, impl, may):
     model = replace(fake_config(), is_batch_invariant=is_batch_invariant, impl=impl, dtype=torch.bfloat16)
-    assert may_give_way(config, model, device) is may
+    assert in_own_thread(lambda: may_give_way(config, model, device)) is may
+
+
+def test_threads_that_are_bound_to_cores_stay():
+    model, allowed = replace(fake_config(), is_batch_invariant=True), allowed_cores()
+    if len(allowed) == 1:
+        pytest.skip("a thread on the only core looks like any other")
+
+    def may() -> bool:
+        os.sched_setaffinity(0, allowed[:1])  # as OpenMP does with OMP_PROC_BIND
+        return may_give_way(WorkerConfig(), model, CPU)
+
+    assert not in_own_thread(may)
