@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from octavo.cores import allowed_cores
@@ -125,6 +126,7 @@ def test_a_lost_device_ends_the_process() -> None:
     assert run.ends.wait(DEADLINE_S) and run.results == []
 
 
+@pytest.mark.usefixtures("core_times_are_counted")
 def test_steps_beside_busy_neighbours_take_fewer_threads() -> None:
     neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in allowed_cores()]
     try:
