@@ -29,18 +29,16 @@ class CoreTimes:
 
 def read_core_times(cores: Collection[int], stat: Path = _STAT) -> CoreTimes | None:
     """None where the system does not say it for each of these cores."""
-    try:
-        lines = stat.read_text(encoding="ascii").splitlines()
-        tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return None
     counted = (*_COUNTED, _NICE) if os.nice(0) > 0 else _COUNTED
     ticks: dict[str, int] = {}
-    for name, *numbers in (line.split(maxsplit=8) for line in lines if line.startswith("cpu")):
-        ticks[name] = sum(int(numbers[place]) for place in counted)
     try:
+        for line in stat.read_text(encoding="ascii").splitlines():
+            if line.startswith("cpu"):
+                name, *numbers = line.split(maxsplit=8)
+                ticks[name] = sum(int(numbers[place]) for place in counted)
         busy = sum(ticks[f"cpu{core}"] for core in cores)
-    except KeyError:
+        tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, LookupError):
         return None
     return CoreTimes(time.monotonic(), busy * tick_s, time.process_time())
 

@@ -169,7 +169,7 @@ def test_more_threads_than_cores_stay_where_nobody_else_is():
 
 
 def test_a_system_that_does_not_say_keeps_the_threads(tmp_path: Path):
-    for text in ("cpu  1 1 1 1 1 1 1\n", "cpu7 1 1 1 1 1 1 1 1 0 0\n"):
+    for text in ("cpu  1 1 1 1 1 1 1\n", "cpu7 1 1 1 1 1 1 1 1 0 0\n", "cpu0 1 1\n", "cpu0 a b c d e f g\n"):
         (tmp_path / "stat").write_text(text)
         assert read_core_times([0], tmp_path / "stat") is None
     assert read_core_times([0], tmp_path / "missing") is None
