@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
 # How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
 # SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings), alone on a Zen 5, then on a Zen 4
-# alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.compute_threads):
+# alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.giving_way):
 #     never (passive)   126  389    73  229    79  136        20,000 looks    162  379    97  238    64  136
 #     1,000 looks       153  393   112  226    73  129        for ever        149  396   119  234    57   84
 #     one thread that never waits: 134  238    89  138    81  138

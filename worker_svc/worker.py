@@ -21,9 +21,9 @@ import torch
 from protos import worker_pb2
 from worker_svc.cache_engine import STAGING_BYTES
 from worker_svc.cache_sizing import Limits, size_cache
-from worker_svc.compute_threads import GivingWay, may_give_way
 from worker_svc.config import WorkerConfig
 from worker_svc.device_memory import memory_of
+from worker_svc.giving_way import GivingWay, may_give_way
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.memory import GIB, available_bytes
 from worker_svc.model_runner import ModelRunner

@@ -1,4 +1,5 @@
-"""Threads that compute and the cores they are kept on. Each case has a thread of its own: what it pins ends with it."""
+"""Threads that compute, the cores they are kept on, and when they leave some of them to others. What pins a thread runs
+in one of its own, and ends with it."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from kernels.cpu.pinning import pin_threads
 from octavo.cores import allowed_cores
 from tests.worker.fake_model import fake_config
 from worker_svc.busy_cores import CoreTimes, read_core_times, used_by_others
-from worker_svc.compute_threads import STALE_S, WINDOW_S, GivingWay, may_give_way, set_threads
+from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
+from worker_svc.giving_way import STALE_S, WINDOW_S, GivingWay, may_give_way
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
