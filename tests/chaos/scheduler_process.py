@@ -35,6 +35,10 @@ class SchedulerProcess:
         self._channel = grpc.insecure_channel(self.address)
         self._control = inference_pb2_grpc.ControlStub(self._channel)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def load(self) -> pb.Load:
         return self._control.GetLoad(pb.GetLoadRequest(), timeout=CALL_S)
 
