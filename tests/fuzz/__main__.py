@@ -12,8 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz.harness import bench
-from tests.tiny_models import make_tiny_llama
+from tests.fuzz.harness import bench, make_model
 
 BATCH = 100
 
@@ -29,7 +28,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = given.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        with bench(make_tiny_llama(Path(folder) / "model"), logs, *given.options) as fuzzed:
+        with bench(make_model(Path(folder) / "model"), logs, *given.options) as fuzzed:
             started = time.monotonic()
             for first in range(given.first, given.first + given.cases, BATCH):
                 fuzzed.run(given.seed, first, min(BATCH, given.first + given.cases - first))

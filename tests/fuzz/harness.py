@@ -27,11 +27,12 @@ from tests.chaos.leftovers import wait_until_nothing_is_left
 from tests.chaos.scheduler_process import SchedulerProcess
 from tests.chaos.worker_process import WorkerProcess
 from tests.fuzz.cases import Targets, drawn
+from tests.tiny_models import make_tiny_llama
 
 AT_ONCE = 6  # attackers
 MOST_SILENCE_S = 1.0
 MOST_BYTES_OF_NOISE = 96 * 2**20  # pools that fill late, fragmentation, several messages of the largest size at once
-WORKER_OPTIONS = ("--max-model-len=1024", "--max-num-seqs=32", "--max-num-batched-tokens=256", "--kv-cache-memory=0.02")
+WORKER_OPTIONS = ("--max-model-len=4096", "--max-num-seqs=32", "--max-num-batched-tokens=256", "--kv-cache-memory=0.05")
 FAULT_MARKS = ("Traceback", '"level": "error"', '"exception"')
 
 
@@ -113,6 +114,10 @@ class Bench:
             each = [process, *process.children(recursive=True)]
             found[name] = sum(_resident_bytes(one) for one in each)
         return found
+
+
+def make_model(folder: Path) -> Path:
+    return make_tiny_llama(folder, max_position_embeddings=4096)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from google.protobuf.message import DecodeError
 
 from protos import inference_pb2 as pb
 from tests.fuzz.cases import CASES, drawn
-from tests.fuzz.harness import FAULT_MARKS, bench
+from tests.fuzz.harness import FAULT_MARKS, bench, make_model
 from tests.fuzz.wire_bytes import blown_up, mangled, random_fields
-from tests.tiny_models import make_tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ from tests.tiny_models import make_tiny_llama
 def test_nobody_is_harmed(tmp_path: Path, count: int, options: tuple[str, ...]) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
-    with bench(make_tiny_llama(tmp_path / "model"), logs, *options) as fuzzed:
+    with bench(make_model(tmp_path / "model"), logs, *options) as fuzzed:
         for first in range(0, count, 100):
             fuzzed.run(1, first, min(100, count - first))
         report = fuzzed.report()
@@ -60,7 +59,7 @@ def test_messages_are_drawn_from_good_to_broken() -> None:
 def test_a_fault_in_the_log_is_seen(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
-    with bench(make_tiny_llama(tmp_path / "model"), logs) as fuzzed:
+    with bench(make_model(tmp_path / "model"), logs) as fuzzed:
         fuzzed.run(1, 0, 1)
         for log in logs.glob("*.log"):
             with log.open("a") as file:

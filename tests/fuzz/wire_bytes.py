@@ -56,10 +56,29 @@ def blown_up(kind: Descriptor, chance: random.Random, num_bytes: int) -> bytes:
     if field.message_type and not field.is_repeated:
         return entry(field.number, blown_up(field.message_type, chance, num_bytes))
     if field.is_repeated:
-        one = chance.choice([_one, _empty])(field, chance, 1)
-        return one * max(1, num_bytes // max(1, len(one)))
+        return _many(field, chance, num_bytes)
+    return entry(field.number, _long_text(chance, num_bytes))
+
+
+def _many(field: Any, chance: random.Random, num_bytes: int) -> bytes:
+    """Entries of a repeated field: very many that are tiny, or some that are long, or one long one among tiny ones."""
+    tiny = chance.choice([_one, _empty])(field, chance, 1)
+    if not (field.message_type or field.type in _TEXT_TYPES) or chance.random() < 0.3:
+        return tiny * max(1, num_bytes // max(1, len(tiny)))
+    count = log_uniform(chance, 1, 1000)
+    one = _long_of(field, chance, num_bytes // count)
+    return one * count if chance.random() < 0.5 else tiny * count + _long_of(field, chance, num_bytes)
+
+
+def _long_of(field: Any, chance: random.Random, num_bytes: int) -> bytes:
+    if field.message_type:
+        return entry(field.number, blown_up(field.message_type, chance, num_bytes))
+    return entry(field.number, _long_text(chance, num_bytes))
+
+
+def _long_text(chance: random.Random, num_bytes: int) -> bytes:
     letters = chance.choice(["x", " ", "a b", "\N{PILE OF POO}", "<|im_end|>", "\0", "{%"]).encode()
-    return entry(field.number, letters * (num_bytes // len(letters)))
+    return letters * (num_bytes // len(letters))
 
 
 def mangled(data: bytes, chance: random.Random) -> bytes:
