@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.block_allocator import BlockAllocator, BlockIds
-from scheduler_svc.prefix_cache import PrefixCache, extend_hashes, root_hash
+from scheduler_svc.prefix_cache import PrefixCache, root_hash
+from scheduler_svc.prefix_finder import PrefixFinder
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, SequenceColumns
 
@@ -48,6 +49,7 @@ class BlockSpaceManager:
         self.columns = columns
         self.block_size = columns.block_size
         self.cache = PrefixCache(num_device_blocks)
+        self._finder = PrefixFinder(self.cache, self.block_size)
         self.allocator = BlockAllocator(num_device_blocks, self.cache, keeps_idle=enable_prefix_caching)
         self.host_allocator = BlockAllocator(num_host_blocks)
         self.watermark_blocks = int(watermark * num_device_blocks)
@@ -77,18 +79,11 @@ class BlockSpaceManager:
 
     def num_blocks_of(self, group: SequenceGroup) -> int:
         """Blocks that hold all known tokens of the group when nothing of them is cached; what is shared counts once."""
-        sequences = group.unfinished()
-        if len(sequences) == 1:
-            return self.num_blocks_for(sequences[0].num_tokens)
-        size = self.block_size
-        full = {digest for sequence in sequences for digest in sequence.hashes(sequence.num_tokens // size, size)}
-        return len(full) + sum(sequence.num_tokens % size > 0 for sequence in sequences)
+        return group.num_distinct_blocks(self.block_size)
 
     def num_blocks_to_take(self, group: SequenceGroup) -> int:
         """Of `num_blocks_of`, those that are not in use already under the same hashes."""
-        sequences = group.unfinished()
-        found = [self.find(sequence) for sequence in (sequences[:1] if group.begins_as_one else sequences)]
-        blocks = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
+        blocks = self._finder.find_distinct(group)
         return self.num_blocks_of(group) - int((self.allocator.ref_counts[blocks] > 0).sum())
 
     # ---- The way forward --------------------------------------------------------------------------------------------
@@ -169,23 +164,15 @@ class BlockSpaceManager:
     def make_private(self, group: SequenceGroup) -> None:
         """With prefix caching off a group's hashes are its own."""
         if not self.enable_prefix_caching:
-            group.hash_root = root_hash("group", str(group.order))
-            for sequence in group.sequences:
-                sequence.block_hashes.clear()
+            group.use_hash_root(root_hash("group", str(group.order)))
 
     def find(self, sequence: Sequence) -> BlockIds:
-        """The longest cached prefix of a sequence: at least one token is left to compute, or nothing could be drawn.
-
-        None of it is of use while the logprobs of its prompt are still to come.
-        """
-        most = (sequence.num_tokens - 1) // self.block_size
-        if not most or not len(self.cache) or sequence.group.awaits_prompt_logprobs:
-            return np.zeros(0, np.int32)
-        return np.array(self.cache.find(sequence.hashes(most, self.block_size)), np.int32)
+        """See `PrefixFinder.find`."""
+        return self._finder.find(sequence)
 
     def find_all(self, sequence: Sequence) -> list[int]:
         """All cached blocks of a sequence's tokens, also those behind one that is not cached any more."""
-        hashes = sequence.hashes(sequence.num_tokens // self.block_size, self.block_size)
+        hashes = sequence.hashes(0, sequence.num_tokens // self.block_size, self.block_size)
         return [block for digest in hashes for block in self.cache.find([digest])]
 
     def begin(self, sequence: Sequence) -> int:
@@ -209,7 +196,7 @@ class BlockSpaceManager:
             self._publish_one(slots[is_one], num_full[is_one] - 1)
         for slot, last in zip(slots[lacks > 1].tolist(), num_full[lacks > 1].tolist(), strict=True):
             first = int(columns.num_published[slot])
-            hashes = columns.owner[slot].hashes(last, self.block_size)[first:]
+            hashes = columns.owner[slot].hashes(first, last, self.block_size)
             table = columns.block_tables[slot]
             parents = np.append(table[first - 1 : first] if first else np.int32(-1), table[first : last - 1])
             self._published += self.cache.publish(hashes, table[first:last], parents)
@@ -223,10 +210,7 @@ class BlockSpaceManager:
         parents = np.where(indices > 0, columns.block_tables[slots, indices - 1], np.int32(-1))
         hashes = []
         for entry, (owner, index) in enumerate(zip(columns.owner[slots].tolist(), indices.tolist(), strict=True)):
-            chain = owner.block_hashes
-            if len(chain) == index:
-                extend_hashes(chain, owner.group.hash_root, token_ids[entry * size : (entry + 1) * size], size)
-            hashes.append(chain[index] if index < len(chain) else owner.hashes(index + 1, self.block_size)[index])
+            hashes.append(owner.hash_of_next(index, token_ids[entry * size : (entry + 1) * size], self.block_size))
         self._published += self.cache.publish(hashes, blocks, parents)
 
     def take_published(self) -> list[int]:

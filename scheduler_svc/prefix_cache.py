@@ -36,11 +36,13 @@ class PrefixCache:
         is_cached: whether the block can be found.
         parents: the block in front of it when it was published, -1 for none; stale once that block is reused, which
             makes `withdraw` take more than it must and never less.
+        times_forgotten: how often the block was found under a hash and then no more.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.parents: BlockIds = np.full(num_blocks, -1, np.int32)
+        self.times_forgotten: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 
@@ -75,6 +77,7 @@ class PrefixCache:
             del self._block_of[cast(bytes, self._hash_of[block])]
             self._hash_of[block] = None
         self.is_cached[blocks] = False
+        self.times_forgotten[blocks] += 1
 
     def withdraw(self, blocks: npt.NDArray[np.integer]) -> list[int]:
         """Forgets blocks whose content is wrong, and all that was computed on top of them; gives those forgotten."""

@@ -49,9 +49,10 @@ class Sequence:
     """
 
     __slots__ = (
+        "__weakref__",  # what was found of its prefix is kept as long as it is there
         "_columns",
+        "_own_hashes",
         "_own_token_ids",
-        "block_hashes",
         "group",
         "host_table",
         "index",
@@ -73,7 +74,7 @@ class Sequence:
         self.last_token_ns = 0
         self.host_table = NO_BLOCKS
         self.num_swapped_tokens = 0
-        self.block_hashes: list[bytes] = []  # chained, of its first full blocks, as far as somebody asked
+        self._own_hashes: list[bytes] = []  # of the blocks after the prompt's full ones, as far as somebody asked
         self._own_token_ids = token_ids
         self._columns: SequenceColumns | None = None
 
@@ -98,13 +99,32 @@ class Sequence:
             return NO_BLOCKS
         return self._columns.block_tables[self.slot, : self._columns.num_blocks[self.slot]]
 
-    def hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Chained hashes of its first `num_blocks` blocks, all of whose tokens are known."""
-        held = len(self.block_hashes)
-        if held < num_blocks:
-            token_bytes = self.token_ids[held * block_size : num_blocks * block_size].tobytes()
-            extend_hashes(self.block_hashes, self.group.hash_root, token_bytes, 4 * block_size)
-        return self.block_hashes[:num_blocks]
+    def hashes(self, first: int, last: int, block_size: int) -> list[bytes]:
+        """Chained hashes of its blocks [first, last), all of whose tokens are known."""
+        of_prompt = self.group.prompt_hashes(block_size)
+        num_shared = len(of_prompt)
+        if last <= num_shared:
+            return of_prompt[first:last]
+        held = num_shared + len(self._own_hashes)
+        if held < last:
+            self._extend_hashes(of_prompt, self.token_ids[held * block_size : last * block_size].tobytes(), block_size)
+        own = self._own_hashes[max(0, first - num_shared) : last - num_shared]
+        return of_prompt[first:] + own if first < num_shared else own
+
+    def hash_of_next(self, index: int, token_bytes: bytes, block_size: int) -> bytes:
+        """The hash of its block of that index, whose tokens are `token_bytes`: most often the first without one."""
+        of_prompt = self.group.prompt_hashes(block_size)
+        if index == len(of_prompt) + len(self._own_hashes):
+            self._extend_hashes(of_prompt, token_bytes, block_size)
+            return self._own_hashes[-1]
+        return self.hashes(index, index + 1, block_size)[0]
+
+    def _extend_hashes(self, of_prompt: list[bytes], token_bytes: bytes, block_size: int) -> None:
+        behind = of_prompt[-1] if of_prompt else self.group.hash_root
+        extend_hashes(self._own_hashes, behind, token_bytes, 4 * block_size)
+
+    def forget_hashes(self) -> None:
+        self._own_hashes = []
 
     def attach(self, columns: SequenceColumns) -> None:
         """Takes a slot; nothing of the sequence is computed there yet."""
@@ -127,12 +147,12 @@ class Sequence:
         assert self._columns is None and parent._columns is not None
         self.slot = parent._columns.fork_slot(parent.slot, self)
         self._columns, self.status = parent._columns, SequenceStatus.RUNNING
-        self.block_hashes = list(parent.block_hashes)
+        self._own_hashes = list(parent._own_hashes)
 
     def child(self, index: int) -> Sequence:
         """Another sequence of its group with the same tokens, without a slot."""
         child = Sequence(self.group, index, self.token_ids.copy())
-        child.status, child.block_hashes = self.status, list(self.block_hashes)
+        child.status, child._own_hashes = self.status, list(self._own_hashes)
         return child
 
     def detach(self, status: SequenceStatus) -> None:
@@ -215,6 +235,8 @@ class SequenceGroup:
         self.cache_salt = cache_salt
         self.bad_words = tuple(tuple(word) for word in bad_words)
         self.hash_root = root_hash(adapter, "", cache_salt)
+        self._prompt_hashes: list[bytes] | None = None  # of the prompt's full blocks, once somebody asked
+        self._num_blocks: tuple[object, int] = (None, 0)  # what `num_distinct_blocks` said last, and of what
         self.output = output
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
@@ -239,8 +261,43 @@ class SequenceGroup:
 
     def use_adapter_generation(self, generation: int) -> None:
         """Which version of its adapter it runs with, said before anybody looks for what of its prompt is cached."""
-        assert self.adapter and not any(sequence.block_hashes for sequence in self.sequences)
-        self.hash_root = root_hash(self.adapter, str(generation), self.cache_salt)
+        assert self.adapter and self._prompt_hashes is None
+        self.use_hash_root(root_hash(self.adapter, str(generation), self.cache_salt))
+
+    def use_hash_root(self, root: bytes) -> None:
+        """Its blocks are found by others, and finds those of others, under this root from now on."""
+        self.hash_root, self._prompt_hashes, self._num_blocks = root, None, (None, 0)
+        for sequence in self.sequences:
+            sequence.forget_hashes()
+
+    def prompt_hashes(self, block_size: int) -> list[bytes]:
+        """Chained hashes of the prompt's full blocks, made once for all its sequences. Not to be changed."""
+        if self._prompt_hashes is None:
+            self._prompt_hashes = []
+            full = self.num_prompt_tokens // block_size * block_size
+            token_bytes = self.sequences[0].token_ids[:full].tobytes()
+            extend_hashes(self._prompt_hashes, self.hash_root, token_bytes, 4 * block_size)
+        return self._prompt_hashes
+
+    def num_distinct_blocks(self, block_size: int) -> int:
+        """Blocks that hold all its known tokens when nothing of them is cached; what sequences share counts once.
+
+        Looked for again only when tokens or sequences have come or gone. The prompt's full blocks are not looked at.
+        """
+        sequences = self.unfinished()
+        lengths = [sequence.num_tokens for sequence in sequences]
+        if len(lengths) < 2:
+            return sum(-(-length // block_size) for length in lengths)
+        state = (self.sequences, len(lengths), sum(lengths), block_size)
+        if self._num_blocks[0] != state:
+            num_shared = self.num_prompt_tokens // block_size
+            own: set[bytes] = set()
+            for sequence, length in zip(sequences, lengths, strict=True):
+                if length // block_size > num_shared:
+                    own.update(sequence.hashes(num_shared, length // block_size, block_size))
+            num_partial = sum(length % block_size > 0 for length in lengths)
+            self._num_blocks = state, num_shared + len(own) + num_partial
+        return self._num_blocks[1]
 
     @property
     def uses_beam_search(self) -> bool:

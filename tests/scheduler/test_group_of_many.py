@@ -1,0 +1,161 @@
+"""What a request of 128 outputs costs the step loop: hashes and look-ups are counted, not seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from scheduler_svc import sequence as sequence_module
+from scheduler_svc.prefix_cache import PrefixCache, extend_hashes
+from scheduler_svc.prefix_finder import PrefixFinder
+from scheduler_svc.sequence import SequenceGroup
+from tests.scheduler.simulation import Simulation
+
+N, BLOCK_SIZE, NUM_FULL = 128, 16, 64
+PROMPT = [position % 7 for position in range(NUM_FULL * BLOCK_SIZE + 5)]
+
+
+class Counts:
+    """Blocks that were hashed, and hashes that were looked up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hashed = self.looked_up = 0
+        find = PrefixCache.find
+
+        def count_hashes(hashes: list[bytes], root: bytes, token_bytes: bytes, block_bytes: int) -> None:
+            self.hashed += len(token_bytes) // block_bytes
+            extend_hashes(hashes, root, token_bytes, block_bytes)
+
+        def count_look_ups(cache: PrefixCache, hashes: list[bytes]) -> list[int]:
+            blocks = find(cache, hashes)
+            self.looked_up += len(blocks) + (len(blocks) < len(hashes))
+            return blocks
+
+        monkeypatch.setattr(sequence_module, "extend_hashes", count_hashes)
+        monkeypatch.setattr(PrefixCache, "find", count_look_ups)
+
+
+def simulation() -> Simulation:
+    return Simulation(
+        num_slots=N + 1, max_model_len=1200, block_size=BLOCK_SIZE, num_blocks=700, max_num_batched_tokens=512
+    )
+
+
+def test_a_prompt_is_hashed_once_for_all_outputs_and_nothing_more_while_it_waits(monkeypatch: pytest.MonkeyPatch):
+    simulated = simulation()
+    counts = Counts(monkeypatch)
+    runs = simulated.add([9] * 5, 40, eos_token_id=None)
+    simulated.send()
+    group = simulated.add(PROMPT, 20, eos_token_id=None, n=N)
+    # Its slots are free, its blocks are not: as many as are left are kept from it.
+    kept = simulated.blocks.allocator.allocate(simulated.blocks.num_free_blocks - 20)
+    assert simulated.scheduler.can_ever_run(group)
+    for _ in range(10):
+        simulated.answer()
+        simulated.send()
+    assert group in simulated.waiting and runs.sequences[0].num_tokens > 10
+    assert counts.hashed <= NUM_FULL + 2  # and what the one that runs has filled
+    assert counts.looked_up <= 2 * 20  # one miss each time it is asked about
+    simulated.blocks.allocator.free(kept)
+    simulated.run_to_end()
+    simulated.check_outputs()
+    # 20 tokens each: a block is filled behind the prompt's 5, and the tokens of the one that ran filled two.
+    assert counts.hashed <= NUM_FULL + 2 * N + 4
+
+
+def test_a_cached_prompt_is_looked_up_once_while_it_waits(monkeypatch: pytest.MonkeyPatch):
+    simulated = simulation()
+    simulated.add(PROMPT, 1)
+    simulated.run_to_end()
+    simulated.add([9] * 5, 40, eos_token_id=None)
+    simulated.send()
+    group = simulated.add(PROMPT, 2, eos_token_id=None, n=N)
+    kept = simulated.blocks.allocator.allocate(simulated.blocks.num_free_blocks - NUM_FULL - 20)
+    counts = Counts(monkeypatch)
+    for _ in range(10):
+        simulated.answer()
+        simulated.send()
+    assert group in simulated.waiting
+    assert NUM_FULL <= counts.looked_up <= NUM_FULL + 20
+    simulated.blocks.allocator.free(kept)
+    simulated.run_to_end()
+    simulated.check_outputs()
+    assert group.num_cached_tokens == NUM_FULL * BLOCK_SIZE
+
+
+def test_outputs_that_have_gone_different_ways_are_hashed_once_while_they_wait(monkeypatch: pytest.MonkeyPatch):
+    """As after a lost worker: each output has a history of its own, and the blocks of all are counted."""
+    simulated = simulation()
+    counts = Counts(monkeypatch)
+    histories = [[output % 5] * 40 for output in range(N)]  # of five kinds; 45 tokens behind the prompt's full blocks
+    group = simulated.add(PROMPT, 60, eos_token_id=None, n=N, resumed=histories)
+    expected = NUM_FULL + 5 * 2 + N
+    for _ in range(10):
+        assert simulated.blocks.num_blocks_of(group) == expected
+        assert simulated.blocks.num_blocks_to_take(group) == expected
+    assert counts.hashed == NUM_FULL + 2 * N
+    simulated.scheduler.groups.finish(group.sequences[0])
+    assert simulated.blocks.num_blocks_of(group) == expected - 1
+
+
+# ---- what was found before ------------------------------------------------------------------------------------------
+
+NUM_BLOCKS = 12
+
+
+def naive(cache: PrefixCache, group: SequenceGroup, index: int) -> list[int]:
+    """Every hash of the sequence, made and looked up anew."""
+    sequence = group.sequences[index]
+    hashes: list[bytes] = []
+    whole = (sequence.num_tokens - 1) // 2 * 2
+    extend_hashes(hashes, group.hash_root, np.asarray(sequence.token_ids[:whole], np.int32).tobytes(), 8)
+    return cache.find(hashes)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_what_is_found_again_is_what_a_new_search_finds(data: Any):
+    cache = PrefixCache(NUM_BLOCKS)
+    finder = PrefixFinder(cache, 2)
+    token_ids = st.lists(st.integers(0, 1), max_size=6)
+    groups = [
+        SequenceGroup(
+            f"g{number}",
+            [0, 0, *data.draw(token_ids)],
+            pb.SamplingParams(),
+            max_num_tokens=40,
+            arrival_ns=0,
+            num_outputs=2,
+            resumed_token_ids=data.draw(st.sampled_from([(), (data.draw(token_ids), data.draw(token_ids))])),
+        )
+        for number in range(3)
+    ]
+    for _ in range(data.draw(st.integers(1, 25))):
+        group = data.draw(st.sampled_from(groups))
+        sequence = data.draw(st.sampled_from(group.sequences))
+        cached = np.flatnonzero(cache.is_cached).tolist()
+        blank = np.flatnonzero(~cache.is_cached).tolist()
+        match data.draw(st.sampled_from(["publish", "forget", "append", "new root", "flush"])):
+            case "publish" if blank and sequence.num_tokens >= 2:
+                index = data.draw(st.integers(0, sequence.num_tokens // 2 - 1))
+                block = data.draw(st.sampled_from(blank))
+                cache.publish(sequence.hashes(index, index + 1, 2), np.array([block], np.int32), np.array([-1]))
+            case "forget" if cached:
+                cache.forget([data.draw(st.sampled_from(cached))])
+            case "append" if sequence.num_tokens < 39:
+                sequence.append(data.draw(st.integers(0, 1)))
+            case "new root":
+                group.use_hash_root(data.draw(st.sampled_from([b"a", b"b"])))
+            case "flush":
+                cache.forget(cached)
+        for each in groups:
+            found = [finder.find(sequence).tolist() for sequence in each.sequences]
+            assert found == [naive(cache, each, index) for index in range(2)]
+            assert sorted(finder.find_distinct(each).tolist()) == sorted(
+                {block for blocks in found for block in blocks}
+            )
