@@ -46,7 +46,7 @@ class SchedulerConfig:
     )
     max_waiting_requests: int = option(4096, "requests that may wait; more are refused with a retry hint")
     max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
-    max_request_bytes: int = option(8_388_608, "size of one request; larger ones are refused unread")
+    max_request_bytes: int = option(1_048_576, "size of one request; larger ones are refused unread")
     max_concurrent_streams: int = option(
         4096, "calls at once over one connection; more wait in the client until one of them has ended"
     )

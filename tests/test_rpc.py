@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -148,3 +149,41 @@ async def test_a_reserved_port_takes_servers_that_share_it_and_no_others() -> No
             await server.start()
         for server in servers:
             await server.stop(None)
+
+
+@pytest.mark.parametrize("options", [rpc.SERVER_OPTIONS, rpc.SHARED_PORT_SERVER_OPTIONS], ids=["alone", "shared"])
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_compressed_messages_are_refused_before_they_are_made_whole(
+    options: tuple[tuple[str, int], ...], compression: grpc.Compression, streams: bool
+) -> None:
+    received: list[int] = []
+
+    async def one(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        received.append(len(request))
+        return b""
+
+    async def many(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async for request in requests:
+            received.append(len(request))
+        yield b""
+
+    server = grpc.aio.server(options=options)
+    methods = {"One": grpc.unary_unary_rpc_method_handler(one), "Many": grpc.stream_stream_rpc_method_handler(many)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("it", methods)])
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for data in (b"a", bytes(32 << 20)):  # the second is 32 kB on the wire
+            if streams:
+                call: Any = channel.stream_stream("/it/Many")(_once(data), compression=compression)
+            else:
+                call = channel.unary_unary("/it/One")(data, compression=compression)
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "is disabled" in await call.details()
+    await server.stop(None)
+    assert not received
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
