@@ -156,11 +156,12 @@ class Answers:
         for index, beam in enumerate(parents):
             if index not in has_children:
                 self._groups.finish(beam)
+        indices = group.free_indices(parents[index] for index in has_children)
         beams: list[Sequence] = []
         for parent, _ in continuations:
             beam = parents[parent]
             if beam in beams:
-                beam = beam.child(group.take_index())
+                beam = beam.child(next(indices))
                 if parents[parent].slot >= 0:
                     self._groups.fork_beam(parents[parent], beam)
             beams.append(beam)

@@ -7,6 +7,7 @@ it was swapped out, the host blocks in which they are computed. Knows nothing of
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from typing import TYPE_CHECKING, Any
 
@@ -257,7 +258,6 @@ class SequenceGroup:
         else:
             histories = [prompt] * (1 if beam_search else self.best_of)
         self.sequences = [Sequence(self, index, history) for index, history in enumerate(histories)]
-        self._num_indices = len(self.sequences)
 
     def use_adapter_generation(self, generation: int) -> None:
         """Which version of its adapter it runs with, said before anybody looks for what of its prompt is cached."""
@@ -340,10 +340,13 @@ class SequenceGroup:
         self.num_worker_losses += 1
         self._trial_ends_at = self._length + num_trial_tokens
 
-    def take_index(self) -> int:
-        """An index that no sequence of the group had before."""
-        self._num_indices += 1
-        return self._num_indices - 1
+    def free_indices(self, held: Iterable[Sequence]) -> Iterator[int]:
+        """Indices below its width that none of `held` has, lowest first.
+
+        A beam's may be one that another had before: beams are ranked, so no draw depends on it.
+        """
+        taken = {sequence.index for sequence in held}
+        return (index for index in range(self.best_of) if index not in taken)
 
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]

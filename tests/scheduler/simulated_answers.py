@@ -66,6 +66,7 @@ class _Samples:
 
     def __init__(self, states: SequenceStates, rows: AppliedRows, contents: list[int], language: Language) -> None:
         self._states, self._rows, self._contents, self._language = states, rows, contents, language
+        self._last_row, self._logprobs_of_last_row = -1, np.zeros(0, np.float32)  # candidates of a beam share them
 
     def token_ids(self) -> npt.NDArray[np.int64]:
         rows = self._rows
@@ -101,7 +102,10 @@ class _Samples:
         return Logprobs(drawn, ranks, top_counts, np.concatenate(top_token_ids), np.concatenate(top_logprobs))
 
     def _logprobs_of(self, sample: int) -> npt.NDArray[np.float32]:
-        return self._language.logprobs(*self._past(sample))
+        row = int(self._rows.sample_rows[sample])
+        if row != self._last_row or not self._rows.is_candidate[sample]:
+            self._last_row, self._logprobs_of_last_row = row, self._language.logprobs(*self._past(sample))
+        return self._logprobs_of_last_row
 
     def _past(self, sample: int) -> tuple[History, int]:
         slot = int(self._rows.sample_slots[sample])

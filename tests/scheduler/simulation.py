@@ -50,6 +50,7 @@ class Simulation:
         costs: Costs = MEASURED,
         served: ServedTokens | None = None,
         row_error: RowErrorOf | None = None,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
@@ -64,6 +65,7 @@ class Simulation:
         )
         self.enable_prefix_caching = enable_prefix_caching
         self.row_error = row_error
+        self.vocab_size = vocab_size
         self.waiting = WaitingQueue(POLICIES[policy], served)
         self.groups: list[SequenceGroup] = []
         self._to_be_told: dict[SequenceGroup, list[int]] = {}  # tokens of the prompt whose logprobs are wanted
@@ -91,6 +93,7 @@ class Simulation:
             self.block_size,
             self.num_blocks,
             self.num_host_blocks,
+            self.vocab_size,
             row_error=self.row_error,
         )
         self.in_flight: deque[tuple[ScheduledRows, worker_pb2.StepResult]] = deque()
@@ -296,10 +299,12 @@ class Simulation:
             )
             if group.beam_search is not None:
                 if group not in besides:
-                    assert_same_beams(self.hypotheses[group], expected_beams(group, prompt))
+                    assert_same_beams(self.hypotheses[group], expected_beams(group, prompt, self.vocab_size))
                 continue
             for index in range(group.best_of):
-                expected = expected_tokens(prompt, index, group.max_num_tokens, group.eos_token_id)
+                expected = expected_tokens(
+                    prompt, index, group.max_num_tokens, group.eos_token_id, vocab_size=self.vocab_size
+                )
                 expected, got = expected[len(prompt) :], self.outputs[group].get(index, [])
                 assert got == (expected[: len(got)] if group in besides else expected), (group.request_id, index)
 
@@ -312,7 +317,7 @@ class Simulation:
         self.scheduler.check_integrity()
 
 
-def expected_beams(group: SequenceGroup, prompt: list[int]) -> list[BeamHypothesis]:
+def expected_beams(group: SequenceGroup, prompt: list[int], vocab_size: int = VOCAB_SIZE) -> list[BeamHypothesis]:
     """What beam search finds for a group that runs alone, straight from the language."""
     used = group.beam_search
     assert used is not None
@@ -328,7 +333,7 @@ def expected_beams(group: SequenceGroup, prompt: list[int]) -> list[BeamHypothes
     while not search.is_done:
         candidates = []
         for beam in range(search.num_live):
-            logprobs = logprobs_after(content_of([*prompt, *search.live_token_ids(beam)]))
+            logprobs = logprobs_after(content_of([*prompt, *search.live_token_ids(beam)]), vocab_size)
             token_ids = most_likely(logprobs, search.num_candidates)
             candidates.append((token_ids, logprobs[token_ids]))
         search.advance(candidates)
