@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from octavo.options import OptionError, Parser
+from octavo.command_line import Parser, did_you_mean
+from octavo.options import OptionError
 
 COMMANDS = {
     "serve": "a scheduler and workers on this machine, in one command",
@@ -90,12 +91,12 @@ def _without_command(arguments: list[str]) -> int:
         description="Serves language models with PagedAttention.",
         epilog="commands:\n" + "".join(f"  {name:<11}{text}\n" for name, text in COMMANDS.items())
         + "\n`octavo COMMAND --help` describes each.",
-        formatter_class=_raw_formatter(),
     )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", help="one of those below")
     if name:
-        parser.error(f"no command is called {name!r}; there are {', '.join(COMMANDS)}")
+        hint = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        parser.error(f"no command is called {name!r}{hint}")
     namespace = parser.parse_args(arguments)
     if namespace.version:
         import octavo
@@ -104,12 +105,6 @@ def _without_command(arguments: list[str]) -> int:
         return 0
     parser.print_help(sys.stderr)
     return 2
-
-
-def _raw_formatter() -> type:
-    from argparse import RawDescriptionHelpFormatter
-
-    return RawDescriptionHelpFormatter
 
 
 def _is_expected(error: Exception) -> bool:

@@ -4,8 +4,9 @@ A field made with `option()` named `max_num_seqs` can be set, the first found wi
     --max-num-seqs 64           a flag
     OCTAVO_MAX_NUM_SEQS=64      a variable
     max_num_seqs: 64            a key in the file of `--config FILE.yaml`
-and has the field's default otherwise. Whatever names no option of the command is an error, so that a typo is never a
-default. Field types: bool, int, float, str, Path, `tuple[T, ...]`, `list[T]`, and unions of these with None.
+and has the field's default otherwise. Whatever names no option of the command is an error, which names the nearest
+one: a typo is never a default. Field types: bool, int, float, str, Path, `tuple[T, ...]`, `list[T]`, and unions of
+these with None.
 Knows nothing of any particular service, and reads the environment only when asked to parse.
 """
 
@@ -16,16 +17,21 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
+
+from octavo.command_line import Parser, did_you_mean
 
 PREFIX = "OCTAVO_"
+COMMON, LOGGING, OTHER = "common", "logging and metrics", "other"  # groups of options: the first, and the last two
 NOT_OPTIONS = frozenset({"OCTAVO_CACHE"})  # read elsewhere: the cache folder, shared by every command
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _KNOWN = "known_options"  # attribute of a parsed namespace: the names of all options of the command
+_POSITION = "position"  # likewise: the name of the option that may be given as a position
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 C = TypeVar("C")
@@ -35,39 +41,70 @@ class OptionError(ValueError):
     """A flag, variable or key that names no option or has no acceptable value. The message is one line for the user."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that reports bad usage in one line, exit code 2, and completes no abbreviated flags."""
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str = OTHER,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+    hidden: bool = False,
+) -> Any:
+    """A dataclass field that users can set. `choices` restricts what text is accepted.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
-def option(default: Any, help: str, *, choices: Sequence[str] | None = None, metavar: str | None = None) -> Any:
-    """A dataclass field that users can set. `help` is one sentence; `choices` restricts what text is accepted."""
-    metadata = {"help": help, "choices": tuple(choices) if choices else None, "metavar": metavar}
+    `help` is one short clause, to which the default is added unless the word is in it. `group` is the heading under
+    which --help shows it; headings come in the order in which they are first named. `hidden` ones are not shown.
+    """
+    metadata = {
+        "help": help,
+        "choices": tuple(choices) if choices else None,
+        "metavar": metavar,
+        "group": group,
+        "hidden": hidden,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Adds the flags of `cls`, and `--config`. With several classes, the first to name an option defines its flag."""
+def add_arguments(parser: argparse.ArgumentParser, cls: type, *, without: Collection[str] = ()) -> None:
+    """Adds the flags of `cls` by their groups, and `--config`. With several classes, the first to name an option
+    defines its flag. Those of `without` are no options of this command, from whatever source."""
     parser.allow_abbrev = False
     taken = {action.dest for action in parser._actions}
     hints = typing.get_type_hints(cls)
-    for field in _options_of(cls):
+    options = [field for field in _options_of(cls) if field.name not in without]
+    for field in options:
         if field.name not in taken:
-            _add_flag(parser, field, hints[field.name])
+            _add_flag(_group(parser, field.metadata["group"]), field, hints[field.name])
     if "config" not in taken | set(hints):
-        parser.add_argument(
-            "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="read options from this file"
+        _group(parser, COMMON).add_argument(
+            "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="file of options"
         )
     known = parser.get_default(_KNOWN) or frozenset()
-    parser.set_defaults(**{_KNOWN: known | {field.name for field in _options_of(cls)} | {"config"}})
+    parser.set_defaults(**{_KNOWN: known | {field.name for field in options} | {"config"}})
+
+
+def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """The group of this title, made at its first use, in its place."""
+    found = next((each for each in parser._action_groups if each.title == title), None)
+    if found is None:
+        found = parser.add_argument_group(title)
+        places = {COMMON: -1, LOGGING: 1, OTHER: 2}
+        positionals, help_only, *groups = parser._action_groups
+        parser._action_groups = [
+            positionals,
+            help_only,
+            *sorted(groups, key=lambda each: places.get(each.title or "", 0)),
+        ]
+    return found
+
+
+def add_position(parser: argparse.ArgumentParser, name: str) -> None:
+    """Lets the option `name`, which the parser has already, be given without its flag, too."""
+    help = f"in place of --{name}"
+    parser.add_argument(name.upper(), nargs="?", default=argparse.SUPPRESS, help=help)
+    parser.set_defaults(**{_POSITION: name})
 
 
 def from_namespace(cls: type[C], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> C:
@@ -82,6 +119,12 @@ def from_namespace(cls: type[C], namespace: argparse.Namespace, environ: Mapping
     variables = _variables(environ, known)
     file_name = getattr(namespace, "config", None) or variables.get("config")
     keys = _read_file(Path(file_name), known) if file_name else {}
+
+    position = getattr(namespace, _POSITION, "")
+    if position and hasattr(namespace, position.upper()):
+        if hasattr(namespace, position):
+            raise OptionError(f"the {position} is given twice: as a position and as --{position}")
+        namespace = argparse.Namespace(**{**vars(namespace), position: getattr(namespace, position.upper())})
 
     values: dict[str, Any] = {}
     for name, field in fields.items():
@@ -165,11 +208,11 @@ def _collected(hint: Any, value: Any) -> Any:
     return tuple(value) if typing.get_origin(hint) is tuple else value
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
+def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any) -> None:
     text = field.metadata["help"]
     if "default" not in text:
         text += f" (default: {_shown(_default_of(field))})"
-    text = text.replace("%", "%%")
+    text = argparse.SUPPRESS if field.metadata["hidden"] else text.replace("%", "%%")
     settings: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
     if bool in _members(hint):
         parser.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **settings)
@@ -183,8 +226,12 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
             raise argparse.ArgumentTypeError(str(error)) from error
 
     choices = field.metadata["choices"]
-    settings["metavar"] = field.metadata["metavar"] or ("{" + ",".join(choices) + "}" if choices else None)
+    settings["metavar"] = field.metadata["metavar"] or ("|".join(choices) if choices else _metavar(hint, item))
     parser.add_argument(_flag(field.name), type=convert, action="store" if item is None else "append", **settings)
+
+
+def _metavar(hint: Any, item: Any) -> str:
+    return next((_METAVARS[kind] for kind in _members(item or hint) if kind in _METAVARS), "VALUE")
 
 
 # ---- values ----
@@ -197,7 +244,7 @@ def _convert(field: dataclasses.Field[Any], hint: Any, text: str) -> Any:
     if text == "" and type(None) in members:
         return None
     if choices and text not in choices:
-        raise OptionError(f"{text!r} is none of {', '.join(choices)}")
+        raise OptionError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
     kinds = sorted((kind for kind in members if kind is not type(None)), key=lambda kind: kind is str)  # text last
     for kind in kinds:
         if kind is bool and text.lower() in _TRUE | _FALSE:
@@ -251,8 +298,14 @@ def _variables(environ: Mapping[str, str], known: frozenset[str]) -> dict[str, s
         hint = ""
         if any("_SERVICE_" in name or text.startswith("tcp://") for name, text in found.items()):
             hint = " (Kubernetes sets such for its Services: enableServiceLinks: false in the pod)"
+        hint = hint or _nearest(unknown, {PREFIX + name.upper() for name in known})
         raise OptionError(f"{', '.join(unknown)}: no option of this command has that name{hint}")
     return options
+
+
+def _nearest(unknown: list[str], known: Iterable[str]) -> str:
+    """Of one unknown name; with several it would not be clear which is meant."""
+    return did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
 
 
 def _read_file(path: Path, known: frozenset[str]) -> dict[str, Any]:
@@ -271,7 +324,8 @@ def _read_file(path: Path, known: frozenset[str]) -> dict[str, Any]:
     keys = {str(key).replace("-", "_"): value for key, value in content.items()}
     unknown = sorted(key for key in keys if key not in known - {"config"})
     if unknown:
-        raise OptionError(f"--config {path}: {', '.join(unknown)}: no option of this command has that name")
+        hint = _nearest(unknown, known - {"config"})
+        raise OptionError(f"--config {path}: {', '.join(unknown)}: no option of this command has that name{hint}")
     return keys
 
 

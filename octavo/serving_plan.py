@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cores import allowed_cores, available_cores, parse_cores
-from octavo.options import OptionError, environment_without_options, option, to_arguments
+from octavo.options import COMMON, environment_without_options, option, to_arguments
 from octavo.supervisor import Child
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PlanError(Exception):
 class ServeConfig:
     """Options of `octavo serve` itself; it takes those of the scheduler and the worker as well."""
 
-    workers: int = option(1, "worker processes to start")
+    workers: int = option(1, "worker processes to start", group=COMMON)
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -48,9 +48,7 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, OptionError."""
-    if scheduler.worker:
-        raise OptionError("--worker is for `octavo scheduler`; serve starts workers of its own (--workers N)")
+    """The address clients will use, and the children; workers share cores and memory. Raises PlanError."""
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)

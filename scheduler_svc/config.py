@@ -6,68 +6,92 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.log import LEVELS
-from octavo.options import check_port, option
+from octavo.options import COMMON, LOGGING, check_port, option
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
+
+SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Raises ValueError for options that contradict one another."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(50051, "port to listen on; 0 takes a free one")
-    log_level: str = option("info", "least important log lines to show", choices=LEVELS)
+    host: str = option("127.0.0.1", "address to listen on", group=COMMON)
+    port: int = option(50051, "port to listen on; 0 takes a free one", group=COMMON)
     worker: tuple[str, ...] = option(
-        (), "a worker, HOST:PORT, or all addresses of a name, dns:///NAME:PORT; repeatable", metavar="ADDRESS"
+        (),
+        "a worker, HOST:PORT, or all addresses of a name, dns:///NAME:PORT; repeatable, no default",
+        group=COMMON,
+        metavar="ADDRESS",
     )
-    max_workers: int = option(64, "workers to hold at most")
-    tokenizer: Path | None = option(None, "folder of tokenizer files to use in place of the workers'", metavar="DIR")
-    served_model_name: str = option("", "name that requests may give as model; the default is the workers' own")
-    scheduling_policy: str = option("fcfs", "order in which waiting requests are served", choices=tuple(POLICIES))
+    served_model_name: str = option(
+        "", "name that requests may give as model (default: the workers' own)", group=COMMON, metavar="NAME"
+    )
+
+    scheduling_policy: str = option(
+        "fcfs", "order in which waiting requests are served", group=SCHEDULING, choices=tuple(POLICIES)
+    )
     tenant_weights: tuple[str, ...] = option(
-        (), "with --scheduling-policy fair: a tenant's share, NAME=WEIGHT; others have 1; repeatable", metavar="SHARE"
+        (), "under fair: a tenant's share, NAME=WEIGHT; others have 1; repeatable", group=SCHEDULING, metavar="SHARE"
     )
     preemption_mode: str = option(
-        "auto", "how a running request gives its cache up: copied to host memory, or computed again", choices=MODES
+        "auto",
+        "how a running request gives up its cache: copied to host memory, or recomputed",
+        group=SCHEDULING,
+        choices=MODES,
     )
-    enable_prefix_caching: bool = option(True, "share the cache of equal prompt beginnings between requests")
+    enable_prefix_caching: bool = option(True, "share the cache of equal prompt beginnings", group=SCHEDULING)
     enable_chunked_prefill: bool = option(
-        True, "compute long prompts in parts beside decodes; without it prompts are computed whole and first"
+        True, "compute long prompts in parts beside decodes; off: whole and first", group=SCHEDULING
     )
     scheduler_delay_factor: float = option(
-        0.0, "without chunked prefill: wait so many times a prompt step's time before the next, so that the queue fills"
+        0.0, "without chunked prefill: pause between prompt steps, in times of one", group=SCHEDULING
     )
-    steps_in_flight: int = option(2, "steps sent to a worker before the first of them is answered; 1 is lock-step")
-    max_num_seqs: int | None = option(None, "sequences that run at once on a worker; lowers the worker's own bound")
-    max_num_batched_tokens: int | None = option(None, "tokens in one step; lowers the worker's own bound")
+    max_num_seqs: int | None = option(
+        None, "sequences that run at once on a worker (default: its own bound)", group=SCHEDULING
+    )
+    max_num_batched_tokens: int | None = option(None, "tokens in one step (default: the worker's)", group=SCHEDULING)
     max_model_len: int | str | None = option(
-        None, "tokens in one sequence; lowers the worker's own bound, which auto takes as it is", metavar="LEN"
+        None, "tokens in one sequence (default, and auto: the worker's)", group=SCHEDULING, metavar="N|auto"
     )
-    max_waiting_requests: int = option(4096, "requests that may wait; more are refused with a retry hint")
-    max_waiting_tokens: int = option(4_194_304, "prompt tokens that may wait; more are refused with a retry hint")
-    max_request_bytes: int = option(1_048_576, "size of one request; larger ones are refused unread")
+    tokenizer: Path | None = option(
+        None, "folder of tokenizer files (default: the workers' own)", group=SCHEDULING, metavar="DIR"
+    )
+
+    max_waiting_requests: int = option(
+        4096, "requests that may wait; more are refused with a retry hint", group=REQUESTS
+    )
+    max_waiting_tokens: int = option(
+        4_194_304, "prompt tokens that may wait; more are refused with a retry hint", group=REQUESTS
+    )
+    max_request_bytes: int = option(1_048_576, "size of one request; larger ones are refused unread", group=REQUESTS)
     max_concurrent_streams: int = option(
-        4096, "calls at once over one connection; more wait in the client until one of them has ended"
+        4096, "calls at once over one connection; more wait in the client", group=REQUESTS
     )
-    worker_wait_timeout: float = option(
-        120.0, "seconds that requests wait for a worker to come back while all are lost, and then end with an error"
-    )
-    max_worker_losses: int = option(3, "lost workers after which a request that ran on each of them ends with an error")
-    max_logprobs: int = option(20, "logprobs a token that a request may ask for")
-    frontends: int = option(1, "processes that share the port, tokenise and stream; 1: the one that schedules")
+    max_logprobs: int = option(20, "logprobs a token that a request may ask for", group=REQUESTS)
     stream_interval_ms: float = option(
-        0.0, "time between two messages of a stream while others stream, too; the tokens between are one message"
+        0.0, "time between two messages of a stream while others stream, too", group=REQUESTS
     )
     drain_timeout: float = option(
-        20.0, "seconds that requests get to finish after SIGTERM or Control.Drain; then their clients resume elsewhere"
+        20.0, "seconds that requests get to finish after SIGTERM or Control.Drain", group=REQUESTS
     )
+
+    max_workers: int = option(64, "workers to hold at most", group=WORKERS)
+    steps_in_flight: int = option(2, "steps sent to a worker before the first is answered; 1: lock-step", group=WORKERS)
+    worker_wait_timeout: float = option(
+        120.0, "seconds that requests wait while all workers are lost, before they fail", group=WORKERS
+    )
+    max_worker_losses: int = option(3, "workers that may be lost under a request before it fails", group=WORKERS)
+    frontends: int = option(
+        1, "processes that share the port, tokenise and stream; 1: the one that schedules", group=WORKERS
+    )
+
+    log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
+    disable_log_stats: bool = option(False, "leave out the log line every 5 seconds", group=LOGGING)
     metrics_port: int | None = option(
-        None,
-        "port for Prometheus, 0 takes a free one; the default is 9464, or none where that is taken",
-        metavar="PORT",
+        None, "port for Prometheus, 0 takes a free one (default: 9464, or none if taken)", group=LOGGING, metavar="PORT"
     )
-    disable_log_stats: bool = option(False, "leave out the log line every 5 seconds")
 
     def __post_init__(self) -> None:
         check_port("port", self.port)

@@ -17,6 +17,7 @@ SERVICES = {"scheduler_svc", "worker_svc", "kernels"}
 # Of `octavo`, what a service may import. None of it knows a service.
 SHARED = {
     "octavo.cache",
+    "octavo.command_line",
     "octavo.cores",
     "octavo.end_with_parent",
     "octavo.log",

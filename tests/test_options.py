@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from octavo.command_line import Parser
 from octavo.options import (
+    COMMON,
+    LOGGING,
     OptionError,
-    Parser,
     add_arguments,
+    add_position,
     environment_without_options,
     from_namespace,
     option,
@@ -95,7 +98,12 @@ def test_every_source_reads_a_value_alike(
     [
         (["--port", "x"], "argument --port: 'x' is not a whole number"),
         (["--preemption-mode", "drop"], "'drop' is none of auto, swap, recompute"),
-        (["--max-num", "3"], "unrecognized arguments: --max-num 3"),
+        (["--max-num", "3"], "no option is called --max-num; did you mean --max-num-seqs?"),
+        (["--max_num_seqs=3"], "no option is called --max_num_seqs; did you mean --max-num-seqs?"),
+        (["--prot", "3"], "no option is called --prot; did you mean --port?"),
+        (["--zebra"], "no option is called --zebra (--help"),
+        (["port"], "'port' is one argument too many"),
+        (["--preemption-mode", "swop"], "'swop' is none of auto, swap, recompute; did you mean swap?"),
         (["--max-num-seqs", "1001"], "max_num_seqs 1001 is above 1000"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: No such file or directory"),
     ],
@@ -114,7 +122,7 @@ def test_bad_flags_end_with_one_line_and_code_2(
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"OCTAVO_MAX_NUM_SEQ": "3"}, "OCTAVO_MAX_NUM_SEQ: no option of this command has that name"),
+        ({"OCTAVO_MAX_NUM_SEQ": "3"}, "OCTAVO_MAX_NUM_SEQ: no option .* name; did you mean OCTAVO_MAX_NUM_SEQS"),
         ({"OCTAVO_COMPUTED": "3"}, "OCTAVO_COMPUTED: no option"),
         ({"OCTAVO_port": "3"}, "OCTAVO_port: no option"),
         ({"OCTAVO_PORT": "many"}, "OCTAVO_PORT: 'many' is not a whole number"),
@@ -130,7 +138,9 @@ def test_bad_variables_are_named(environ: dict[str, str], message: str) -> None:
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
-        ("max_num_seq: 3", "max_num_seq: no option of this command has that name"),
+        ("max_num_seq: 3", "max_num_seq: no option of this command has that name; did you mean max_num_seqs"),
+        ("max-num-seqz: 3", "max_num_seqz: no option of this command has that name; did you mean max_num_seqs"),
+        ("zebra: 3", "zebra: no option of this command has that name$"),
         ("config: other.yaml", "config: no option"),
         ("port: many", "port: 'many' is not a whole number"),
         ("port: 1.5", "port: '1.5' is not a whole number"),
@@ -197,9 +207,9 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[
         parse(Engine, ["--help"], "octavo engine")
     text = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    assert "--max-num-seqs MAX_NUM_SEQS Sequences at most, 100 % of them. (default: 1)" in text
-    assert "--enable-prefix-caching, --no-enable-prefix-caching Share blocks. (default: on)" in text
-    assert "--preemption-mode {auto,swap,recompute}" in text
+    assert "--max-num-seqs N Sequences at most, 100 % of them. (default: 1)" in text
+    assert "--[no-]enable-prefix-caching Share blocks. (default: on)" in text
+    assert "--preemption-mode auto|swap|recompute" in text
     assert "--worker HOST:PORT Address of a worker. (default: none)" in text
     assert "--computed" not in text
 
@@ -215,3 +225,36 @@ def test_a_port_out_of_range_is_refused_by_either_service() -> None:
                 make(port=port)
         with pytest.raises(ValueError, match=f"metrics_port is {port}"):
             SchedulerConfig(metrics_port=port)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    talk: str = option("some", "Lines to write.", group=LOGGING)
+    color: str = option("red", "Of the thing.", group="looks")
+    name: str = option("x", "Of the thing, too.", group=COMMON)
+    stray: int = option(1, "In no group.")
+    later: int = option(0, "Not for anyone yet.", hidden=True)
+
+
+def test_help_has_headings_in_order_and_hides_what_nobody_can_use_yet() -> None:
+    parser = Parser(prog="octavo grouped")
+    add_arguments(parser, Grouped)
+    add_arguments(parser, Device, without=("host",))
+    shown = parser.format_help()
+    headings = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["options:", "common:", "looks:", "logging and metrics:", "other:"]
+    assert "--later" not in shown and "--block-size" in shown and "--host" not in shown
+    assert from_namespace(Grouped, parser.parse_args(["--later", "2"]), {}).later == 2
+    with pytest.raises(OptionError, match="OCTAVO_HOST"):
+        from_namespace(Grouped, parser.parse_args([]), {"OCTAVO_HOST": "x"})
+
+
+@pytest.mark.parametrize("argv", [["x"], ["--name", "x"], ["--color", "blue", "x"], ["x", "--color", "blue"]])
+def test_a_position_stands_for_its_option(argv: list[str]) -> None:
+    parser = Parser(prog="octavo grouped")
+    add_arguments(parser, Grouped)
+    add_position(parser, "name")
+    assert from_namespace(Grouped, parser.parse_args(argv), {"OCTAVO_NAME": "y"}).name == "x"
+    assert from_namespace(Grouped, parser.parse_args([]), {"OCTAVO_NAME": "y"}).name == "y"
+    with pytest.raises(OptionError, match="the name is given twice"):
+        from_namespace(Grouped, parser.parse_args([*argv, "--name", "z"] if "--name" not in argv else [*argv, "z"]), {})

@@ -11,97 +11,101 @@ from typing import Literal
 
 from octavo.cores import parse_cores
 from octavo.log import LEVELS
-from octavo.options import check_port, option
+from octavo.options import COMMON, LOGGING, check_port, option
 
 AUTO: Literal["auto"] = "auto"
+MODEL_FILES, MEMORY, COMPUTE = "model files", "memory", "computing"  # groups of options
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
     """Raises ValueError for options that contradict one another or that this build cannot serve."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(50061, "port to listen on; 0 takes a free one")
-    log_level: str = option("info", "least important log lines to show", choices=LEVELS)
-    model: str = option("smollm2-135m-instruct", "model folder, GGUF file, or a name that `octavo model list` shows")
-    download_dir: str = option("", "folder of models to look a name up in before the cache", metavar="DIR")
+    model: str = option(
+        "smollm2-135m-instruct", "folder, GGUF file, or name; of the hub: OWNER/NAME", group=COMMON, metavar="MODEL"
+    )
+    host: str = option("127.0.0.1", "address to listen on", group=COMMON)
+    port: int = option(50061, "port to listen on; 0 takes a free one", group=COMMON)
+    device: str = option("auto", "the first GPU where there is one", group=COMMON, metavar="auto|cpu|cuda|cuda:N")
+    dtype: str = option("auto", "of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
+    quantization: str = option(
+        "none",
+        "int8: products of 8-bit weights and activations, on a CPU",
+        group=COMMON,
+        choices=("none", "int8"),
+    )
+    max_model_len: int | str | None = option(
+        None,
+        "tokens in one sequence (default: what the model takes); auto: what the cache holds",
+        group=COMMON,
+        metavar="N|auto",
+    )
+    max_num_seqs: int = option(256, "sequences that run at once on a worker, at most", group=COMMON)
+    max_num_batched_tokens: int = option(2048, "tokens in one step, at most", group=COMMON)
+
+    load_format: str = option(
+        "auto",
+        "bin: pickles, of which tensors alone are read; dummy: random weights",
+        group=MODEL_FILES,
+        choices=("auto", "safetensors", "gguf", "bin", "dummy"),
+    )
+    download_dir: str = option(
+        "", "where to find and keep models by name (default: the caches)", group=MODEL_FILES, metavar="DIR"
+    )
     tokenizer: str = option(
-        "",
-        "folder, GGUF file or name of the model whose tokenizer is served in place of the model's own",
-        metavar="DIR_OR_NAME",
+        "", "folder, GGUF file or name of a tokenizer (default: the model's own)", group=MODEL_FILES, metavar="MODEL"
     )
     tokenizer_mode: str = option(
         "auto",
-        "auto: the folder's tokenizer.json, else one made of its other files; fast: never made; slow: always made",
+        "fast: never make a tokenizer.json of other files; slow: always",
+        group=MODEL_FILES,
         choices=("auto", "fast", "slow"),
-    )
-    load_format: str = option(
-        "auto",
-        "where weights come from; bin: pickled files, of which tensors alone are read; dummy: random ones",
-        choices=("auto", "safetensors", "gguf", "bin", "dummy"),
     )
     model_impl: str = option(
         "auto",
-        "whose code computes the layers; auto: Octavo's for the families that it knows, else that of transformers",
+        "whose layers compute; auto: Octavo's if it knows the family",
+        group=MODEL_FILES,
         choices=("auto", "octavo", "transformers"),
     )
-    trust_remote_code: bool = option(False, "run Python code that lies in the model's folder")
-    seed: int = option(0, "of the random weights that --load-format dummy makes")
-    dtype: str = option("auto", "of weights and what is computed; auto takes the checkpoint's own", metavar="DTYPE")
-    quantization: str = option(
-        "none",
-        "int8: products with weights of eight bits, or of four where they once were, and activations quantised as they "
-        "come, on a CPU; quantised at the first start and kept in the cache",
-        choices=("none", "int8"),
-    )
-    batch_invariant: bool = option(
-        False, "a row's logits depend on nothing in its batch, bit for bit, whatever the model's type and shapes"
-    )
-    kv_cache_dtype: str = option(
-        "auto",
-        "of keys and values in the cache; auto: as dtype; fp8: float8_e4m3fn, on GPUs that have it",
-        choices=("auto", "float32", "float16", "bfloat16", "fp8"),
-    )
-    device: str = option(
-        "auto", "where the model runs: cpu, cuda, cuda:N; auto: the first GPU where there is one", metavar="DEVICE"
-    )
-    num_threads: int = option(
-        0,
-        "threads that compute, fewer while other processes keep cores busy; 0: one a core that this process may use, "
-        "or OMP_NUM_THREADS",
-    )
-    cpu_pinning: str = option(
-        "none",
-        "cores to keep the threads that compute on, one each: auto: the first that this process may use; a list such "
-        "as 0-3,8; none: where the system puts them; without meaning on a GPU",
-        metavar="CORES",
-    )
-    block_size: int = option(16, "tokens in a block of the cache")
-    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use; without meaning on the cpu")
-    enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps; without meaning on the cpu")
-    cuda_graph_memory: float = option(
-        1.0, "GiB of GPU memory that CUDA graphs may take; fewer batch sizes get one where it is too little"
-    )
+    trust_remote_code: bool = option(False, "run Python code that lies in the model's folder", group=MODEL_FILES)
+    seed: int = option(0, "of the random weights that --load-format dummy makes", group=MODEL_FILES)
+
     kv_cache_memory: float | None = option(
         None,
-        "GiB of cache (default on the cpu: 4, at most 0.4 of the memory that is free; on a GPU: what the model, its "
-        "steps and graphs leave)",
+        "of cache (default: 4 and at most 0.4 of what is free on a CPU, all that is left on a GPU)",
+        group=MEMORY,
         metavar="GIB",
     )
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use", group=MEMORY)
     swap_space: float | None = option(
         None,
-        "GiB of host memory for swapped blocks (default: 4, at most half of what cache and steps leave)",
+        "of host memory for swapped blocks (default: 4, at most half of what is left)",
+        group=MEMORY,
         metavar="GIB",
     )
     memory_share: float = option(
-        1.0, "share of the free memory that the defaults above count on; `octavo serve` divides it among its workers"
+        1.0, "share of the free memory that these defaults count on; serve divides it", group=MEMORY
     )
-    max_loras: int = option(0, "adapters in one step, at most")
-    max_num_seqs: int = option(256, "sequences that run at once, at most")
-    max_num_batched_tokens: int = option(2048, "tokens in one step, at most")
-    max_model_len: int | str | None = option(
-        None, "tokens in one sequence (default: what the model takes); auto: as many as fit in the cache", metavar="LEN"
+    block_size: int = option(16, "tokens in a block of the cache", group=MEMORY)
+    kv_cache_dtype: str = option(
+        "auto",
+        "of keys and values; auto: as dtype; fp8: float8_e4m3fn, on GPUs that have it",
+        group=MEMORY,
+        choices=("auto", "float32", "float16", "bfloat16", "fp8"),
     )
+    cuda_graph_memory: float = option(
+        1.0, "that CUDA graphs may take; with too little fewer batch sizes get one", group=MEMORY, metavar="GIB"
+    )
+
+    num_threads: int = option(0, "that compute; 0: one a core, or OMP_NUM_THREADS", group=COMPUTE)
+    cpu_pinning: str = option(
+        "none", "cores for the threads that compute, such as 0-3,8, or auto", group=COMPUTE, metavar="CORES"
+    )
+    batch_invariant: bool = option(False, "a row's logits depend on nothing in its batch, bit for bit", group=COMPUTE)
+    enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps", group=COMPUTE)
+    max_loras: int = option(0, "adapters in one step, at most", hidden=True)  # none can be loaded yet
+
+    log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
 
     def __post_init__(self) -> None:
         check_port("port", self.port)

@@ -11,6 +11,7 @@ from octavo.options import from_namespace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from scheduler_svc.config import SchedulerConfig
 
+    parser.usage = "octavo scheduler [options]"
     add_options(parser, SchedulerConfig)
 
 

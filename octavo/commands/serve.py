@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.options import add_arguments as add_options
-from octavo.options import from_namespace
+from octavo.options import add_position, from_namespace
 from octavo.serving_plan import PlanError, ServeConfig, plan
 
 
@@ -13,8 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
-    for cls in (ServeConfig, SchedulerConfig, WorkerConfig):
-        add_options(parser, cls)
+    parser.usage = "octavo serve [MODEL] [options]"
+    # The bounds of a step and the tokenizer are the worker's: the scheduler learns them from it.
+    add_options(parser, WorkerConfig, without=("host", "port", "log_level"))
+    add_options(parser, ServeConfig)
+    add_options(parser, SchedulerConfig, without=("worker",))
+    add_position(parser, "model")
 
 
 def run(arguments: argparse.Namespace) -> int:

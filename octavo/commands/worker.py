@@ -7,13 +7,15 @@ import gc
 import os
 
 from octavo.options import add_arguments as add_options
-from octavo.options import from_namespace
+from octavo.options import add_position, from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from worker_svc.config import WorkerConfig
 
+    parser.usage = "octavo worker [MODEL] [options]"
     add_options(parser, WorkerConfig)
+    add_position(parser, "model")
 
 
 def run(arguments: argparse.Namespace) -> int:

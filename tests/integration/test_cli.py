@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def test_help_lists_the_commands_and_imports_nothing_slow() -> None:
     assert "octavo" in imported and not imported & {"torch", "grpc", "numpy", "google", "transformers", "tokenizers"}
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "model", "health", "bench"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -77,6 +78,52 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pyt
     shown = capsys.readouterr()
     assert code == 2
     assert len(shown.err.splitlines()) == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("name", ["serve", "scheduler", "worker"])
+def test_help_of_a_service_is_grouped_short_and_true(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No option is explained in more than two lines, none has no group, and what is called the default is it."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert "common:" in shown and "\nother:" not in shown and "--max-loras" not in shown
+    for entry in re.split(r"\n  (?=-)", shown)[1:]:
+        lines = entry.partition("\n\n")[0].splitlines()
+        explained = [line for line in lines if line.startswith(" " * 34) or re.search(r"\S {2,}\S", line)]
+        assert 1 <= len(explained) <= 2, entry
+    flat = " ".join(shown.split())
+    if name == "serve":
+        assert "--max-num-seqs N sequences that run at once on a worker, at most (default: 256)" in flat
+        assert "--worker " not in flat
+    if name == "scheduler":
+        assert "--max-num-seqs N sequences that run at once on a worker (default: its own bound)" in flat
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["srve"], "serve"),
+        (["modle", "list"], "model"),
+        (["model", "lst"], "list"),
+        (["bench", "ofline"], "offline"),
+        (["serve", "--max-num-seq", "3"], "--max-num-seqs"),
+        (["serve", "--worker", "a:1"], "--workers"),
+        (["worker", "--quantisation", "int8"], "--quantization"),
+        (["scheduler", "--max_worker", "3"], "--max-workers"),
+        (["generate", "hi", "--max-token", "3"], "--max-tokens"),
+        (["bench", "serve", "--adress", NOWHERE], "--address"),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_name(
+    arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"did you mean {nearest}?" in capsys.readouterr().err
 
 
 def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,8 +336,9 @@ def test_a_part_that_is_not_installed_is_one_line() -> None:
 
 
 def test_serve_takes_options_that_both_services_have() -> None:
+    from octavo.command_line import Parser
     from octavo.commands import serve
-    from octavo.options import Parser, from_namespace
+    from octavo.options import from_namespace
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
