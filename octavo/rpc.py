@@ -38,6 +38,25 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 SERVER_OPTIONS = (*_SERVER_OPTIONS, ("grpc.so_reuseport", 0))  # two servers must not share a port by accident
 SHARED_PORT_SERVER_OPTIONS = (*_SERVER_OPTIONS, ("grpc.so_reuseport", 1))  # those of one service do, on purpose
 
+# Between a scheduler and its workers, both ways. Threads of gRPC's core send and answer pings without the interpreter's
+# lock: a process that is stopped, cut off or dead is found within 2.5 s, one that is busy with Python loses nothing.
+PING_INTERVAL_MS = 500  # without data; the core sends at most one a second from a channel
+PING_TIMEOUT_MS = 1_500
+_PINGED = {
+    "grpc.keepalive_time_ms": PING_INTERVAL_MS,
+    "grpc.keepalive_timeout_ms": PING_TIMEOUT_MS,
+    "grpc.http2.ping_timeout_ms": PING_TIMEOUT_MS,  # the one that ends a connection; a minute by default
+}
+WORKER_CHANNEL_OPTIONS = tuple({**dict(CHANNEL_OPTIONS), **_PINGED}.items())
+WORKER_SERVER_OPTIONS = tuple(
+    {
+        **dict(SERVER_OPTIONS),
+        **_PINGED,
+        "grpc.http2.min_ping_interval_without_data_ms": PING_INTERVAL_MS // 2,
+        "grpc.max_concurrent_streams": 128,  # a scheduler needs three
+    }.items()
+)
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN

@@ -15,14 +15,14 @@ from typing import Protocol
 import grpc
 import structlog
 
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.rpc import WORKER_CHANNEL_OPTIONS
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.tokenizer import Tokenizer
 from scheduler_svc.worker_handle import AdapterRequest
 
 log = structlog.get_logger()
 
-KEEPALIVE_INTERVAL_S = 1.0  # a worker ends the lease of a scheduler that is silent for 3 s
+KEEPALIVE_INTERVAL_S = 1.0  # a sign of this program; that the process lives is seen by gRPC's pings
 FAILURES_TO_TELL = 20  # a worker that is being started is no news for some seconds
 RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection costs next to nothing
 LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds
@@ -154,7 +154,9 @@ class WorkerClient:
         while not self._closed.is_set():
             retry_s = RETRY_S
             try:
-                with grpc.insecure_channel(self.address, options=[*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]) as channel:
+                with grpc.insecure_channel(
+                    self.address, options=[*WORKER_CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
+                ) as channel:
                     self._serve(channel)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, "the stream ended")
             except _Closed:

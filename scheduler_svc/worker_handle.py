@@ -16,7 +16,9 @@ from scheduler_svc.sequence_columns import SequenceColumns
 from scheduler_svc.step_plan import SchedulerOutputs
 from scheduler_svc.step_statistics import StepInFlight, StepStatistics
 
-SILENCE_LIMIT_NS = 2_000_000_000  # heartbeats come every 0.5 s
+# Heartbeats come every 0.5 s, but not while a worker's interpreter is busy. That its process is stopped, cut off or
+# dead is found sooner, by gRPC's pings (`octavo.rpc`), which end the stream.
+SILENCE_LIMIT_NS = 15_000_000_000
 STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compilation, a busy neighbour
 BLOCKS_CHECKED_AT_ONCE = 16_384  # about 10 ms
 STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from octavo.rpc import SERVER_OPTIONS
+from octavo.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from tests.scheduler.fake_language import content_of, logprobs_after
 from tests.scheduler.simulated_worker import SimulatedWorker
@@ -140,7 +140,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             max_loras=max_loras,
             tokenizer_sha256="byte-level",
         )
-        self._server = grpc.server(futures.ThreadPoolExecutor(8), options=SERVER_OPTIONS)
+        self._server = grpc.server(futures.ThreadPoolExecutor(8), options=WORKER_SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{self.port}"

@@ -1,14 +1,16 @@
-"""Who may send steps: at most one scheduler at a time, for as long as it is heard from.
+"""Who may send steps: at most one scheduler at a time, for as long as its connection lives and it is heard from.
 
     free --take--> held --end--> ending --settled--> free        (each `take` begins a new epoch)
 
-`ending` lasts until the step that still runs is over and those behind it are thrown away. Reads no clock and knows no
-gRPC: time is passed in.
+That a scheduler is stopped, cut off or dead is found by gRPC's pings (`octavo.rpc`), which end the stream and with it
+the lease within 2.5 s. A message has to come as well, much less often: an interpreter may be busy for seconds with one
+request, but not for ever. `ending` lasts until the step that still runs is over and those behind it are thrown away.
+Reads no clock and calls no gRPC: time is passed in.
 """
 
 from __future__ import annotations
 
-EXPIRY_S = 3.0  # without a message
+EXPIRY_S = 15.0  # without a message, over a connection that lives
 
 
 class LeaseHeld(Exception):

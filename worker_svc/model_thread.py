@@ -31,10 +31,12 @@ class ModelThread:
         self._tasks.put(task)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """As `submit`, with an answer."""
+        """As `submit`, with an answer; not run where the future is cancelled before its turn."""
         future: Future[T] = Future()
 
         def task() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:

@@ -19,7 +19,7 @@ import structlog
 
 from octavo import log as logging
 from octavo.cache import ModelNotFound, resolve_model
-from octavo.rpc import SERVER_OPTIONS, BindError, add_introspection, bind
+from octavo.rpc import WORKER_SERVER_OPTIONS, BindError, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
@@ -51,7 +51,7 @@ class WorkerServer:
         """To be made on the event loop that will serve. Raises BindError: nothing is listened to before `start`."""
         self.service = WorkerService(worker, model_config, files)
         self._worker = worker
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         self._health = add_introspection(self._server, [SERVICE_NAME])
         self.port = bind(self._server, worker.config.host, worker.config.port)

@@ -1,13 +1,17 @@
 """One `Execute` stream: steps in, answers, heartbeats and notices out, for as long as its lease lasts.
 
-Lives on the event loop; the model thread only ever hands answers over. A lease ends when the scheduler closes the
-stream, when it is silent for `lease.EXPIRY_S`, or when the worker drains.
+Lives on the event loop; the model thread only ever hands answers over. A lease ends when the stream does (the scheduler
+closes it, or its connection is found dead), when nothing comes for `lease.EXPIRY_S`, or when the worker drains.
+
+Steps are read only while those that were read before, up to the writing of their answers, are few and small: what a
+scheduler sends beyond that waits on its side of the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import Any
 
 import grpc
@@ -20,6 +24,9 @@ from worker_svc.worker import Worker
 log = structlog.get_logger()
 
 HEARTBEAT_INTERVAL_S = 0.5
+MAX_STEPS = 32  # read and not answered: several times what any scheduler has in flight
+MAX_STEP_BYTES = 64 << 20  # of those together, beyond which no further one is read
+MAX_UNWRITTEN = 64  # messages that wait to be written, beyond which no heartbeat is added
 STALL_S = 0.25  # a timer that is later than this tells of a process that was stopped or starved
 
 
@@ -38,6 +45,9 @@ class StepSession:
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepResponse | None] = asyncio.Queue()
         self._draining = asyncio.Event()
+        self._step_bytes: deque[int] = deque()  # of each step that was read and whose answer is not written
+        self._has_room = asyncio.Event()
+        self._has_room.set()
 
     async def run(self) -> None:
         """Returns when the scheduler has closed the stream or the worker has drained. Raises LeaseExpired."""
@@ -65,7 +75,11 @@ class StepSession:
                 continue
             self._lease.heard(time.monotonic())
             if request.HasField("step") and not self._draining.is_set():
+                self._step_bytes.append(request.step.ByteSize())
                 self._worker.submit(request.epoch, request.step, arrived_ns, self._deliver)
+                if len(self._step_bytes) >= MAX_STEPS or sum(self._step_bytes) > MAX_STEP_BYTES:
+                    self._has_room.clear()
+                    await self._has_room.wait()
 
     def _deliver(self, result: worker_pb2.StepResult) -> None:
         """On the model thread."""
@@ -75,10 +89,15 @@ class StepSession:
     async def _write(self) -> None:
         while (response := await self._outbox.get()) is not None:
             await self._context.write(response)
+            if response.HasField("result"):
+                self._step_bytes.popleft()  # answers come in the order of the steps
+                self._has_room.set()
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            if self._outbox.qsize() > MAX_UNWRITTEN:
+                continue  # the scheduler does not read
             step_id, age_ns = self._worker.running
             self._say(heartbeat=worker_pb2.Heartbeat(running_step_id=step_id, running_ns=age_ns))
 
@@ -88,6 +107,8 @@ class StepSession:
             await asyncio.sleep(left_s)
             if time.monotonic() - due_s > STALL_S:  # it was this process that slept, and messages wait to be read
                 await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            if not self._has_room.is_set():
+                self._lease.heard(time.monotonic())  # it is here that nothing is read
         raise LeaseExpired(f"nothing was heard from the scheduler for {EXPIRY_S:g} s")
 
     async def _drain(self) -> None:

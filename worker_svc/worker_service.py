@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import structlog
 
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from worker_svc.cache_sizing import Limits
+from worker_svc.call_limit import CallLimit, refuse
 from worker_svc.config import AUTO
 from worker_svc.errors import StartupError
 from worker_svc.lease import Lease, LeaseDesk, LeaseHeld
@@ -25,6 +25,12 @@ from worker_svc.tokenizer_files import TokenizerFiles
 from worker_svc.worker import Worker
 
 log = structlog.get_logger()
+
+OPEN_TIMEOUT_S = 5.0  # until the first message of a stream
+MAX_STREAMS = 16  # of `Execute`; one of them can hold the lease
+MAX_INITIALIZING = 16  # schedulers that wait for the model thread
+MAX_TOKENIZER_CALLS = 8
+TOKENIZER_TIMEOUT_S = 60.0  # as long as a scheduler waits for the files
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -39,6 +45,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._session: StepSession | None = None
         self._is_draining = False
         self._settling: set[asyncio.Task[None]] = set()
+        self._streams = CallLimit("open streams", MAX_STREAMS)
+        self._initializing = CallLimit("calls of Initialize that wait", MAX_INITIALIZING)
+        self._tokenizer_calls = CallLimit("calls of GetTokenizer", MAX_TOKENIZER_CALLS)
 
     # ---- Handshake --------------------------------------------------------------------------------------------------
 
@@ -79,40 +88,49 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return worker_pb2.WORKER_LIFECYCLE_LOADED
         return worker_pb2.WORKER_LIFECYCLE_INITIALIZED
 
-    async def GetTokenizer(
-        self, request: worker_pb2.GetTokenizerRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.TokenizerChunk]:
-        for chunk in self._files.chunks():
-            yield chunk
+    async def GetTokenizer(self, request: worker_pb2.GetTokenizerRequest, context: Any) -> None:
+        async with self._tokenizer_calls.admit(context):
+            try:
+                async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+                    for chunk in self._files.chunks():
+                        await context.write(chunk)
+            except TimeoutError:
+                why = f"the files were not read within {TOKENIZER_TIMEOUT_S:g} s"
+                await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
 
     async def Initialize(self, request: worker_pb2.InitializeRequest, context: Any) -> worker_pb2.InitializeResponse:
         try:
             limits = limits_of(request, self._worker.bounds)
         except ValueError as error:
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._leases.is_held and not self._worker.is_initialized_for(limits):
-            await _refuse(
+            await refuse(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "other settings are refused while a scheduler holds the lease",
             )
-        try:
-            return await asyncio.wrap_future(self._worker.initialize(limits))
-        except StartupError as error:
-            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        async with self._initializing.admit(context):
+            try:
+                return await asyncio.wrap_future(self._worker.initialize(limits))
+            except StartupError as error:
+                await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> worker_pb2.LoadAdapterResponse:
-        await _refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
+        await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Any
     ) -> worker_pb2.UnloadAdapterResponse:
-        await _refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
+        await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
     async def Execute(self, requests: Any, context: Any) -> None:
-        lease = await self._open(await context.read(), context)
+        async with self._streams.admit(context):
+            await self._execute(context)
+
+    async def _execute(self, context: Any) -> None:
+        lease = await self._open(await self._first_message(context), context)
         session = StepSession(context, self._worker, lease, self.instance_id)
         self._session = session
         log.info("lease taken", epoch=lease.epoch, scheduler=context.peer())
@@ -120,7 +138,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await session.run()
         except LeaseExpired as error:
             log.warning("lease expired", epoch=lease.epoch)
-            await _refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         finally:
             self._session = None
             self._leases.end(lease)
@@ -128,17 +146,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._settling.add(task)
             task.add_done_callback(self._settling.discard)
 
+    async def _first_message(self, context: Any) -> Any:
+        try:
+            return await asyncio.wait_for(context.read(), OPEN_TIMEOUT_S)
+        except TimeoutError:
+            why = f"no `open` came within {OPEN_TIMEOUT_S:g} s"
+            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
+
     async def _open(self, request: Any, context: Any) -> Lease:
         refused = grpc.StatusCode.FAILED_PRECONDITION
         sizes = self._worker.sizes
         if request is grpc.aio.EOF or not request.HasField("open"):
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream has to be `open`")
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream has to be `open`")
         if self._is_draining:
-            await _refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker is draining")
         if sizes is None:
-            await _refuse(context, refused, "Initialize has to come before Execute")
+            await refuse(context, refused, "Initialize has to come before Execute")
         if request.open.settings_id != sizes.settings_id:
-            await _refuse(
+            await refuse(
                 context,
                 refused,
                 f"settings_id {request.open.settings_id!r} is not {sizes.settings_id!r}: Initialize again",
@@ -146,7 +171,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             return self._leases.take(time.monotonic())
         except LeaseHeld as error:
-            await _refuse(context, refused, str(error))
+            await refuse(context, refused, str(error))
 
     async def _settle(self, lease: Lease) -> None:
         """The next lease has to wait for the step that still runs."""
@@ -179,8 +204,3 @@ def limits_of(request: worker_pb2.InitializeRequest, bounds: Limits) -> Limits:
             f"max_num_seqs is {limits.max_num_seqs}, more than max_num_batched_tokens, {limits.max_num_batched_tokens}"
         )
     return limits
-
-
-async def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
-    await context.abort(code, why)
-    raise AssertionError("abort has raised")

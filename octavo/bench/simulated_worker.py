@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 
 from octavo.bench.byte_tokenizer import IM_END, write_byte_tokenizer
-from octavo.rpc import SERVER_OPTIONS
+from octavo.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 
 VOCAB_SIZE = 400
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long a step takes at least")
     arguments = parser.parse_args()
     worker = SimulatedWorker(arguments.max_num_seqs, arguments.max_model_len, arguments.step_ms / 1e3)
-    server = grpc.server(ThreadPoolExecutor(4), options=SERVER_OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(4), options=WORKER_SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     server.add_insecure_port(f"127.0.0.1:{arguments.port}")
     server.start()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from octavo.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
+from octavo.rpc import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
 from protos import worker_pb2
 from tests.chaos.step_tracker import Drawn, StepTracker
 
@@ -46,7 +46,7 @@ class StepProxy:
         self.tracker = StepTracker()
         self.watcher: Watcher | None = None
         self.result_delay_s = 0.0
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_AnyMethod(self),))
         self._channel = _channel(target_port)
 
@@ -132,5 +132,9 @@ class _AnyMethod(grpc.GenericRpcHandler):
 
 
 def _channel(port: int) -> grpc.aio.Channel:
-    options = [*CHANNEL_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+    options = [
+        *WORKER_CHANNEL_OPTIONS,
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)

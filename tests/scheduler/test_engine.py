@@ -288,11 +288,13 @@ def test_a_worker_with_another_model_is_refused_by_name():
             it.serving.stop()
 
 
-def test_a_silent_worker_is_given_up_and_its_requests_wait():
+def test_a_silent_worker_is_given_up_and_its_requests_wait(monkeypatch: pytest.MonkeyPatch):
+    """Also where its process answers gRPC's pings."""
+    monkeypatch.setattr("scheduler_svc.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
     with FakeWorker(delay_s=0.01) as worker, client(worker) as it:
         it.submit("one", max_tokens=60)
         it.read(lambda: len(it.token_ids["one"]) > 3)
-        worker.delay_s = 2.6  # no message for longer than the limit, as a stopped process does
+        worker.delay_s = 2.6  # no message for longer than the limit
         it.wait(lambda: not it.serving.engine.workers)
         worker.delay_s = 0.0
         it.finish("one")

@@ -306,6 +306,7 @@ def test_a_loop_that_slept_itself_does_not_blame_its_workers(monkeypatch: pytest
     """After a pause of its own silence counts anew; a worker that stays silent after that is given up."""
     slept_ns = 0
     now_ns = time.monotonic_ns
+    monkeypatch.setattr("scheduler_svc.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
     monkeypatch.setattr("scheduler_svc.engine.time.monotonic_ns", lambda: now_ns() + slept_ns)
     loop = Loop()
     link = loop.join()

@@ -12,14 +12,17 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.rpc import WORKER_CHANNEL_OPTIONS
 from protos import worker_pb2, worker_pb2_grpc
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from worker_svc.config import WorkerConfig
+from worker_svc.lease import EXPIRY_S
 from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerServer
+from worker_svc.step_pipeline import Deliver
 from worker_svc.tokenizer_files import TokenizerFiles
 from worker_svc.worker import Worker
+from worker_svc.worker_service import MAX_STREAMS
 
 CONFIG = WorkerConfig(port=0, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=0.001)
 
@@ -30,6 +33,7 @@ class Setup:
 
     model: FakeModel
     server: WorkerServer
+    worker: Worker
     stub: Any
     settings_id: str
 
@@ -69,16 +73,17 @@ class Stream:
 @pytest.fixture
 async def setup() -> AsyncIterator[Setup]:
     model = FakeModel()
+    worker = Worker(ModelRunner(model, fake_config(), CONFIG.block_size), CONFIG)
     server = WorkerServer(
-        Worker(ModelRunner(model, fake_config(), CONFIG.block_size), CONFIG),
+        worker,
         fake_config(),
         TokenizerFiles({"tokenizer.json": b"x" * 3_000_000, "config.json": b"{}"}),
     )
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=CHANNEL_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=WORKER_CHANNEL_OPTIONS) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         sizes = await stub.Initialize(worker_pb2.InitializeRequest())
-        yield Setup(model, server, stub, sizes.settings_id)
+        yield Setup(model, server, worker, stub, sizes.settings_id)
     await server.stop()
 
 
@@ -152,7 +157,11 @@ async def test_wrong_settings_or_first_message_are_refused(setup: Setup) -> None
     await setup.open()
 
 
-async def test_silent_scheduler_loses_its_lease_after_three_seconds(setup: Setup) -> None:
+async def test_a_silent_scheduler_whose_connection_lives_loses_its_lease_later(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert EXPIRY_S > 5, "an interpreter may be busy for seconds"
+    monkeypatch.setattr("worker_svc.lease.EXPIRY_S", 3.0)
     stream = await setup.open()
     for _ in range(2):
         await asyncio.sleep(0.7)
@@ -163,6 +172,54 @@ async def test_silent_scheduler_loses_its_lease_after_three_seconds(setup: Setup
     assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert 2.9 < time.monotonic() - silent_since < 6
     await eventually(lambda: _opens(setup))
+
+
+async def test_a_stream_that_does_not_open_is_ended_and_there_are_only_so_many(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.worker_service.OPEN_TIMEOUT_S", 1.0)
+    silent = [setup.stub.Execute() for _ in range(MAX_STREAMS)]
+    for call in silent:
+        await call.wait_for_connection()
+    await asyncio.sleep(0.3)
+    more = setup.stub.Execute()
+    await more.write(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=setup.settings_id)))
+    assert await code_of(more.read()) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert {await call.code() for call in silent} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    await setup.open()
+
+
+@pytest.mark.parametrize(("limit", "most_queued"), [(("MAX_STEPS", 8), 8), (("MAX_STEP_BYTES", 1), 1)])
+async def test_steps_beyond_a_few_wait_with_their_sender(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int], most_queued: int
+) -> None:
+    monkeypatch.setattr(f"worker_svc.step_session.{limit[0]}", limit[1])
+    monkeypatch.setattr("worker_svc.lease.EXPIRY_S", 0.3)  # shorter than what is sent takes
+    submit, queued, seen = setup.worker.submit, set[int](), list[int]()
+
+    def counted(epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
+        def delivered(result: worker_pb2.StepResult) -> None:
+            queued.discard(result.step_id)
+            deliver(result)
+
+        queued.add(step.step_id)
+        seen.append(len(queued))
+        submit(epoch, step, arrived_ns, delivered)
+
+    monkeypatch.setattr(setup.worker, "submit", counted)
+    stream = await setup.open()
+    await stream.run(prefill(1, [[3]]))
+    setup.model.delay_s = 0.02
+    steps = [decode(step_id, [0]) for step_id in range(2, 50)]
+
+    async def send() -> None:
+        for step in steps:
+            await stream.send(step=step)
+
+    sending = asyncio.create_task(send())
+    assert [(await stream.wait_for("result")).step_id for _ in steps] == [step.step_id for step in steps]
+    await sending
+    assert max(seen) == most_queued
 
 
 async def _opens(setup: Setup) -> bool:

@@ -1,0 +1,95 @@
+"""A lease outlives an interpreter that is busy for seconds, on either side; a stopped process is found all the same."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from protos import inference_pb2 as pb
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.output_processor import Delivery
+from scheduler_svc.serving import Serving
+from scheduler_svc.worker_handle import SILENCE_LIMIT_NS
+from tests.worker.fake_model import next_token
+from tests.worker.fake_model_process import HOLD_S, hold_interpreter
+from worker_svc.lease import EXPIRY_S
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.worker.fake_model_process"], stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def address_of(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return f"127.0.0.1:{int(worker.stdout.readline())}"
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_worker_is_found_soon(
+    worker: subprocess.Popen[str],
+) -> None:
+    deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+    serving = Serving(SchedulerConfig(worker=(address_of(worker),)), deliveries.put)
+    serving.start()
+    try:
+        wait_until(lambda: serving.is_ready and bool(serving.engine.workers), "no worker joins")
+        params = pb.SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
+        tokens = generate(serving, deliveries, params)
+        for _ in range(10):
+            next(tokens)
+        with capture_logs() as events:
+            worker.send_signal(signal.SIGUSR1)
+            hold_interpreter()
+            token_ids = list(tokens)
+        assert len(token_ids) == 30, "as if nothing had been"
+        assert [event for event in events if event["event"] in ("worker lost", "worker joined")] == []
+        (handle,) = serving.engine.workers
+        assert handle.epoch == 1
+
+        assert min(EXPIRY_S, SILENCE_LIMIT_NS / 1e9) > 2 * HOLD_S, "or it is a message's absence that tells"
+        worker.send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        wait_until(lambda: not serving.engine.workers, "a stopped worker is not found")
+        assert time.monotonic() - stopped_s < 4
+        worker.send_signal(signal.SIGCONT)
+        wait_until(lambda: bool(serving.engine.workers), "a worker that goes on does not join again")
+        assert serving.engine.workers[0].epoch == 2
+    finally:
+        serving.stop()
+
+
+def generate(serving: Serving, deliveries: queue.SimpleQueue[Delivery], params: pb.SamplingParams) -> Iterator[int]:
+    """The tokens of one request as they come, each the successor of the one before."""
+    prompt = [3, 5]
+    request = pb.GenerateRequest(request_id="one", prompt_token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
+    serving.engine.submit(serving.frontend.prepare(request))
+    last, position, is_over = prompt[-1], len(prompt) - 1, False
+    while not is_over:
+        for _, response in deliveries.get(timeout=TIMEOUT_S):
+            for delta in response.outputs:
+                for token_id in delta.token_ids:
+                    assert token_id == next_token(last, position)
+                    last, position = token_id, position + 1
+                    yield token_id
+            is_over = response.HasField("usage")
