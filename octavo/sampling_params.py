@@ -42,6 +42,7 @@ class SamplingLimits:
     max_num_seqs: int = MAX_OUTPUTS
     max_model_len: int = 1 << 32
     max_logprobs: int = WHOLE_VOCABULARY  # the most logprobs a token; -1: up to the whole vocabulary
+    max_stop_string_chars: int = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +225,13 @@ def _stops(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violation]
     if len(params.stop) > MAX_STOP_STRINGS:
         found = [Violation("stop", f"{len(params.stop)} strings", f"at most {MAX_STOP_STRINGS}")]
     else:
+        most = limits.max_stop_string_chars
         found = [Violation(f"stop[{i}]", text, "a non-empty string") for i, text in enumerate(params.stop) if not text]
+        found += [
+            Violation(f"stop[{i}]", f"{len(text)} characters", f"at most {most} (the server's --max-stop-string-chars)")
+            for i, text in enumerate(params.stop)
+            if len(text) > most
+        ]
     if params.stop and params.HasField("detokenize") and not params.detokenize:
         found.append(Violation("stop", list(params.stop), "none with detokenize = false: no text is made"))
     return found + _outside_vocabulary("stop_token_ids", params.stop_token_ids, limits)

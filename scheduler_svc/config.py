@@ -70,6 +70,7 @@ class SchedulerConfig:
         4096, "calls at once over one connection; more wait in the client", group=REQUESTS
     )
     max_logprobs: int = option(20, "logprobs a token that a request may ask for", group=REQUESTS)
+    max_stop_string_chars: int = option(1024, "characters that one stop string may have", group=REQUESTS)
     stream_interval_ms: float = option(
         0.0, "time between two messages of a stream while others stream, too", group=REQUESTS
     )
@@ -113,6 +114,7 @@ class SchedulerConfig:
             "max_request_bytes",
             "max_concurrent_streams",
             "max_worker_losses",
+            "max_stop_string_chars",
             "frontends",
         ):
             if getattr(self, name) < 1:

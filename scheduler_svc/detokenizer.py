@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from scheduler_svc.stop_automaton import StopAutomaton
 from scheduler_svc.stop_strings import StopStrings
 from scheduler_svc.tokenizer import Tokenizer
 
@@ -24,8 +25,9 @@ class TextDelta(NamedTuple):
 class Detokenizer:
     """One output's text. Not thread-safe: one thread at a time feeds it.
 
-    `skip_special_tokens`: special tokens have no text. `stop`: none empty. `min_tokens`: a stop string counts only when
-    it is completed by a later token than the first `min_tokens`.
+    `skip_special_tokens`: special tokens have no text. `stop`: of the request, shared by its outputs; None where it has
+    no stop strings. `min_tokens`: a stop string counts only when it is completed by a later token than the first
+    `min_tokens`.
     """
 
     def __init__(
@@ -33,12 +35,12 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
-        stop: Sequence[str] = (),
+        stop: StopAutomaton | None = None,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._stream = tokenizer.stream(skip_special_tokens)
-        self._stops = StopStrings(stop, include_stop_str_in_output) if stop else None
+        self._stops = None if stop is None else StopStrings(stop, include_stop_str_in_output)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0

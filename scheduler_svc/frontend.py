@@ -47,6 +47,7 @@ class Frontend:
         max_logprobs: the server's own limit; the worker has another.
         scheduling_policy: priorities are refused by any but `priority`.
         enable_chunked_prefill: False refuses prompts that no step takes whole.
+        max_stop_string_chars: characters of one stop string.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Frontend:
         *,
         scheduling_policy: str = "fcfs",
         enable_chunked_prefill: bool = True,
+        max_stop_string_chars: int = 1024,
     ) -> None:
         self._served_model = served_model
         self._finish_sequence = finish_sequence
         self._max_logprobs = max_logprobs
         self._scheduling_policy = scheduling_policy
         self._enable_chunked_prefill = enable_chunked_prefill
+        self._max_stop_string_chars = max_stop_string_chars
 
     def model(self, name: str = "") -> ServedModel:
         """The served model. Raises NotReady before there is one, UnknownName when the client wants another."""
@@ -76,7 +79,8 @@ class Frontend:
     def prepare(self, request: pb.GenerateRequest, arrival_ns: int | None = None) -> SequenceGroup:
         """A group ready to be submitted, its `RequestStream` in `output`. Raises RequestRefused.
 
-        The caller has given the request an id. A seed is drawn here where the client named none.
+        The caller has given the request an id. A seed is drawn here where the client named none. A stream that
+        `is_behind` has to catch up before the group is submitted.
         """
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
         model = self.model(request.model)
@@ -153,6 +157,7 @@ class Frontend:
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
             max_logprobs=min(self._max_logprobs, model.max_logprobs),
+            max_stop_string_chars=self._max_stop_string_chars,
         )
         if violations := validate(params, limits):
             raise InvalidRequest(

@@ -65,6 +65,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
             config.max_logprobs,
             scheduling_policy=config.scheduling_policy,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            max_stop_string_chars=config.max_stop_string_chars,
         )
         inference = InferenceService(frontend, link, mailboxes)
         server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)

@@ -25,6 +25,7 @@ from scheduler_svc.status import refusals
 log = structlog.get_logger()
 
 SERVICE = "octavo.v1.Inference"
+_DONE = object()
 TOKENIZER_THREADS = 2  # the tokenizers library lets go of the interpreter while it works
 
 
@@ -39,6 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._num_preparing = 0
         self._calls: set[asyncio.Task[None]] = set()
         self._is_broken_off = False
+        self._catching_up = asyncio.Lock()
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -77,12 +79,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if self.is_draining:
                 raise NotReady("this server is draining")
             await self._core.check_room(request, num_preparing)
-            return await self._in_thread(self._frontend.prepare, request, arrival_ns)
+            group = await self._in_thread(self._frontend.prepare, request, arrival_ns)
+            if group.output.is_behind:
+                await self._catch_up(group.output)
+            return group
         except RequestRefused as refusal:
             self._core.refused(refusal)
             raise
         finally:
             self._num_preparing -= 1
+
+    async def _catch_up(self, stream: RequestStream) -> None:
+        """One piece of one request at a time, between the turns of all others, and none once its client is gone."""
+        pieces = stream.catch_up()
+        is_done = False
+        while not is_done:
+            async with self._catching_up:
+                is_done = next(pieces, _DONE) is _DONE
+                await asyncio.sleep(0)
 
     @property
     def is_idle(self) -> bool:

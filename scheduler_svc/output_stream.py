@@ -6,6 +6,7 @@ all of it at once; only an output with stop strings is looked at token by token,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 
 from protos import inference_pb2 as pb
@@ -13,11 +14,16 @@ from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.detokenizer import Detokenizer
 from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.sequence import FinishReason
+from scheduler_svc.stop_automaton import StopAutomaton
 from scheduler_svc.tokenizer import Tokenizer
+
+TOKENS_A_PIECE = 64  # of those that a client has already: about 0.1 ms
 
 
 class OutputStream:
     """Not thread-safe. Nothing may be taken after the end, and one delta is written after it.
+
+    `stops`: the request's stop strings, None where it has none.
 
     Attributes:
         finish_reason: NONE until the output has ended.
@@ -25,7 +31,7 @@ class OutputStream:
         cumulative_logprob: of the tokens whose logprobs were taken.
     """
 
-    def __init__(self, params: pb.SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(self, params: pb.SamplingParams, tokenizer: Tokenizer, stops: StopAutomaton | None = None) -> None:
         self.finish_reason = FinishReason.NONE
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
@@ -40,13 +46,13 @@ class OutputStream:
         self._has_written_end = False
         self._is_resumed = False
         self._knows_logprobs = params.HasField("logprobs")
-        self._has_stop_strings = bool(params.stop)
+        self._has_stop_strings = stops is not None
         self._detokenizer: Detokenizer | None = None
         if not params.HasField("detokenize") or params.detokenize:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special_tokens=not params.HasField("skip_special_tokens") or params.skip_special_tokens,
-                stop=list(params.stop),
+                stop=stops,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
@@ -64,30 +70,41 @@ class OutputStream:
         if reason and not self.finish_reason:
             self.end(FinishReason(reason))
 
-    def resume(self, token_ids: AbstractSequence[int], reason: FinishReason, is_told: bool) -> None:
-        """Takes what the client has already: the tokens with all text that they released. Called before all else.
+    def resume(self, token_ids: AbstractSequence[int], reason: FinishReason, is_told: bool) -> Iterator[None]:
+        """Takes what the client has already: the tokens with all text that they released. Ended before all else.
 
-        `reason`: how the output ended with the last of them, if it did; `is_told`: the client knows. Raises ValueError
-        for tokens after the one that completed a stop string.
+        `reason`: how the output ended with the last of them, if it did; `is_told`: the client knows. Yields between
+        pieces of the work. Raises ValueError for tokens after the one that completed a stop string.
         """
         self._is_resumed = bool(token_ids)
         self.num_tokens = len(token_ids)
         if is_told:
             self.finish_reason, self._has_written_end = reason, True
             return
-        last = len(token_ids) - 1
-        for position, token_id in enumerate(token_ids if self._has_stop_strings else ()):
-            self._look_for_stop(token_id, reason if position == last else FinishReason.NONE)
-            if self.finish_reason and position < last:
+        for first in range(0, len(token_ids), TOKENS_A_PIECE):
+            piece = token_ids[first : first + TOKENS_A_PIECE]
+            if self._has_stop_strings:
+                self._resume_with_stops(piece, reason if first + len(piece) == len(token_ids) else FinishReason.NONE)
+            elif self._detokenizer is not None and not reason:
+                self._detokenizer.update(piece)
+            if self.finish_reason and first + len(piece) < len(token_ids):
                 raise ValueError(f"it goes on after {self._matched_stop!r}, which ends it")
+            yield
         if reason and not self.finish_reason:
             self._token_ids = [token_ids[-1]]
             self.end(reason)
         if self.finish_reason:
             self._detokenizer = None
-        elif self._detokenizer is not None and not self._has_stop_strings:
-            self._detokenizer.update(token_ids)
         self._token_ids, self._texts = [], []
+
+    def _resume_with_stops(self, token_ids: AbstractSequence[int], reason: FinishReason) -> None:
+        """One piece of them; `reason`: how the output ended with the last."""
+        for position, token_id in enumerate(token_ids, start=1):
+            is_last = position == len(token_ids)
+            self._look_for_stop(token_id, reason if is_last else FinishReason.NONE)
+            if self.finish_reason and not is_last:
+                raise ValueError(f"it goes on after {self._matched_stop!r}, which ends it")
+        self._texts.clear()
 
     def take_logprobs(self, columns: LogprobColumns, entry: int) -> None:
         """Those of the token that is taken next."""

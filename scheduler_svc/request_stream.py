@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
 
 import structlog
@@ -21,6 +21,7 @@ from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.output_stream import OutputStream
 from scheduler_svc.resumed_outputs import ResumedOutput
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.stop_automaton import StopAutomaton
 from scheduler_svc.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -63,13 +64,15 @@ class RequestStream:
         self.is_finished = False
         self.token_times_ns: list[int] = []
         self._finish_sequence = finish_sequence
+        self._resumed: AbstractSequence[ResumedOutput] = ()
         self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
         self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
         num_entries = 1 + (params.logprobs if params.logprobs >= 0 else tokenizer.vocab_size)
         self._max_tokens_a_message = max(1, MAX_ENTRIES_A_MESSAGE // num_entries) if streams else sys.maxsize
         self.reads_logprobs = group.wants_logprobs
         num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
-        self._outputs = [OutputStream(params, tokenizer) for _ in range(num_outputs)]
+        stops = StopAutomaton(params.stop) if params.stop else None
+        self._outputs = [OutputStream(params, tokenizer, stops) for _ in range(num_outputs)]
         self._num_unfinished = num_outputs
         self._num_beam_tokens = 0
         self._tokenizer = tokenizer
@@ -90,17 +93,31 @@ class RequestStream:
         return self._head if self.streams else None
 
     def resume(self, outputs: AbstractSequence[ResumedOutput]) -> None:
-        """What the client has already of each output, by index; before anything is taken. Raises InvalidRequest."""
-        if any(resumed.token_ids for resumed in outputs):
+        """What the client has already of each output, by index; `catch_up` has to follow."""
+        self._resumed = outputs
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client has more than was taken here."""
+        return bool(self._resumed)
+
+    def catch_up(self) -> Iterator[None]:
+        """Takes what the client has already; ended before anything else is taken. Raises InvalidRequest.
+
+        Yields between pieces of the work, of which there may be seconds: whoever lost the client stops there.
+        """
+        if any(resumed.token_ids for resumed in self._resumed):
             self._prompt_logprobs = []  # came with the first of them
-        for index, (output, resumed) in enumerate(zip(self._outputs, outputs, strict=True)):
+        for index, resumed in enumerate(self._resumed):
+            output = self._outputs[index]
             try:
-                output.resume(resumed.token_ids, resumed.finish_reason, resumed.is_told)
+                yield from output.resume(resumed.token_ids, resumed.finish_reason, resumed.is_told)
             except ValueError as error:
                 raise InvalidRequest(FieldViolation("resume", f"output {index}: {error}")) from None
             if output.finish_reason:
                 self._note_end()
                 self.group.sequences[index].status = SequenceStatus.FINISHED
+        self._resumed = ()
         self.is_ready = self.is_finished or any(output.has_news for output in self._outputs)
 
     def take_prompt_logprobs(self, columns: LogprobColumns) -> None:

@@ -38,8 +38,7 @@ def read_resumed(request: pb.GenerateRequest, vocab_size: int, num_outputs: int,
         if output.index >= num_outputs or output.index in seen:
             what = f"got {output.index}; accepted: each of 0 to {num_outputs - 1} at most once"
             raise _invalid(f"resume[{entry}].index", what)
-        outside = next((token_id for token_id in output.token_ids if token_id >= vocab_size), None)
-        if outside is not None:
+        if (outside := max(output.token_ids, default=0)) >= vocab_size:
             raise _invalid(f"resume[{entry}].token_ids", f"got {outside}; accepted: 0 to {vocab_size - 1}")
         seen.add(output.index)
         token_ids[output.index] = list(output.token_ids)
@@ -65,10 +64,10 @@ def resumed_outputs(request: pb.GenerateRequest, group: SequenceGroup) -> list[R
 
 def _end_of(token_ids: list[int], index: int, group: SequenceGroup) -> FinishReason:
     """Whether the last of the tokens ends an output that nobody called ended."""
-    stops = [position for position, token_id in enumerate(token_ids) if group.is_stop_token(token_id)]
-    if stops and stops[0] != len(token_ids) - 1:
-        raise _invalid("resume", f"output {index} goes on after token {token_ids[stops[0]]}, which ends it")
-    if stops:
+    if not set(group.all_stop_token_ids()).isdisjoint(token_ids):
+        first = next(position for position, token_id in enumerate(token_ids) if group.is_stop_token(token_id))
+        if first != len(token_ids) - 1:
+            raise _invalid("resume", f"output {index} goes on after token {token_ids[first]}, which ends it")
         return FinishReason.STOP
     is_longest = group.num_prompt_tokens + len(token_ids) == group.max_num_tokens
     return FinishReason.LENGTH if is_longest else FinishReason.NONE

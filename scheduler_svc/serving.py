@@ -63,6 +63,7 @@ class Serving:
             config.max_logprobs,
             scheduling_policy=config.scheduling_policy,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            max_stop_string_chars=config.max_stop_string_chars,
         )
 
     def start(self) -> None:

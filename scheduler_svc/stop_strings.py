@@ -7,9 +7,10 @@ first; of those that are complete at the same character, the string that is list
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections import deque
 from typing import NamedTuple
+
+from scheduler_svc.stop_automaton import NO_STRING, StopAutomaton
 
 
 class CheckedText(NamedTuple):
@@ -18,50 +19,70 @@ class CheckedText(NamedTuple):
 
 
 class StopStrings:
-    """The stop strings of one output. Not thread-safe.
+    """The stop strings of one output. Not thread-safe. Each character costs the same, however many are held back.
 
-    `strings`: none empty. `include_in_output`: the matched string is shown; then nothing needs to be held back.
+    `automaton`: of all outputs of the request. `include_in_output`: the matched string is shown; then nothing needs to
+    be held back.
     """
 
-    def __init__(self, strings: Sequence[str], include_in_output: bool = False) -> None:
-        self._strings = tuple(strings)
+    def __init__(self, automaton: StopAutomaton, include_in_output: bool = False) -> None:
+        self._automaton = automaton
         self._include_in_output = include_in_output
-        self._longest = max(map(len, self._strings), default=0)
-        self._beginnings = re.compile("[" + "".join({re.escape(string[0]) for string in self._strings}) + "]")
-        self._tail = ""  # the last characters of the text so far, enough to see a match that began in them
-        self._num_held = 0  # of the tail's last characters: not shown yet
+        self._node = 0
+        self._held = HeldText()
 
     def push(self, text: str, may_match: bool = True) -> CheckedText:
         """The next part of the text. Without `may_match` no match may end in it, though one may begin in it."""
-        window = self._tail + text
-        shown = len(self._tail) - self._num_held
-        if may_match and (found := self._first_match(window)):
-            start, end, string = found
-            return CheckedText(window[shown : end if self._include_in_output else start], string)
-        self._num_held = 0 if self._include_in_output else self._num_undecided(window)
-        self._tail = window[max(0, len(window) - self._longest + 1) :]
-        return CheckedText(window[shown : len(window) - self._num_held], None)
+        automaton, node, position = self._automaton, self._node, 0
+        while position < len(text):
+            if not node:
+                beginning = automaton.first_letters.search(text, position)
+                if beginning is None:
+                    break
+                position = beginning.start()
+            node = automaton.step(node, text[position])
+            position += 1
+            if may_match and (index := automaton.matched[node]) != NO_STRING:
+                return self._match(automaton.strings[index], text[:position])
+        self._node = node
+        self._held.append(text)
+        kept = 0 if self._include_in_output else automaton.num_undecided[node]
+        return CheckedText(self._held.take_all_but(kept), None)
 
     def finish(self) -> str:
         """What was held back, when no more text comes."""
-        held = self._tail[len(self._tail) - self._num_held :]
-        self._num_held = 0
-        return held
+        return self._held.take_all_but(0)
 
-    def _first_match(self, window: str) -> tuple[int, int, str] | None:
-        """(start, end, string) of the match that ends first, among those that end in the new part of `window`."""
-        best: tuple[int, int, str] | None = None
-        for string in self._strings:
-            start = window.find(string, max(0, len(self._tail) - len(string) + 1))
-            if start >= 0 and (best is None or start + len(string) < best[1]):
-                best = start, start + len(string), string
-        return best
+    def _match(self, string: str, text: str) -> CheckedText:
+        """`string` is complete with the last character of `text`."""
+        self._held.append(text)
+        shown = self._held.take_all_but(0 if self._include_in_output else len(string))
+        return CheckedText(shown, string)
 
-    def _num_undecided(self, window: str) -> int:
-        """Length of the longest end of `window` that is the beginning of a stop string, and not all of it."""
-        first = max(0, len(window) - self._longest + 1)
-        for candidate in self._beginnings.finditer(window, first):
-            end = window[candidate.start() :]
-            if any(len(end) < len(string) and string.startswith(end) for string in self._strings):
-                return len(end)
-        return 0
+
+class HeldText:
+    """The end of a text: parts are added behind, and characters taken from the front, each touched once."""
+
+    def __init__(self) -> None:
+        self._parts: deque[str] = deque()
+        self._num_taken = 0  # of the first part
+        self._length = 0
+
+    def append(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            self._length += len(text)
+
+    def take_all_but(self, num_kept: int) -> str:
+        """All but the last `num_kept` characters, which stay."""
+        taken = []
+        while (surplus := self._length - num_kept) > 0:
+            first = self._parts[0]
+            piece = first[self._num_taken : self._num_taken + surplus]
+            taken.append(piece)
+            self._length -= len(piece)
+            self._num_taken += len(piece)
+            if self._num_taken == len(first):
+                self._parts.popleft()
+                self._num_taken = 0
+        return "".join(taken)

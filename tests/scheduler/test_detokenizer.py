@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.detokenizer import Detokenizer
-from scheduler_svc.stop_strings import StopStrings
+from scheduler_svc.stop_automaton import StopAutomaton
 from scheduler_svc.text_stream import ByteLevelStream, SentencePieceStream, WindowStream
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler import tiny_tokenizers
+from tests.scheduler.naive_stop_strings import naive_match
 
 EXACT = {
     "byte_level": (tiny_tokenizers.byte_level(), ByteLevelStream),
@@ -128,79 +129,6 @@ def test_the_window_gives_decodes_text_too(name: str, data: Any) -> None:
 # ---- Stop strings ---------------------------------------------------------------------------------------------------
 
 
-def naive_match(text: str, strings: Sequence[str], from_end: int = 1) -> tuple[int, int, str] | None:
-    """Grow the text letter by letter; the first string of the list that ends it wins."""
-    for end in range(from_end, len(text) + 1):
-        for string in strings:
-            if text[:end].endswith(string):
-                return end - len(string), end, string
-    return None
-
-
-def naive_undecided(text: str, strings: Sequence[str]) -> int:
-    lengths = [n for string in strings for n in range(1, len(string)) if text.endswith(string[:n])]
-    return max(lengths, default=0)
-
-
-letters = st.text("ab<", max_size=24)
-stop_lists = st.lists(st.text("ab<", min_size=1, max_size=6), min_size=1, max_size=5)
-
-
-@settings(max_examples=400)
-@given(text=letters, strings=stop_lists, cuts=st.lists(st.integers(0, 24), max_size=8), include=st.booleans())
-def test_stop_strings_match_as_a_naive_search_does(
-    text: str, strings: list[str], cuts: list[int], include: bool
-) -> None:
-    stops, shown, so_far, matched = StopStrings(strings, include), "", "", None
-    for piece in pieces_of(text, cuts):  # type: ignore[arg-type]
-        so_far += piece  # type: ignore[operator]
-        checked = stops.push(piece)  # type: ignore[arg-type]
-        shown += checked.text
-        if checked.matched is not None:
-            matched = checked.matched
-            break
-        # Exactly as much is held back as is undecided: no more, or streams would lag; no less, or a half would show.
-        assert shown == so_far[: len(so_far) - (0 if include else naive_undecided(so_far, strings))]
-    else:
-        shown += stops.finish()
-    expected = naive_match(text, strings)
-    if expected is None:
-        assert (shown, matched) == (text, None)
-    else:
-        start, end, string = expected
-        assert (shown, matched) == (text[: end if include else start], string)
-
-
-def test_a_match_that_does_not_count_yet_is_shown_at_once() -> None:
-    stops = StopStrings(["ab", "bc"])
-    assert stops.push("ab", may_match=False) == ("a", None)  # "b" may still become "bc"
-    assert stops.push("x") == ("bx", None)
-    assert stops.push("xab", may_match=False).text + stops.push("c").text == "xa"
-    alone = StopStrings(["ab", "zzz"])
-    assert alone.push("xab", may_match=False) == ("xab", None)
-
-
-@pytest.mark.parametrize(
-    ("strings", "expected"),
-    [
-        (["abcd", "bc"], ("a", "bc")),  # "bc" is complete first
-        (["bc", "abc"], ("a", "bc")),  # both end at the same letter: the first listed
-        (["abc", "bc"], ("", "abc")),
-        (["cd", "d"], ("ab", "cd")),
-        (["x", "abcde"], ("abcd", None)),
-    ],
-)
-def test_which_of_two_matches_counts(strings: list[str], expected: tuple[str, str | None]) -> None:
-    for whole in (True, False):
-        stops = StopStrings(strings)
-        text, matched = "", None
-        for part in ["abcd"] if whole else "abcd":
-            if matched is None:
-                checked = stops.push(part)
-                text, matched = text + checked.text, checked.matched
-        assert (text + (stops.finish() if matched is None else ""), matched) == expected
-
-
 @exact
 @settings(max_examples=150)
 @given(data=st.data())
@@ -216,7 +144,9 @@ def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) 
     include = data.draw(st.booleans())
 
     def make() -> Detokenizer:
-        return Detokenizer(TOKENIZERS[name], stop=strings, include_stop_str_in_output=include, min_tokens=min_tokens)
+        return Detokenizer(
+            TOKENIZERS[name], stop=StopAutomaton(strings), include_stop_str_in_output=include, min_tokens=min_tokens
+        )
 
     def run(detokenizer: Detokenizer, pieces: Sequence[Sequence[int]]) -> tuple[str, str | None, int]:
         text, used = "", 0
@@ -254,7 +184,7 @@ def byte_ids(text: str) -> list[int]:
 
 def test_tokens_behind_the_match_are_not_counted_and_not_shown() -> None:
     ids = byte_ids("one") + byte_ids("two") + byte_ids("three")
-    detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=["tw"])
+    detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=StopAutomaton(["tw"]))
     text, matched, used = detokenizer.update(ids)
     assert (text, matched) == ("one", "tw")
     fed = EXACT["byte_level"][0].decode(ids[:used])
@@ -262,8 +192,8 @@ def test_tokens_behind_the_match_are_not_counted_and_not_shown() -> None:
     assert detokenizer.update(ids) == ("", "tw", 0) and detokenizer.finish() == ("", "tw", 0)
 
 
-@pytest.mark.parametrize("stop", [(), ("zzz",)])
-def test_the_token_that_ends_an_output_has_no_text(stop: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("stop", [None, StopAutomaton(["zzz"])])
+def test_the_token_that_ends_an_output_has_no_text(stop: StopAutomaton | None) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids, eos = byte_ids("hi"), tokenizer.encode("</s>")
 
@@ -281,9 +211,9 @@ def test_the_token_that_ends_an_output_has_no_text(stop: tuple[str, ...]) -> Non
 
 
 def test_what_was_held_back_is_shown_when_the_output_ends() -> None:
-    detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=["END!"])
+    detokenizer = Detokenizer(TOKENIZERS["byte_level"], stop=StopAutomaton(["END!"]))
     assert detokenizer.update(byte_ids("the EN")).text == "the "
     assert detokenizer.finish() == ("EN", None, 0)
-    half = Detokenizer(TOKENIZERS["byte_level"], stop=["END!"])
+    half = Detokenizer(TOKENIZERS["byte_level"], stop=StopAutomaton(["END!"]))
     (first, *_) = byte_ids("ß")
     assert half.update([first]).text == "" and half.finish().text == "\ufffd"

@@ -107,6 +107,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one beam": ({**BEAMS}, InvalidRequest, "best_of: got 1; accepted: at least 2"),
     "beams that draw": ({"use_beam_search": True, "n": 2}, InvalidRequest, "temperature: got 1; accepted: 0"),
     "a beam's length penalty": ({"length_penalty": 2}, InvalidRequest, "length_penalty: got 2; accepted: 1 without"),
+    "a long stop string": (
+        {"stop": ["a", "b" * 1025]},
+        InvalidRequest,
+        r"stop\[1\]: got '1025 characters'; accepted: at most 1024 \(the server's --max-stop-string-chars\)",
+    ),
     "alternatives of beams": (
         {**BEAMS, "n": 2, "logprobs": 1},
         Unsupported,

@@ -361,6 +361,8 @@ def test_a_token_before_the_logprobs_of_its_prompt_is_a_fault(tokenizer):
 def test_who_resumes_is_not_told_the_logprobs_of_the_prompt_again(tokenizer):
     reader = Reader(tokenizer, prompt_logprobs=0)
     reader.stream.resume([ResumedOutput([97], NONE, False)])
+    for _ in reader.stream.catch_up():
+        pass
     reader.take(b"b", LENGTH)
     assert reader.text == "b" and not reader.messages[0].prompt_logprobs
 

@@ -31,7 +31,11 @@ def _prepare(model: ServedModel, resume: list[dict[str, Any]], **params: Any) ->
     request = pb.GenerateRequest(
         request_id="it", prompt="abc", sampling_params=pb.SamplingParams(**params), resume=resume, stream=stream
     )
-    return Frontend(lambda: model, lambda _: None).prepare(request)
+    group = Frontend(lambda: model, lambda _: None).prepare(request)
+    assert group.output.is_behind == bool(resume)
+    for _ in group.output.catch_up():
+        pass
+    return group
 
 
 class _Client:
