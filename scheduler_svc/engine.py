@@ -324,6 +324,11 @@ class Engine:
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
             self._on_lost(worker.link, f"answered step {result.step_id}, which was not next")
             return
+        is_to_be_skipped = worker.failed_step is not None
+        if is_to_be_skipped is not (result.status == worker_pb2.STEP_STATUS_SKIPPED):
+            status = worker_pb2.StepStatus.Name(result.status)
+            self._on_lost(worker.link, f"answered step {result.step_id} with {status}, which cannot be")
+            return
         sent = worker.in_flight.popleft()
         if result.status != worker_pb2.STEP_STATUS_OK:
             self._on_failed_step(worker, sent, result)
@@ -364,9 +369,9 @@ class Engine:
             observer(worker, answered)
 
     def _on_failed_step(self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult) -> None:
-        """Rolls the step back. Once every step in flight is: starts over, each group of the failed step by itself."""
-        worker.scheduler.roll_back(sent.rows)
+        """Rolls back every step in flight, and starts over, each group of the failed step by itself."""
         if result.status == worker_pb2.STEP_STATUS_FAILED:
+            worker.scheduler.roll_back(sent.rows, [step.rows for step in worker.in_flight])
             worker.failed_step = sent
             worker.statistics.num_failed += 1
             code = worker_pb2.StepErrorCode.Name(result.error.code)
@@ -377,8 +382,6 @@ class Engine:
             is_smaller = result.error.code == worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY and worker.shrink_budget()
             if len(groups) == 1 and not is_smaller:
                 self._on_end(groups.pop(), FinishReason.ERROR, f"the worker could not run it: {result.error.message}")
-        if worker.failed_step and not worker.in_flight:
-            worker.scheduler.resume(worker.failed_step.rows)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 

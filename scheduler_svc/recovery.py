@@ -1,7 +1,9 @@
 """Back to the last good answer after a step failed, and away from a worker that is lost.
 
-Rows are rolled back step by step, the failed one first, those that the worker skipped after it. Nothing is taken for
-granted that a step which failed, or was skipped, should have moved or computed for others:
+The failed step and those in flight behind it, which the worker will skip, are taken back in one go: nobody ever sees
+columns that count tokens as computed which no step in flight computes. So whatever is published, at any other moment, is
+of an answered step or of one in flight whose failure withdraws it. Nothing is taken for granted that a step which
+failed, or is skipped, should have moved or computed for others:
 
     computed tokens, draws    are taken back
     blocks published          are withdrawn from the prefix cache; whoever had found them begins anew
@@ -13,21 +15,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.step_plan import ScheduledRows
 from scheduler_svc.worker_groups import WorkerGroups
 
 
 class Recovery:
-    """What was rolled back since the last good answer."""
+    """Takes back what steps that failed were to do."""
 
     def __init__(self, groups: WorkerGroups) -> None:
         self._groups = groups
         self._moved: set[SequenceGroup] = set()
         self._wrong: list[int] = []  # blocks that do not hold what they were to hold
 
-    def roll_back(self, rows: ScheduledRows) -> None:
-        """Takes back the rows of a step that failed or was skipped; their tokens will not come."""
+    def roll_back(self, steps: list[ScheduledRows]) -> None:
+        """Takes back the rows of all steps in flight, the failed one first, and starts over.
+
+        Their tokens will not come. The next step releases all slots, and each running sequence is introduced anew, its
+        cached tokens included, so nothing has to be known of what the worker still applied.
+        """
+        for rows in steps:
+            self._take_back(rows)
+        self._start_over()
+
+    def _take_back(self, rows: ScheduledRows) -> None:
         columns = self._groups.columns
         is_current = columns.generation[rows.slots] == rows.generations
         columns.num_computed_tokens[rows.slots[is_current]] -= rows.query_lens[is_current]
@@ -35,11 +46,8 @@ class Recovery:
         self._drop_draws(rows.sample_slots, rows.sample_generations, rows.sample_sequences)
         self._drop_draws(rows.slots[first_beam:], rows.generations[first_beam:], rows.sequences[first_beam:])
         for parent, children in rows.forks:
-            for child in children:
-                if child.slot >= 0:
-                    self._groups.give_up_slot(child, SequenceStatus.WAITING, publishes=False)
             if parent.slot >= 0:
-                self._groups.expanding.add(parent.group)
+                self._groups.forked_in_vain(parent, children)
             else:
                 self._moved.add(parent.group)  # the parent ended meanwhile: no row of it comes that forks the others
         self._moved |= rows.moved
@@ -56,12 +64,7 @@ class Recovery:
             if sequence.num_pending_tokens and sequence.last_generation == generations[entry]:
                 sequence.num_pending_tokens -= 1
 
-    def resume(self) -> None:
-        """Starts over after every step in flight was rolled back.
-
-        The next step releases all slots, and each running sequence is introduced anew, its cached tokens included, so
-        nothing has to be known of what the worker still applied.
-        """
+    def _start_over(self) -> None:
         groups, columns = self._groups, self._groups.columns
         for group in self._moved | self._that_found():
             if group in groups.running or group in groups.swapped:

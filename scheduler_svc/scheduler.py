@@ -9,6 +9,7 @@ decodes, and prompts go first. Knows nothing of clocks (time is passed in), sock
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -208,7 +209,7 @@ class Scheduler:
             slots = slots[np.isin(slots, mine)]
         at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
         while len(at_border) + len(to_copy) > blocks.num_free_blocks:
-            self._preempt(self._preemption.choose_victim(), plan)
+            self._give_way(self._preemption.choose_victim(), plan)
             num_decodes = int(columns.occupied[slots[:num_decodes]].sum())
             slots = slots[columns.occupied[slots]]
             at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
@@ -247,8 +248,8 @@ class Scheduler:
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Computes as many known tokens of a sequence as budget and blocks allow, maybe none.
 
-        Takes blocks only from groups that began later, which have no row in this step yet: the oldest always gets on,
-        so half-computed prompts cannot block each other, and decodes give blocks back when they end.
+        Takes blocks only from sequences that began later, which have no row in this step yet: the oldest always gets
+        on, so half-computed prompts cannot block each other, and decodes give blocks back when they end.
         """
         columns, blocks, slot = self.columns, self.blocks, sequence.slot
         is_unknown = sequence in self.groups.unknown
@@ -260,11 +261,13 @@ class Scheduler:
         query_len = min(known - computed, plan.budget.tokens_left)
         to_copy = blocks.slots_to_copy(np.array([slot]))
         while blocks.num_blocks_missing(slot, computed + query_len) + len(to_copy) > blocks.num_free_blocks:
-            if self.groups.prefilling[-1].group is sequence.group:
+            last = self.groups.prefilling[-1]
+            is_own = last is sequence or (last.group is sequence.group and last.group.uses_beam_search)
+            if is_own or any(chunk.sequence is last for chunk in plan.chunks):
                 room = int(columns.num_blocks[slot]) + blocks.num_free_blocks - len(to_copy)
                 query_len = min(query_len, room * blocks.block_size - computed)
                 break
-            self._preempt(self.groups.prefilling[-1].group, plan)
+            self._give_up(last, plan)
             to_copy = blocks.slots_to_copy(to_copy)
         if query_len <= 0 or len(to_copy) > blocks.num_free_blocks:
             return
@@ -292,11 +295,11 @@ class Scheduler:
             group.num_cached_tokens = min(num_cached, group.num_prompt_tokens)
 
     def _add_last_chunk(self, plan: StepPlan, sequence: Sequence, query_len: int) -> None:
-        """The row that draws: for a group that began as one also for its children, which are forked here."""
+        """The row that draws: for a group that began as one also for those that find a slot, and are forked here."""
         group, columns = sequence.group, self.columns
         columns.num_placeholders[sequence.slot] += 1
         children: list[Sequence] = []
-        if group.begins_as_one:
+        if group in self.groups.unforked:
             is_introduced = any(introduction.sequence is sequence for introduction in plan.introductions)
             children = self.groups.fork_children(sequence)
             for child in children:
@@ -313,12 +316,19 @@ class Scheduler:
     # ---- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan, waiting: Source, now_ns: int) -> None:
-        """Starts groups while there is room: those that come back first, in order, none overtaken."""
+        """Starts groups while there is room: those that come back first, in order, none overtaken.
+
+        Then sequences that found no slot when their group began, then new groups.
+        """
         is_swapped_only = not self.settings.enable_chunked_prefill and len(plan.decode_slots) > 0
         while not plan.budget.is_spent:
             group = self._next_group(waiting)
             if group is None or (is_swapped_only and group not in self.swapped):
                 return
+            if group in self.running:
+                if not self._seat_late(plan):
+                    return
+                continue
             status = self.can_admit(group, plan)
             if status is AllocStatus.LATER:
                 return
@@ -336,6 +346,30 @@ class Scheduler:
                 self._add_group(plan, group)
             else:
                 self._admit_new(plan, group, waiting, now_ns)
+
+    def _seat_late(self, plan: StepPlan) -> bool:
+        """Gives the next late sequence a slot, if there is one and blocks for its tokens."""
+        sequence = self.groups.next_late()
+        if sequence is None or not self._can_seat(sequence):
+            return False
+        if not self.settings.enable_chunked_prefill and not self._fits_whole([sequence], plan):
+            return False
+        self.groups.seat_late(sequence)
+        self._add_chunk(plan, sequence)
+        return True
+
+    def _can_seat(self, sequence: Sequence) -> bool:
+        if self.groups.num_slots_left < 1:
+            return False
+        blocks = self.blocks
+        in_use = int((blocks.allocator.ref_counts[blocks.find(sequence)] > 0).sum())
+        num_blocks = blocks.num_blocks_for(sequence.num_tokens) - in_use
+        return blocks.can_allocate(num_blocks, self._num_reserved(), is_idle=False) is AllocStatus.OK
+
+    def _num_reserved(self) -> int:
+        """Blocks that prompts which have begun still lack."""
+        missing, known = self.blocks.num_blocks_missing, self.columns.num_known_tokens
+        return sum(missing(sequence.slot, int(known[sequence.slot])) for sequence in self.groups.prefilling)
 
     def _admit_new(self, plan: StepPlan, group: SequenceGroup, waiting: Source, now_ns: int) -> None:
         waiting.remove(group)
@@ -363,10 +397,12 @@ class Scheduler:
 
     def _next_group(self, waiting: Source) -> SequenceGroup | None:
         returning = self.swapped or self.preempted
+        late = self.groups.next_late() if self.groups.expanding and not returning else None
+        first = returning[0] if returning else late.group if late else None
         fresh = waiting.peek()
-        if not returning or (fresh is not None and self.settings.policy.overrules(fresh, returning[0])):
+        if first is None or (fresh is not None and self.settings.policy.overrules(fresh, first)):
             return fresh
-        return returning[0]
+        return first
 
     def _start(self, group: SequenceGroup, now_ns: int) -> None:
         self.blocks.make_private(group)
@@ -376,7 +412,7 @@ class Scheduler:
         if is_first_time and self.settings.served is not None and self.settings.policy.counts_tokens:
             num_cached = len(self.blocks.find(group.sequences[0])) * self.blocks.block_size
             self.settings.served.charge(group.tenant, max(0, group.num_prompt_tokens - num_cached))
-        self.groups.seat(group)
+        self.groups.seat(group, self.groups.num_free_slots_for(group))
 
     def _add_group(self, plan: StepPlan, group: SequenceGroup) -> None:
         for sequence in [sequence for sequence in self.groups.prefilling if sequence.group is group]:
@@ -387,6 +423,8 @@ class Scheduler:
     def can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:
         """Whether the whole of what is known of a group fits above the watermark, beside what others still lack."""
         blocks = self.blocks
+        if group.num_pending_tokens or group in self.groups.moved:
+            return AllocStatus.LATER  # draws are on their way, or its blocks: until then nobody may move it either
         is_swapped = group in self.swapped
         if is_swapped:  # what it held, and room for each sequence to get on
             total = len(blocks.host_blocks_held(group)) + len(group.unfinished())
@@ -394,25 +432,21 @@ class Scheduler:
             total = blocks.num_blocks_of(group)
         if blocks.can_allocate(total, 0, is_idle=True) is AllocStatus.NEVER:
             return AllocStatus.NEVER
-        if group in self.groups.moved:
-            return AllocStatus.LATER  # its blocks are on their way out in this step
-        if group.num_pending_tokens or group.num_slots > self.groups.num_free_slots:
+        num_free_slots = self.groups.num_slots_left if self.holds(group) else self.groups.num_free_slots_for(group)
+        if group.num_slots > num_free_slots:
             return AllocStatus.LATER
-        if plan is not None and not self.settings.enable_chunked_prefill and not self._fits_whole(group, plan):
-            return AllocStatus.LATER
+        if plan is not None and not self.settings.enable_chunked_prefill:
+            sequences = group.unfinished()[: 1 if group.begins_as_one else num_free_slots]
+            if not self._fits_whole(sequences, plan):
+                return AllocStatus.LATER
         num_blocks = total if is_swapped else blocks.num_blocks_to_take(group)
-        reserved = sum(
-            blocks.num_blocks_missing(sequence.slot, int(self.columns.num_known_tokens[sequence.slot]))
-            for sequence in self.groups.prefilling
-        )
-        return blocks.can_allocate(num_blocks, reserved, not self.running)
+        return blocks.can_allocate(num_blocks, self._num_reserved(), not self.running)
 
-    def _fits_whole(self, group: SequenceGroup, plan: StepPlan) -> bool:
+    def _fits_whole(self, sequences: list[Sequence], plan: StepPlan) -> bool:
         """Without chunked prefill: a prompt waits for a step that takes all of it.
 
         What was generated may have made a group longer than any step; that one is computed in parts.
         """
-        sequences = group.unfinished()[:1] if group.begins_as_one else group.unfinished()
         cached = len(self.blocks.find(sequences[0])) * self.blocks.block_size
         num_tokens = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in sequences) - cached
         return num_tokens <= plan.budget.tokens_left or not plan.chunks
@@ -420,14 +454,21 @@ class Scheduler:
     def _make_way(self, plan: StepPlan, waiting: Source) -> None:
         """Preempts running groups for the sake of a waiting one that the policy lets overrule them."""
         group = waiting.peek()
-        if group is None or not any(self.settings.policy.overrules(group, other) for other in self.running):
-            return
-        while self.can_admit(group) is AllocStatus.LATER:
-            overruled = [other for other in self.running if self.settings.policy.overrules(group, other)]
-            if not overruled:
-                return
-            plan.num_swapped_out += self._preemption.preempt(max(overruled, key=self.settings.policy.key))
-            plan.num_overruled += 1
+        if group is not None:
+            while self._overruled(group) and self.can_admit(group) is AllocStatus.LATER:
+                self._overrule(group, plan)
+        late = self.groups.next_late() if self.groups.expanding else None
+        if late is not None:
+            while self._overruled(late.group) and not self._can_seat(late):
+                self._overrule(late.group, plan)
+
+    def _overruled(self, group: SequenceGroup) -> list[SequenceGroup]:
+        return [other for other in self.running if self.settings.policy.overrules(group, other)]
+
+    def _overrule(self, group: SequenceGroup, plan: StepPlan) -> None:
+        victim = max(self._overruled(group), key=self.settings.policy.key)
+        plan.num_swapped_out += self._preemption.preempt(victim)
+        plan.num_overruled += 1
 
     def _make_way_for(self, plan: StepPlan, alone: AbstractSet[SequenceGroup]) -> None:
         """Whoever pauses for the groups that run alone holds blocks, too: the last in order give theirs up."""
@@ -445,6 +486,26 @@ class Scheduler:
         self.groups.recompute_later(group)
         group.num_preemptions += 1
         self._count_preempted(group, plan)
+
+    def _give_way(self, group: SequenceGroup, plan: StepPlan) -> None:
+        """Of a group that has got further only what is half computed gives way."""
+        half_computed = [sequence for sequence in self.groups.prefilling if sequence.group is group]
+        if half_computed:
+            for sequence in reversed(half_computed):
+                self._give_up(sequence, plan)
+        else:
+            self._preempt(group, plan)
+
+    def _give_up(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Takes the blocks of a half-computed sequence: from it alone, where others of its group can do without it."""
+        group = sequence.group
+        if sequence.slot < 0:
+            return  # went with its group
+        if group.uses_beam_search or self.groups.num_seated(group) == 1:
+            self._preempt(group, plan)
+        else:
+            self.groups.unseat(sequence)
+            plan.num_preempted += 1
 
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
         plan.num_swapped_out += self._preemption.preempt(group)
@@ -483,17 +544,18 @@ class Scheduler:
 
     # ---- failure ----------------------------------------------------------------------------------------------------
 
-    def roll_back(self, rows: ScheduledRows) -> None:
-        """Takes back the rows of a step that failed or was skipped; their tokens will not come."""
-        self._recovery.roll_back(rows)
-        self._delay.ended(rows)
+    def roll_back(self, failed: ScheduledRows, skipped: Iterable[ScheduledRows] = ()) -> None:
+        """Starts over after a step that failed; those in flight behind it will be skipped, and their tokens not come.
 
-    def resume(self, failed_rows: ScheduledRows) -> None:
-        """Starts over after every step in flight was rolled back; the groups of the failed step become suspects."""
-        self._recovery.resume()
+        The groups of the failed step become suspects. Nothing may be scheduled before the skipped steps are answered.
+        """
+        steps = [failed, *skipped]
+        self._recovery.roll_back(steps)
+        for rows in steps:
+            self._delay.ended(rows)
         for group in self.running:
             self._answers.forget(group)
-        groups = (group for group in _groups_of(failed_rows) if group in self.running)
+        groups = (group for group in _groups_of(failed) if group in self.running)
         self.suspects = deque(sorted(groups, key=self.settings.policy.key))
 
     def evacuate(self) -> list[SequenceGroup]:

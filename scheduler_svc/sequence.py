@@ -47,6 +47,7 @@ class Sequence:
     `index` is fixed for life and part of every draw. `num_pending_tokens` counts draws of steps in flight that will
     still arrive after the slot was given up; the sequence does not get a slot before they have. `last_token_ns` is the
     column's value from one slot to the next. `host_table` and `num_swapped_tokens` say what of it lies in host blocks.
+    `trial_ends_at`: the tokens at which it has got past where it was when its group lost a worker.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Sequence:
         "num_swapped_tokens",
         "slot",
         "status",
+        "trial_ends_at",
     )
 
     def __init__(self, group: SequenceGroup, index: int, token_ids: TokenIds) -> None:
@@ -73,6 +75,7 @@ class Sequence:
         self.last_generation = -1  # of the slot's tenancy that this sequence gave up last
         self.num_pending_tokens = 0
         self.last_token_ns = 0
+        self.trial_ends_at = 0
         self.host_table = NO_BLOCKS
         self.num_swapped_tokens = 0
         self._own_hashes: list[bytes] = []  # of the blocks after the prompt's full ones, as far as somebody asked
@@ -154,6 +157,7 @@ class Sequence:
         """Another sequence of its group with the same tokens, without a slot."""
         child = Sequence(self.group, index, self.token_ids.copy())
         child.status, child._own_hashes = self.status, list(self._own_hashes)
+        child.trial_ends_at = self.trial_ends_at
         return child
 
     def detach(self, status: SequenceStatus) -> None:
@@ -248,7 +252,6 @@ class SequenceGroup:
         self.num_preemptions = 0
         self.num_moves = 0
         self.num_worker_losses = 0  # losses of a worker that this group was in flight for
-        self._trial_ends_at = 0  # tokens of its longest sequence
         # Of the prompt, tokens whose logprobs have arrived or are not wanted: the first has none, and who resumes has
         # got them with the first token.
         has_them = not sampling_params.HasField("prompt_logprobs") or any(resumed_token_ids)
@@ -323,22 +326,28 @@ class SequenceGroup:
 
     @property
     def num_slots(self) -> int:
-        """Slots that the group may come to need at once."""
-        return self.best_of if self.beam_search else len(self.unfinished())
+        """Slots that the group must get at once to come in: beams advance together, other sequences one by one."""
+        if self.beam_search:
+            return self.best_of
+        return max(1, sum(sequence.status is SequenceStatus.SWAPPED for sequence in self.sequences))
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether it may have been this group that cost its last worker: it has not got past where it was then."""
-        return self.num_worker_losses > 0 and self._length < self._trial_ends_at
+        """Whether it may have been this group that cost its last worker: one that runs is not past where it was then.
 
-    @property
-    def _length(self) -> int:
-        return max((sequence.num_tokens for sequence in self.unfinished()), default=self._trial_ends_at)
+        Sequences without a slot do not count, or who runs beside the trial would wait for them, and they for a slot.
+        """
+        if not self.num_worker_losses:
+            return False
+        sequences = self.unfinished()
+        seated = [sequence for sequence in sequences if sequence.slot >= 0]
+        return any(sequence.num_tokens < sequence.trial_ends_at for sequence in seated or sequences)
 
     def lost_worker(self, num_trial_tokens: int) -> None:
-        """Its worker was lost with rows of it in flight; it is on trial for so many tokens."""
+        """Its worker was lost with rows of it in flight; each sequence is on trial for so many tokens."""
         self.num_worker_losses += 1
-        self._trial_ends_at = self._length + num_trial_tokens
+        for sequence in self.unfinished():
+            sequence.trial_ends_at = sequence.num_tokens + num_trial_tokens
 
     def free_indices(self, held: Iterable[Sequence]) -> Iterator[int]:
         """Indices below its width that none of `held` has, lowest first.
@@ -368,6 +377,9 @@ class SequenceGroup:
 
     @property
     def begins_as_one(self) -> bool:
-        """Whether its sequences have nothing but the prompt, which is then computed once and forked."""
+        """Whether its sequences have nothing but the prompt, which is then computed once and forked.
+
+        Asked of a group that has no slot; `WorkerGroups.unforked` remembers the answer while it runs.
+        """
         sequences = self.unfinished()
         return len(sequences) > 1 and all(s.num_tokens == self.num_prompt_tokens for s in sequences)

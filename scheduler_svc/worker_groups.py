@@ -33,7 +33,8 @@ class WorkerGroups:
         self.swapped: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
         self.prefilling: list[Sequence] = []  # in order of their start, sequences of one group together
-        self.expanding: set[SequenceGroup] = set()  # running, and may yet take more slots: unforked, or of beams
+        self.expanding: set[SequenceGroup] = set()  # running, and may yet take more slots: of beams, or not all seated
+        self.unforked: set[SequenceGroup] = set()  # of those: one sequence computes the prompt, the others fork from it
         self.ready_beams: set[SequenceGroup] = set()  # running, ranked, each beam's last token to be computed
         # What the next step tells the worker.
         self.released_slots: set[int] = set()
@@ -51,32 +52,93 @@ class WorkerGroups:
     def has_work(self) -> bool:
         return bool(self.running or self.swapped or self.preempted)
 
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots_left(self) -> int:
+        """Slots for groups that have begun: all that are free but those that beams are sure of."""
+        if not self.expanding:
+            return self.columns.num_free_slots
+        return self.columns.num_free_slots - sum(
+            self._num_wanted(group) for group in self.expanding if group.uses_beam_search
+        )
+
     @property
     def num_free_slots(self) -> int:
-        """Slots that no running group holds or was promised."""
-        promised = sum(group.num_slots - self._num_seated(group) for group in self.expanding)
-        return self.columns.num_free_slots - promised
+        """Slots that no running group holds or waits for."""
+        return max(0, self.columns.num_free_slots - sum(map(self._num_wanted, self.expanding)))
+
+    def num_free_slots_for(self, group: SequenceGroup) -> int:
+        """Slots for a group that has not begun: it stands back behind all that have, but those it may overrule."""
+        if not self.expanding:
+            return self.columns.num_free_slots
+        overrules = self.policy.overrules
+        ahead = [other for other in self.expanding if other.uses_beam_search or not overrules(group, other)]
+        return max(0, self.columns.num_free_slots - sum(map(self._num_wanted, ahead)))
+
+    def _num_wanted(self, group: SequenceGroup) -> int:
+        if group.uses_beam_search:
+            return group.best_of - self.num_seated(group)
+        return len(_unseated(group))
 
     @staticmethod
-    def _num_seated(group: SequenceGroup) -> int:
+    def num_seated(group: SequenceGroup) -> int:
         return sum(sequence.slot >= 0 for sequence in group.sequences)
+
+    def next_late(self) -> Sequence | None:
+        """Of the groups that have begun, the next sequence, in policy order, that waits for a slot of its own.
+
+        Not while its group is yet to fork, nor while the logprobs of its prompt are on their way: two would tell them.
+        """
+        late = [
+            group
+            for group in self.expanding - self.unforked
+            if not group.uses_beam_search and not group.awaits_prompt_logprobs
+        ]
+        return _unseated(min(late, key=self.policy.key))[0] if late else None
 
     # ---- coming -----------------------------------------------------------------------------------------------------
 
-    def seat(self, group: SequenceGroup) -> list[Sequence]:
-        """Gives slots to a group; the sequences that have tokens to compute, which are all but children to come."""
-        self.running.add(group)
+    def seat(self, group: SequenceGroup, most: int) -> None:
+        """Gives a group at most so many slots, and at least `group.num_slots`; the others come as slots come free.
+
+        Of sequences that have nothing but the prompt one gets a slot, and computes it for all.
+        """
         sequences = group.unfinished()
-        if group.begins_as_one or group.uses_beam_search:
+        swapped = [sequence for sequence in sequences if sequence.status is SequenceStatus.SWAPPED]
+        if group.begins_as_one:
+            self.unforked.add(group)
+            seated = sequences[:1]
+        elif group.uses_beam_search:
+            seated = sequences
+        else:
+            seated = swapped or sequences[: max(1, most)]
+        self.running.add(group)
+        if group.uses_beam_search or len(seated) < len(sequences):
             self.expanding.add(group)
-        seated = sequences[:1] if group.begins_as_one else sequences
         for sequence in seated:
-            sequence.attach(self.columns)
-            self.columns.is_held[sequence.slot] = group.uses_beam_search or len(sequences) > 1
-            self.columns.tenant[sequence.slot] = self._tenant_number(group.tenant)
-            self.unknown.add(sequence)
+            self._seat(sequence)
         self.prefilling += seated
-        return seated
+
+    def seat_late(self, sequence: Sequence) -> None:
+        """A sequence of a running group gets a slot of its own; its prompt is found where siblings computed it."""
+        self._seat(sequence)
+        mine = [index for index, other in enumerate(self.prefilling) if other.group is sequence.group]
+        self.prefilling.insert(mine[-1] + 1 if mine else len(self.prefilling), sequence)
+        self._settle(sequence.group)
+
+    def _seat(self, sequence: Sequence) -> None:
+        group = sequence.group
+        sequence.attach(self.columns)
+        self.columns.is_held[sequence.slot] = group.uses_beam_search
+        self.columns.tenant[sequence.slot] = self._tenant_number(group.tenant)
+        self.unknown.add(sequence)
+
+    def _settle(self, group: SequenceGroup) -> None:
+        """A group with a slot for each sequence wants no more, unless its beams fork."""
+        if group in self.expanding and not group.uses_beam_search and not _unseated(group):
+            self.expanding.discard(group)
+            self.unforked.discard(group)
 
     def _tenant_number(self, tenant: str) -> int:
         if tenant not in self._tenant_numbers:
@@ -89,7 +151,7 @@ class WorkerGroups:
         self._returned[group] = _num_tokens(group)
         (self.swapped if group in self.swapped else self.preempted).remove(group)
         is_swapped = any(sequence.status is SequenceStatus.SWAPPED for sequence in group.sequences)
-        self.seat(group)
+        self.seat(group, self.num_slots_left)
         if is_swapped:
             self.swap_in += self.blocks.swap_in(group)
             self.moved.add(group)
@@ -102,22 +164,30 @@ class WorkerGroups:
         return before is not None
 
     def caught_up(self, sequence: Sequence) -> None:
-        """All known tokens of a sequence are computed by the steps sent so far; the last of a group lets all decode."""
+        """All known tokens of a sequence are computed by the steps sent so far."""
         self.prefilling.remove(sequence)
-        group = sequence.group
-        if not group.uses_beam_search and not any(other.group is group for other in self.prefilling):
-            for other in group.unfinished():
-                if other.slot >= 0:
-                    self.columns.is_held[other.slot] = False
 
     def fork_children(self, parent: Sequence) -> list[Sequence]:
-        """The other sequences of a group that began as one take their slots, where the parent has got to."""
-        children = [sequence for sequence in parent.group.unfinished() if sequence is not parent]
+        """Other sequences of a group that began as one take slots, as many as there are, where the parent has got to.
+
+        Who gets none now comes by itself later on.
+        """
+        children = _unseated(parent.group)[: self.num_slots_left]
         for child in children:
             child.attach_as_child(parent)
             self._share_blocks(parent, child)
-        self.expanding.discard(parent.group)
+        self.unforked.discard(parent.group)
+        self._settle(parent.group)
         return children
+
+    def forked_in_vain(self, parent: Sequence, children: list[Sequence]) -> None:
+        """The step that forked them failed: the children give their slots up, and the parent's row forks anew."""
+        for child in children:
+            if child.slot >= 0:
+                self.give_up_slot(child, SequenceStatus.WAITING, publishes=False)
+        if _unseated(parent.group):
+            self.expanding.add(parent.group)
+            self.unforked.add(parent.group)
 
     def fork_beam(self, parent: Sequence, child: Sequence) -> None:
         """A beam's further continuation takes a slot beside it."""
@@ -145,6 +215,11 @@ class WorkerGroups:
         self._leave(group)
         bisect.insort(self.preempted, group, key=self.policy.key)
 
+    def unseat(self, sequence: Sequence) -> None:
+        """Takes the slot of one sequence that is half computed; it comes late, and the others of its group go on."""
+        self.give_up_slot(sequence, SequenceStatus.PREEMPTED)
+        self.expanding.add(sequence.group)
+
     def swap_out_group(self, group: SequenceGroup) -> None:
         """Moves a running group to host blocks; steps in flight still write the blocks that are copied after them."""
         self.swap_out += self.blocks.swap_out(group)
@@ -164,10 +239,13 @@ class WorkerGroups:
             self.blocks.free_host(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.drop_pending()
+        is_swapped = any(other.status is SequenceStatus.SWAPPED for other in group.sequences)
         if group.is_finished:
             self._leave(group)
-        elif group in self.running and not self._num_seated(group):
-            self.recompute_later(group)  # it ended before the prompt was computed that the others are forked from
+        elif (group in self.running and not self.num_seated(group)) or (group in self.swapped and not is_swapped):
+            self.recompute_later(group)  # those that are left have nothing computed, nor anybody to fork from
+        else:
+            self._settle(group)
 
     def give_up_slot(self, sequence: Sequence, status: SequenceStatus, publishes: bool = True) -> None:
         if publishes:
@@ -209,6 +287,7 @@ class WorkerGroups:
         """Takes a group out of every queue."""
         self.running.discard(group)
         self.expanding.discard(group)
+        self.unforked.discard(group)
         self.ready_beams.discard(group)
         self._returned.pop(group, None)
         for groups in (self.swapped, self.preempted):
@@ -234,8 +313,7 @@ class WorkerGroups:
             self.columns.num_known_tokens[slot] = num_tokens
             # A beam that has answered while its siblings had not answers again, from its last token.
             self.columns.num_computed_tokens[slot] = min(self.columns.num_computed_tokens[slot], num_tokens - 1)
-            group = sequence.group
-            self.columns.is_held[slot] = group.uses_beam_search or len(group.unfinished()) > 1
+            self.columns.is_held[slot] = sequence.group.uses_beam_search
 
     def check_integrity(self, part: slice = slice(None)) -> None:
         """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
@@ -246,7 +324,12 @@ class WorkerGroups:
         places = [*self.running, *self.swapped, *self.preempted]
         assert len(places) == len(set(places)), "a group is in two places"
         assert self.expanding <= self.running and self.ready_beams <= self.running, "slots are kept for the absent"
-        assert self.num_free_slots >= 0, "more slots were promised than there are"
+        assert self.num_slots_left >= 0, "beams were promised more slots than there are"
+        assert self.unforked <= self.expanding, "a group is to fork that wants no slots"
+        for group in self.running:
+            assert self.num_seated(group), "a group runs without a slot"
+            may_expand = group.uses_beam_search or bool(_unseated(group))
+            assert (group in self.expanding) == may_expand, "who waits for slots is miscounted"
         for sequence in self.prefilling:
             assert sequence.slot in seated, "a prefilling sequence has no slot"
             assert sequence.num_computed_tokens < self.columns.num_known_tokens[sequence.slot], "nothing to prefill"
@@ -257,6 +340,10 @@ class WorkerGroups:
             assert not group.is_finished, "a finished group waits to come back"
         for group in self.preempted:
             assert all(len(sequence.host_table) == 0 for sequence in group.sequences), "computed again, and swapped"
+
+
+def _unseated(group: SequenceGroup) -> list[Sequence]:
+    return [sequence for sequence in group.unfinished() if sequence.slot < 0]
 
 
 def _num_tokens(group: SequenceGroup) -> int:

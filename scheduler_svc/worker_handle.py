@@ -83,7 +83,7 @@ class WorkerHandle:
         """Whether its next step may begin groups from the queue."""
         scheduler = self.scheduler
         comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects or scheduler.on_trial
-        return not (self.is_draining or self.failed_step or comes_back)
+        return not (self.is_draining or self.failed_step or comes_back or scheduler.groups.next_late())
 
     @property
     def num_steps_answered(self) -> int:

@@ -97,7 +97,7 @@ class Simulation:
             row_error=self.row_error,
         )
         self.in_flight: deque[tuple[ScheduledRows, worker_pb2.StepResult]] = deque()
-        self.failed: tuple[int, ScheduledRows] | None = None
+        self.failed: int | None = None  # the step after which the next one goes on
         self.step_id = 0
 
     @property
@@ -197,7 +197,7 @@ class Simulation:
         self.step_id += 1
         self.num_preempted += outputs.num_preempted
         self.num_computed_tokens += int(rows.query_lens.sum())
-        data = encode(outputs, self.step_id, self.failed[0] if self.failed else None).SerializeToString()
+        data = encode(outputs, self.step_id, self.failed).SerializeToString()
         self.failed = None
         self.sent.append((outputs, data))
         self.steps.append(worker_pb2.Step.FromString(data))
@@ -235,11 +235,9 @@ class Simulation:
             self.hypotheses.update(tokens.beams)
             self.errors.update(tokens.errors)
             return tokens
-        self.scheduler.roll_back(rows)
         if result.status == FAILED:
-            self.failed = (result.step_id, rows)
-        if self.failed and not self.in_flight:
-            self.scheduler.resume(self.failed[1])
+            self.scheduler.roll_back(rows, [skipped for skipped, _ in self.in_flight])
+            self.failed = result.step_id
         return None
 
     def _check_prompts_told(self, tokens: NewTokens) -> None:

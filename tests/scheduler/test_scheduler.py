@@ -300,19 +300,52 @@ def test_a_sequence_that_is_ended_before_its_prompt_is_computed_leaves_the_other
     simulation.check_nothing_left()
 
 
-def test_outputs_that_are_resumed_do_not_decode_beside_the_prompt_of_their_siblings():
-    """Whoever has no row in a step may be preempted for another group's chunk, and that is asked of whole groups."""
+def test_an_output_goes_on_beside_a_sibling_that_is_half_computed():
     simulation = Simulation(max_num_batched_tokens=4, depth=1, num_blocks=40, enable_prefix_caching=False)
     prompt = [5] * 9
     halves = [expected_tokens(prompt, index, 12, eos=None)[9:] for index in range(2)]
+    simulation.add(prompt, 12, eos_token_id=None, n=2, resumed=halves)
+    simulation.run_to_end()
+    rows = [outputs.rows for outputs, _ in simulation.sent]
+    assert any(each.num_decode_rows == 1 and each.query_lens[-1] > 1 for each in rows)
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+def test_an_output_whose_sibling_is_ended_while_it_is_computed_goes_on():
+    """As by a stop string; with one token a step the other's prompt is never computed."""
+    simulation = Simulation(max_num_batched_tokens=4, depth=1, num_blocks=40)
+    prompt = [5] * 9
+    halves = [expected_tokens(prompt, index, 12, eos=None)[9:] for index in range(2)]
     group = simulation.add(prompt, 12, eos_token_id=None, n=2, resumed=halves)
-    while len(simulation.outputs[group][1]) == 3:
+    while not group.sequences[1].num_computed_tokens:
         simulation.send()
-        rows = simulation.sent[-1][0].rows
-        assert not rows.num_decode_rows, "one of them goes on, and the other is half computed"
         simulation.answer()
+    assert group.sequences[1] in simulation.scheduler.groups.prefilling
+    simulation.scheduler.finish(group.sequences[1])
+    simulation.run_to_end()
+    simulation.check_outputs(besides=[group])
+    assert len(simulation.outputs[group][0]) == 12
+    simulation.check_nothing_left()
+
+
+def test_a_half_computed_sequence_gives_way_alone():
+    simulation = Simulation(max_num_batched_tokens=3, depth=1, num_blocks=15, enable_prefix_caching=False)
+    other = simulation.add([50] * 9, 40, eos_token_id=None)
+    while len(simulation.outputs[other].get(0, ())) < 2:
+        simulation.send()
+        simulation.answer()
+    prompt = list(range(9))
+    halves = [expected_tokens(prompt, index, 25, eos=None)[9:] for index in range(2)]
+    group = simulation.add(prompt, 20, eos_token_id=None, n=2, resumed=halves)
+    while not simulation.num_preempted:
+        simulation.send()
+        simulation.answer()
+    assert not group.num_preemptions and not other.num_preemptions
+    assert [sequence.slot >= 0 for sequence in group.sequences] == [True, False]
     simulation.run_to_end()
     simulation.check_outputs()
+    simulation.check_nothing_left()
 
 
 def test_a_stop_token_id_ends_a_sequence():
