@@ -1,9 +1,9 @@
 """Back to the last good answer after a step failed, and away from a worker that is lost.
 
 The failed step and those in flight behind it, which the worker will skip, are taken back in one go: nobody ever sees
-columns that count tokens as computed which no step in flight computes. So whatever is published, at any other moment, is
-of an answered step or of one in flight whose failure withdraws it. Nothing is taken for granted that a step which
-failed, or is skipped, should have moved or computed for others:
+columns that count tokens as computed which no step in flight computes. So what is published, at any other moment, is of
+an answered step, or of one in flight whose failure withdraws it. Nothing is taken for granted that a step which failed,
+or is skipped, should have moved or computed for others:
 
     computed tokens, draws    are taken back
     blocks published          are withdrawn from the prefix cache; whoever had found them begins anew

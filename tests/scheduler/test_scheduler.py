@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protos import worker_pb2
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_encoder import decode, encode
+from scheduler_svc.step_plan import SchedulingBudget, StepPlan
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30)
@@ -330,20 +331,17 @@ def test_an_output_whose_sibling_is_ended_while_it_is_computed_goes_on():
 
 
 def test_a_half_computed_sequence_gives_way_alone():
-    simulation = Simulation(max_num_batched_tokens=3, depth=1, num_blocks=15, enable_prefix_caching=False)
-    other = simulation.add([50] * 9, 40, eos_token_id=None)
-    while len(simulation.outputs[other].get(0, ())) < 2:
-        simulation.send()
-        simulation.answer()
-    prompt = list(range(9))
+    simulation = Simulation(max_num_batched_tokens=3, depth=1, num_blocks=40, enable_prefix_caching=False)
+    prompt = [5] * 9
     halves = [expected_tokens(prompt, index, 25, eos=None)[9:] for index in range(2)]
     group = simulation.add(prompt, 20, eos_token_id=None, n=2, resumed=halves)
-    while not simulation.num_preempted:
+    while not group.sequences[1].num_computed_tokens:
         simulation.send()
         simulation.answer()
-    assert not group.num_preemptions and not other.num_preemptions
+    simulation.scheduler._give_way(group, StepPlan(SchedulingBudget(3, 4)))
     assert [sequence.slot >= 0 for sequence in group.sequences] == [True, False]
     simulation.run_to_end()
+    assert not group.num_preemptions
     simulation.check_outputs()
     simulation.check_nothing_left()
 
