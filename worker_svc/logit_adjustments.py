@@ -21,6 +21,8 @@ from worker_svc.step_columns import Ints
 from worker_svc.token_counts import TokenCounts
 from worker_svc.uploads import upload
 
+_NOTHING: Ints = np.zeros(0, np.int64)
+
 
 class LogitAdjustments:
     """Keeps the counts that penalties need; everything else lies in the mirror's columns."""
@@ -32,11 +34,11 @@ class LogitAdjustments:
     def waits_for_tokens(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> bool:
         """Whether `apply` would read tokens of `slots` [R] that are still on their way to the mirror.
 
-        Bad words are looked for on the host. Counts take the last token from the device.
+        Bad words of several tokens are looked for on the host. Counts take the last token from the device.
         """
         slots = slots[states.token_ids[slots, states.num_tokens[slots] - 1] == UNKNOWN]
         sampling = states.sampling
-        return bool(sampling.bad_words.counts[slots].any()) or self._counts.waits_for_tokens(
+        return bool(sampling.compares_words[slots].any()) or self._counts.waits_for_tokens(
             states, slots[sampling.is_penalised[slots]]
         )
 
@@ -104,14 +106,14 @@ def _forbid(logits: torch.Tensor, owners: Ints, token_ids: npt.NDArray[np.generi
         logits.view(-1).index_fill_(0, places, -torch.inf)
 
 
-def _ends_of_bad_words(states: SequenceStates, slots: npt.NDArray[np.integer]) -> tuple[Ints, npt.NDArray[np.int64]]:
+def _ends_of_bad_words(states: SequenceStates, slots: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
     """Tokens that would complete a bad word of their sequence now: (which of `slots`, the token)."""
-    owners, words = states.sampling.bad_words.take(slots)
-    if not owners.size:
-        return owners, words.astype(np.int64)
-    begins, ends = states.sampling.bad_word_table.take(words)
-    back = np.arange(begins.shape[1], 0, -1)
-    positions = states.num_tokens[slots[owners]][:, None] - back
-    stands = states.token_ids[slots[owners][:, None], np.maximum(positions, 0)]
-    is_begun = ((begins < 0) | ((stands == begins) & (positions >= 0))).all(axis=1)
-    return owners[is_begun], ends[is_begun]
+    owners, ends = [_NOTHING], [_NOTHING]
+    for owner in np.flatnonzero(states.sampling.has_bad_words[slots]).tolist():
+        slot = slots[owner]
+        words = states.sampling.bad_words[slot]
+        assert words is not None, "has_bad_words says so"
+        found = words.ends(states.token_ids[slot, : states.num_tokens[slot]])
+        owners.append(np.full(len(found), owner))
+        ends.append(found)
+    return np.concatenate(owners), np.concatenate(ends)

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from protos import inference_pb2
-from worker_svc.bad_word_table import BadWordTable
+from worker_svc.bad_words import BadWords
 from worker_svc.errors import ProtocolError
 from worker_svc.ragged_column import RaggedColumn
 
-WordTokens = tuple[tuple[int, ...], ...]
 WHOLE_VOCABULARY = np.int32(-1)
 """`num_logprobs` of a request that asked for all of them (`SamplingParams.logprobs` = -1)."""
 
@@ -43,8 +42,8 @@ class SamplingColumns:
     """One entry a slot for every parameter of `SamplingRows`, whether the slot draws at all, and what adjusts logits.
 
     `takes_largest` is set where the model's largest logit decides and nothing else is told. `adjusts_logits` is set
-    where any of the columns after it does something, `is_penalised` where one of the penalties does. `bad_words` holds
-    rows of `bad_word_table`.
+    where any of the columns after it does something, `is_penalised` where one of the penalties does, `compares_words`
+    where bad words depend on the history. What is of any size is given back when a slot is cleared.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -69,11 +68,10 @@ class SamplingColumns:
         self.allowed_token_ids = RaggedColumn(max_num_seqs)
         self.bias_token_ids = RaggedColumn(max_num_seqs)
         self.biases = RaggedColumn(max_num_seqs, np.float32)
-        self.bad_words = RaggedColumn(max_num_seqs)
-        self.bad_word_table = BadWordTable()
+        self.bad_words: list[BadWords | None] = [None] * max_num_seqs
+        self.has_bad_words = np.zeros(max_num_seqs, np.bool_)
+        self.compares_words = np.zeros(max_num_seqs, np.bool_)
         self._lists = (self.stop_token_ids, self.allowed_token_ids, self.bias_token_ids, self.biases)
-        self._words: list[WordTokens] = [()] * max_num_seqs
-        self._word_rows: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._columns: tuple[npt.NDArray[Any], ...] = (
             self.temperature,
             self.top_k,
@@ -89,7 +87,7 @@ class SamplingColumns:
         slot: int,
         params: inference_pb2.SamplingParams,
         stop_token_ids: npt.NDArray[np.integer] | tuple[int, ...] = (),
-        bad_words: WordTokens = (),
+        bad_words: BadWords | None = None,
     ) -> None:
         """Fills a slot from what the client sent; unset fields get the defaults of the public surface."""
         self.temperature[slot] = params.temperature if params.HasField("temperature") else 1.0
@@ -115,7 +113,7 @@ class SamplingColumns:
             self.presence_penalty[slot] != 0 or self.frequency_penalty[slot] != 0 or self.repetition_penalty[slot] != 1
         )
         self.adjusts_logits[slot] = (
-            self.is_penalised[slot] or bad_words or any(column.counts[slot] for column in self._lists)
+            self.is_penalised[slot] or self.has_bad_words[slot] or any(column.counts[slot] for column in self._lists)
         )
         is_more = self.adjusts_logits[slot] or self.wants_logprobs[slot] or self.use_beam_search[slot]
         self.takes_largest[slot] = self.temperature[slot] == 0 and not is_more
@@ -133,7 +131,7 @@ class SamplingColumns:
             numbers[child] = numbers[parent]
         for column in self._lists:
             column.copy(parent, child)
-        self._set_bad_words(child, self._words[parent])
+        self._set_bad_words(child, self.bad_words[parent])
 
     def take(self, slots: npt.NDArray[np.intp]) -> SamplingRows:
         """The parameters of `slots`, in their order."""
@@ -143,12 +141,16 @@ class SamplingColumns:
         """Whether one of `slots` wants logprobs of logits that are then adjusted."""
         return bool((self.wants_logprobs & self.adjusts_logits)[slots].any())
 
-    def _set_bad_words(self, slot: int, words: WordTokens) -> None:
-        if self._word_rows[slot]:
-            self.bad_word_table.remove(self._word_rows[slot])
-        self._words[slot] = words
-        self._word_rows[slot] = self.bad_word_table.add(words) if words else []
-        self.bad_words.set(slot, self._word_rows[slot])
+    def clear(self, slot: int) -> None:
+        """Gives back what a slot that is free again holds."""
+        for column in self._lists:
+            column.set(slot, ())
+        self._set_bad_words(slot, None)
+
+    def _set_bad_words(self, slot: int, words: BadWords | None) -> None:
+        self.bad_words[slot] = words = words or None
+        self.has_bad_words[slot] = words is not None
+        self.compares_words[slot] = words is not None and words.needs_history
 
 
 def check_supported(params: inference_pb2.SamplingParams) -> None:

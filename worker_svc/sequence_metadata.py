@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
+from worker_svc.bad_words import BadWords
 from worker_svc.errors import ProtocolError
 from worker_svc.sampling_columns import check_supported
 from worker_svc.step_columns import Ints, check_below, read_column
@@ -27,7 +28,7 @@ class NewSequence:
     adapter: str  # "": none
     params: inference_pb2.SamplingParams
     stop_token_ids: Ints  # with min_tokens
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: BadWords | None  # of all sequences of the group
     num_prompt_tokens: int
     token_ids: Ints  # prompt and generated so far, at least one
     num_computed_tokens: int
@@ -39,12 +40,13 @@ def read_group(group: worker_pb2.SequenceGroupMetadata, states: SequenceStates) 
     check_supported(group.sampling_params)
     if group.adapter and group.adapter not in states.loaded_adapters:
         raise ProtocolError(f"adapter {group.adapter!r} is not loaded")
+    bad_words = BadWords(word.ids for word in group.bad_words) if group.bad_words else None
     by_slot: dict[int, NewSequence] = {}
     for data in group.sequences:
         if data.HasField("same_as_slot"):
             sequence = _read_copy(group, data, by_slot, states)
         else:
-            sequence = _read_sequence(group, data, states)
+            sequence = _read_sequence(group, data, bad_words, states)
         by_slot[data.slot] = sequence
         yield sequence
 
@@ -66,7 +68,10 @@ def _read_copy(
 
 
 def _read_sequence(
-    group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData, states: SequenceStates
+    group: worker_pb2.SequenceGroupMetadata,
+    data: worker_pb2.SequenceData,
+    bad_words: BadWords | None,
+    states: SequenceStates,
 ) -> NewSequence:
     name = f"metadata of {group.request_id!r}"
     _check_slot(group, data, states)
@@ -89,7 +94,7 @@ def _read_sequence(
         adapter=group.adapter,
         params=group.sampling_params,
         stop_token_ids=read_column(group.stop_token_ids_u32, "<u4", f"stop_token_ids in {name}"),
-        bad_words=tuple(tuple(word.ids) for word in group.bad_words if word.ids),
+        bad_words=bad_words,
         num_prompt_tokens=group.num_prompt_tokens,
         token_ids=token_ids,
         num_computed_tokens=data.num_computed_tokens,

@@ -213,6 +213,7 @@ class SequenceStates:
         self.num_computed_tokens[slots] = 0
         self.num_blocks[slots] = 0
         for slot in slots.tolist():
+            self.sampling.clear(slot)
             self.adapters[slot] = ""
             self.request_ids[slot] = None
             self.sampling_params[slot] = None
