@@ -13,9 +13,10 @@ import grpc
 import octavo
 from protos import SCHEMA_REVISION, inference_pb2_grpc
 from protos import inference_pb2 as pb
+from scheduler_svc.block_states import BlockPage
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
-from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.request_states import RequestCopy, RequestPage
 from scheduler_svc.serving import Serving
 from scheduler_svc.step_watch import watch_steps
 from scheduler_svc.worker_client import WorkerClient
@@ -23,17 +24,11 @@ from scheduler_svc.worker_handle import WorkerHandle
 
 T = TypeVar("T")
 
-PHASES = {
-    SequenceStatus.WAITING: pb.REQUEST_PHASE_WAITING,
-    SequenceStatus.RUNNING: pb.REQUEST_PHASE_RUNNING,
-    SequenceStatus.PREEMPTED: pb.REQUEST_PHASE_PREEMPTED,
-    SequenceStatus.SWAPPED: pb.REQUEST_PHASE_SWAPPED,
-    SequenceStatus.FINISHED: pb.REQUEST_PHASE_FINISHED,
-}
-
 
 class ControlService(inference_pb2_grpc.ControlServicer):
     """Reads a `Serving`. Everything is read on the step loop's thread, between steps, so that it is consistent.
+
+    What that costs the step loop does not grow with the number of requests or blocks: long answers come in pages.
 
     `drain`: begins to end the server.
     """
@@ -60,18 +55,24 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRequestsResponse:
-        return await self._between_steps(
-            lambda: pb.ListRequestsResponse(requests=[self._request(g) for g in self._serving.engine.live.all()])
-        )
+        page, engine = RequestPage.asked(request), self._serving.engine
+
+        def copy() -> tuple[list[RequestCopy], str]:
+            return page.copy(engine.live.page(page.after, page.limit + 1), engine.workers)
+
+        copies, token = await self._between_steps(copy)
+        states = await asyncio.to_thread(lambda: [copy.message() for copy in copies])
+        return pb.ListRequestsResponse(requests=states, next_page_token=token)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
-        def find() -> pb.RequestState:
-            for group in self._serving.engine.live.all():
-                if group.request_id == request.request_id:
-                    return self._request(group)
+        engine = self._serving.engine
+
+        def find() -> RequestCopy:
+            for group in engine.live.find(request.request_id):
+                return RequestCopy.of(group, engine.workers)
             raise UnknownName(f"no live request {request.request_id!r}")
 
-        return await self._between_steps(find)
+        return await asyncio.to_thread((await self._between_steps(find)).message)
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
@@ -79,7 +80,9 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         return await self._between_steps(lambda: pb.ListWorkersResponse(workers=self._workers()))
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
-        return await self._between_steps(lambda: pb.GetBlocksResponse(blocks=self._blocks(request.worker)))
+        page, engine = BlockPage.asked(request), self._serving.engine
+        pools = await self._between_steps(lambda: page.copy(engine.workers_at(request.worker)))
+        return await asyncio.to_thread(page.message, pools)
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
@@ -98,7 +101,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         if request.worker:
             return pb.DrainResponse(num_requests_left=await asyncio.to_thread(self._serving.pool.drain, request.worker))
         self._drain()
-        return pb.DrainResponse(num_requests_left=len(self._serving.engine.live.all()))
+        return pb.DrainResponse(num_requests_left=len(self._serving.engine.live))
 
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
@@ -127,51 +130,6 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     def _workers(self) -> list[pb.WorkerState]:
         handles = {worker.link.address: worker for worker in self._serving.engine.workers}
         return [_worker(client, handles.get(client.address)) for client in list(self._serving.pool.clients.values())]
-
-    def _blocks(self, worker: str) -> list[pb.BlockState]:
-        """Blocks in use or cached, of one worker or of all."""
-        states = []
-        for handle in self._serving.engine.workers_at(worker):
-            blocks = handle.scheduler.blocks
-            for pool, on_host in ((blocks.allocator, False), (blocks.host_allocator, True)):
-                for block_id, ref_count in enumerate(pool.ref_counts.tolist()):
-                    cached = not on_host and bool(blocks.cache.is_cached[block_id])
-                    if ref_count or cached:
-                        states.append(
-                            pb.BlockState(
-                                worker=handle.link.address,
-                                block_id=block_id,
-                                on_host=on_host,
-                                ref_count=ref_count,
-                                cached=cached,
-                            )
-                        )
-        return states
-
-    def _request(self, group: SequenceGroup) -> pb.RequestState:
-        workers = self._serving.engine.workers
-        worker = next((worker for worker in workers if worker.scheduler.holds(group)), None)
-        return pb.RequestState(
-            request_id=group.request_id,
-            phase=PHASES[group.sequences[0].status],
-            worker=worker.link.address if worker else "",
-            num_prompt_tokens=group.num_prompt_tokens,
-            sequences=[
-                pb.SequenceState(
-                    index=sequence.index,
-                    num_tokens=sequence.num_tokens,
-                    num_computed_tokens=sequence.num_computed_tokens,
-                    num_cached_tokens=group.num_cached_tokens,
-                    block_table=sequence.block_table.tolist(),
-                )
-                for sequence in group.sequences
-            ],
-            times_preempted=group.num_preemptions,
-            times_moved=group.num_moves,
-            age_ns=time.monotonic_ns() - group.arrival_ns,
-            tenant=group.tenant,
-            priority=group.priority,
-        )
 
 
 def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState:

@@ -1,13 +1,16 @@
-"""Requests that were taken and have not ended, by tenant and id, and the bound on how many of them may wait.
+"""Requests that were taken and have not ended, by id and tenant, and the bound on how many of them may wait.
 
-Thread-safe: callers add here before the step loop has seen their group, and the loop takes out.
+Thread-safe: callers add here before the step loop has seen their group, and the loop takes out. No operation but `all`
+grows with the number of live requests by more than a logarithm.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
+from scheduler_svc.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.waiting_queue import WaitingQueue
 
@@ -22,10 +25,16 @@ class LiveRequests:
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._lock = threading.Lock()
-        self._groups: dict[tuple[str, str], SequenceGroup] = {}
+        self._by_id: dict[str, dict[str, Entry]] = {}  # by request id, then by tenant; no inner one is empty
+        self._in_order = OrderedGroups()  # of admission
+        self._numbers = itertools.count(1)
+        self._count = 0
         self._num_on_the_way = 0
         self._num_tokens_on_the_way = 0
         self.is_closed = False
+
+    def __len__(self) -> int:
+        return self._count
 
     @property
     def num_waiting(self) -> int:
@@ -51,10 +60,13 @@ class LiveRequests:
         with self._lock:
             if self.is_closed:
                 raise NotReady("this server is shutting down")
-            if (group.tenant, group.request_id) in self._groups:
+            if group.tenant in self._by_id.get(group.request_id, ()):
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
             self._check_bounds(group.num_prompt_tokens)
-            self._groups[group.tenant, group.request_id] = group
+            entry = (next(self._numbers),), group
+            self._by_id.setdefault(group.request_id, {})[group.tenant] = entry
+            self._in_order.add(entry)
+            self._count += 1
             self._num_on_the_way += 1
             self._num_tokens_on_the_way += group.num_prompt_tokens
 
@@ -63,7 +75,7 @@ class LiveRequests:
 
         Not for an id that is live: `add` has another answer to it, or it is about to be replaced.
         """
-        if (tenant, request_id) not in self._groups:
+        if tenant not in self._by_id.get(request_id, ()):
             self._check_requests(num_to_come)
 
     def arrived(self, group: SequenceGroup) -> None:
@@ -75,15 +87,31 @@ class LiveRequests:
     def free(self, group: SequenceGroup) -> None:
         """Its id may be used again. Does nothing for a group that was never added."""
         with self._lock:
-            if self._groups.get((group.tenant, group.request_id)) is group:
-                del self._groups[group.tenant, group.request_id]
+            tenants = self._by_id.get(group.request_id, {})
+            entry = tenants.get(group.tenant)
+            if entry is None or entry[1] is not group:
+                return
+            del tenants[group.tenant]
+            if not tenants:
+                del self._by_id[group.request_id]
+            self._in_order.remove(entry)
+            self._count -= 1
 
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
         """Those of this id, of one tenant or of all."""
-        return [group for group in self.all() if group.request_id == request_id and tenant in (None, group.tenant)]
+        with self._lock:
+            tenants = self._by_id.get(request_id, {})
+            return [group for name, (_, group) in tenants.items() if tenant in (None, name)]
+
+    def page(self, after: int, limit: int) -> list[tuple[int, SequenceGroup]]:
+        """At most `limit` in order of admission, with their numbers, which rise: those of higher ones than `after`."""
+        with self._lock:
+            entries = itertools.islice(self._in_order.after((after,)), limit)
+            return [(key[0], group) for key, group in entries]
 
     def all(self) -> list[SequenceGroup]:
-        return list(self._groups.values())
+        with self._lock:
+            return [group for _, group in self._in_order]
 
     def close(self) -> None:
         """Takes no more."""

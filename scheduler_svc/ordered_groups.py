@@ -16,6 +16,11 @@ from scheduler_svc.sequence import SequenceGroup
 Entry = tuple[Key, SequenceGroup]
 MAX_RUN = 1024  # entries; a longer run is cut in half
 _last = itemgetter(-1)
+_key = itemgetter(0)
+
+
+def _last_key(run: list[Entry]) -> Key:
+    return run[-1][0]
 
 
 class OrderedGroups:
@@ -33,6 +38,14 @@ class OrderedGroups:
         """In order. Nothing may come or go meanwhile."""
         for run in self._runs:
             yield from run
+
+    def after(self, key: Key) -> Iterator[Entry]:
+        """Those of higher keys than this, in order. Nothing may come or go meanwhile."""
+        start = bisect.bisect_right(self._runs, key, key=_last_key)
+        for run in self._runs[start : start + 1]:
+            yield from run[bisect.bisect_right(run, key, key=_key) :]
+        for index in range(start + 1, len(self._runs)):
+            yield from self._runs[index]
 
     def first(self) -> Entry:
         return self._runs[0][0]

@@ -76,7 +76,7 @@ class ProcessFront:
 
     @property
     def is_idle(self) -> bool:
-        return not self._live.all()  # what has ended here has been handed to its frontend, and has its grace there
+        return not len(self._live)  # what has ended here has been handed to its frontend, and has its grace there
 
     def break_off(self) -> None:
         self._state.is_broken_off = not self.is_idle

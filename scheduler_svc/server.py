@@ -59,7 +59,7 @@ async def serve(config: SchedulerConfig) -> None:
         await asyncio.wait([told, readiness], return_when=asyncio.FIRST_COMPLETED)
         if readiness.done():
             readiness.result()  # raises: nobody would be told of a worker any more
-        log.info("scheduler is draining", requests=len(serving.engine.live.all()))
+        log.info("scheduler is draining", requests=len(serving.engine.live))
         await front.drain()
         await _drained(front, stopping, config.drain_timeout)
     finally:

@@ -25,7 +25,11 @@ def wait_until_nothing_is_left(address: str) -> None:
 
 def _left(control: inference_pb2_grpc.ControlStub) -> str:
     load = control.GetLoad(pb.GetLoadRequest(), timeout=10)
-    held = [block for block in control.GetBlocks(pb.GetBlocksRequest(), timeout=10).blocks if block.ref_count]
+    held = [
+        block
+        for block in control.GetBlocks(pb.GetBlocksRequest(page_size=10_000), timeout=10).blocks
+        if block.ref_count
+    ]
     requests = control.ListRequests(pb.ListRequestsRequest(), timeout=10).requests
     busy = [worker for worker in load.workers if worker.num_running or worker.num_preempted]
     free = all(worker.num_free_device_blocks == worker.num_device_blocks for worker in load.workers)

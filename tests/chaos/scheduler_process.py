@@ -46,7 +46,7 @@ class SchedulerProcess:
         return list(self._control.ListWorkers(pb.ListWorkersRequest(), timeout=CALL_S).workers)
 
     def blocks_in_use(self) -> list[pb.BlockState]:
-        blocks = self._control.GetBlocks(pb.GetBlocksRequest(), timeout=CALL_S).blocks
+        blocks = self._control.GetBlocks(pb.GetBlocksRequest(page_size=10_000), timeout=CALL_S).blocks
         return [block for block in blocks if block.ref_count]
 
     def events(self, name: str) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -12,10 +13,14 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
+from scheduler_svc.errors import InvalidRequest, UnknownName
+from scheduler_svc.request_states import RequestCopy
 from scheduler_svc.worker_client import ConnectionState
 from tests.scheduler.hand_turned_loop import Loop
 
 Read = Callable[[], list[pb.WorkerState]]
+T = TypeVar("T")
+CONTEXT: Any = None  # of a call; nothing is looked up there
 
 
 class Seen:
@@ -56,13 +61,119 @@ def test_a_worker_that_drains_is_said_to(seen: Seen) -> None:
     assert seen.service._workers()[0].health == pb.WORKER_HEALTH_DRAINING
 
 
-def test_blocks_in_use_and_those_that_are_cached(seen: Seen) -> None:
+async def ask(seen: Seen, call: Awaitable[T]) -> T:
+    """What a method answers while the loop is turned."""
+    task = asyncio.ensure_future(call)
+    while not task.done():
+        seen.loop.turn()
+        await asyncio.sleep(0.001)
+    return await task
+
+
+async def blocks(seen: Seen, worker: str = "", page_size: int | None = None) -> list[pb.BlockState]:
+    """All pages."""
+    found: list[pb.BlockState] = []
+    token = ""
+    while True:
+        request = pb.GetBlocksRequest(worker=worker, page_size=page_size, page_token=token)
+        response = await ask(seen, seen.service.GetBlocks(request, CONTEXT))
+        found += response.blocks
+        assert page_size is None or len(response.blocks) <= page_size
+        if not (token := response.next_page_token):
+            return found
+
+
+async def test_blocks_in_use_and_those_that_are_cached(seen: Seen) -> None:
     seen.loop.engine.submit(seen.loop.group("one", num_tokens=6))
     seen.loop.turn()
-    running = seen.service._blocks("here:1")
+    running = await blocks(seen, "here:1")
     assert sorted((block.ref_count, block.cached) for block in running) == [(1, False), (1, True)]
     seen.loop.run_to_end(seen.link)
-    blocks = seen.service._blocks("")
-    assert {(block.worker, block.ref_count, block.cached, block.on_host) for block in blocks} == {
+    assert {(block.worker, block.ref_count, block.cached, block.on_host) for block in await blocks(seen)} == {
         ("here:1", 0, True, False)
     }
+
+
+async def test_blocks_of_all_workers_in_pages(seen: Seen) -> None:
+    seen.loop.join("second:1")
+    seen.loop.turn()
+    for worker in seen.loop.engine.workers:
+        worker.scheduler.blocks.allocator.allocate(5)
+    expected = [(worker, block) for worker in ("here:1", "second:1") for block in range(5)]
+    for page_size in (1, 3, 5, 10, None):
+        found = await blocks(seen, page_size=page_size)
+        assert sorted((block.worker, block.block_id) for block in found) == sorted(expected)
+    first = await ask(seen, seen.service.GetBlocks(pb.GetBlocksRequest(page_size=1), CONTEXT))
+    seen.loop.engine.worker_lost(seen.link, "gone")
+    seen.loop.turn()
+    follows = pb.GetBlocksRequest(page_token=first.next_page_token)
+    with pytest.raises(InvalidRequest, match="page_token: its worker is gone"):
+        await ask(seen, seen.service.GetBlocks(follows, CONTEXT))
+
+
+async def test_requests_in_pages_and_no_turn_of_the_loop_for_more_than_one(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"r{number}" for number in range(250)]
+    for name in names:
+        seen.loop.engine.submit(seen.loop.group(name, tenant=f"t{name}"))
+    seen.loop.turn()
+    copies = 0
+    copy = RequestCopy.of
+
+    def counted(group: Any, workers: Any) -> RequestCopy:
+        nonlocal copies
+        copies += 1
+        return copy(group, workers)
+
+    monkeypatch.setattr(RequestCopy, "of", counted)
+    found: list[pb.RequestState] = []
+    request = pb.ListRequestsRequest()
+    while True:
+        copies = 0
+        page = await ask(seen, seen.service.ListRequests(request, CONTEXT))
+        assert len(page.requests) == copies <= 100
+        found += page.requests
+        if not page.next_page_token:
+            break
+        request.page_token = page.next_page_token
+    assert [state.request_id for state in found] == names and len(found) == 250
+    assert found[0].worker == "here:1" and found[0].sequences[0].block_table
+    assert found[-1].phase == pb.REQUEST_PHASE_WAITING and not found[-1].worker
+    copies = 0
+    one = await ask(seen, seen.service.GetRequest(pb.GetRequestRequest(request_id="r7"), CONTEXT))
+    assert (one.request_id, one.tenant, copies) == ("r7", "tr7", 1)
+    with pytest.raises(UnknownName):
+        await ask(seen, seen.service.GetRequest(pb.GetRequestRequest(request_id="r"), CONTEXT))
+
+
+async def test_a_page_of_large_requests_ends_early(seen: Seen) -> None:
+    seen.loop.engine.worker_lost(seen.link, "gone")  # nobody is left who could not hold them
+    seen.loop.turn()
+    for number in range(20):
+        seen.loop.engine.submit(seen.loop.group(f"r{number}", num_outputs=128))
+    page = await ask(seen, seen.service.ListRequests(pb.ListRequestsRequest(), CONTEXT))
+    assert len(page.requests) == 8 and page.next_page_token
+    follows = pb.ListRequestsRequest(page_size=2, page_token=page.next_page_token)
+    page = await ask(seen, seen.service.ListRequests(follows, CONTEXT))
+    assert [state.request_id for state in page.requests] == ["r8", "r9"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.ListRequestsRequest(page_size=0), "page_size: got 0; accepted: 1 to 1000"),
+        (pb.ListRequestsRequest(page_size=1001), "page_size: got 1001"),
+        (pb.ListRequestsRequest(page_token="x"), "page_token"),
+        (pb.ListRequestsRequest(page_token="1" * 30), "page_token"),
+        (pb.GetBlocksRequest(page_size=10_001), "page_size: got 10001; accepted: 1 to 10000"),
+        (pb.GetBlocksRequest(page_token="here:1/nowhere/3"), "page_token"),
+        (pb.GetBlocksRequest(page_token="3"), "page_token"),
+        (pb.GetBlocksRequest(page_token="here:1/device/-3"), "page_token"),
+    ],
+)
+async def test_pages_that_there_are_not(seen: Seen, request_: Any, field: str) -> None:
+    is_list = isinstance(request_, pb.ListRequestsRequest)
+    method = seen.service.ListRequests if is_list else seen.service.GetBlocks
+    with pytest.raises(InvalidRequest, match=field):
+        await ask(seen, method(request_, CONTEXT))
