@@ -32,15 +32,19 @@ def main() -> int:
             started = time.monotonic()
             for first in range(given.first, given.first + given.cases, BATCH):
                 fuzzed.run(given.seed, first, min(BATCH, given.first + given.cases - first))
-                print(f"{first + BATCH - given.first} cases, {time.monotonic() - started:.0f} s", file=sys.stderr)
+                taken, memory = time.monotonic() - started, _in_mib(fuzzed.resident_bytes())
+                print(f"{first + BATCH - given.first} cases, {taken:.0f} s; {memory}", file=sys.stderr)
             report = fuzzed.report()
-    grown = ", ".join(f"{name} {size / 2**20:+.1f} MiB" for name, size in report.grown_bytes.items())
     print(f"{report.num_cases} cases: {report.statuses}")
     print(f"neighbour: {report.neighbour}")
-    print(f"memory since the first {BATCH}: {grown}")
+    print(f"memory since the first {BATCH}: {_in_mib(report.grown_bytes)}")
     for fault in report.faults:
         print(f"FAULT {fault}")
     return 1 if report.faults else 0
+
+
+def _in_mib(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.items())
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Bench:
             await targets.close()
         self.targets.statuses += targets.statuses
         self._num_cases += count
-        self._before = self._before or self._resident()  # after the first batch, which is the warm-up
+        self._before = self._before or self.resident_bytes()  # after the first batch, which is the warm-up
 
     @property
     def _addresses(self) -> tuple[str, str, str, str]:
@@ -99,15 +99,17 @@ class Bench:
             wait_until_nothing_is_left(self.targets.scheduler)
         time.sleep(1.0)  # memory of connections that have just been closed
         grown = {}
-        for name, resident in self._resident().items():
+        for name, resident in self.resident_bytes().items():
             grown[name] = resident - self._before[name]
             if grown[name] > MOST_BYTES_OF_NOISE:
                 faults.append(f"{name} grew by {grown[name] >> 20} MiB")
         for log in self._logs:
-            faults += [f"{log.name}: {line[:600]}" for line in log.read_text().splitlines() if _is_fault(line)]
+            faults += [
+                f"{log.name}: {line[:600]}" for line in log.read_text(errors="replace").splitlines() if _is_fault(line)
+            ]
         return Report(self._num_cases, dict(self.targets.statuses), fared, grown, faults)
 
-    def _resident(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
         """Bytes by name; with those of a process's children, which come and go."""
         found = {}
         for name, process in self._processes.items():
