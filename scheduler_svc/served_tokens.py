@@ -5,13 +5,18 @@ charges it: the prompt tokens to compute (cache hits are free) when its group is
 the same step sees them, and generated tokens as they come. Tokens computed once more after a preemption or a lost
 worker are not the tenant's to pay. Counters only rise; two tenants that both keep groups waiting stay within what one
 admission and the running groups amount to, whatever a third one does.
+
+Tenants are forgotten, and forgetting must save none of them anything: who is not remembered stands at the floor, which
+is at least where each of them stood. The floor follows the least served of those that wait; where too many stand above
+it, those of them that were served least are forgotten, and it rises to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 MIN_REMEMBERED = 1024  # tenants below which forgetting is not worth a look
+MAX_REMEMBERED = 16_384  # that do not wait: about 2 MB
 
 
 class ServedTokens:
@@ -43,17 +48,32 @@ class ServedTokens:
         assert num_tokens >= 0, "served tokens are not given back"
         self._levels[tenant] = self.level(tenant) + self.cost(tenant, num_tokens)
 
-    def lift(self, tenant: str, floor: float) -> None:
+    def lift(self, tenant: str, floor: float, waiting: Collection[str] = ()) -> None:
         """Raises a tenant that comes back to the least of those that wait, so that idling has saved it nothing.
 
-        Nobody that waits is below `floor`, which is why whoever stands at it need not be remembered.
+        Nobody that waits is below `floor`, which is why whoever stands at it need not be remembered. `waiting`: who has
+        groups waiting, and is not to be raised for want of memory.
         """
         self._floor = max(self._floor, floor)
         if self.level(tenant) < self._floor:
             self._levels[tenant] = self._floor
         if len(self._levels) > self._look_at:
-            self._levels = {name: level for name, level in self._levels.items() if level > self._floor}
-            self._look_at = max(MIN_REMEMBERED, 2 * len(self._levels))
+            self._forget(waiting)
+
+    def _forget(self, waiting: Collection[str]) -> None:
+        """All that stand at the floor; and where too many are left, the lower half of those that do not wait."""
+        levels = self._levels.items()
+        self._levels = {name: level for name, level in levels if level > self._floor or name in waiting}
+        idle = [(level, name) for name, level in self._levels.items() if name not in waiting]
+        if len(idle) > MAX_REMEMBERED:
+            # First those that wait are noted, for they stay where they are when the floor rises.
+            self._levels |= {name: self.level(name) for name in waiting}
+            idle.sort()
+            forgotten = idle[: len(idle) // 2]
+            for _, name in forgotten:
+                del self._levels[name]
+            self._floor = forgotten[-1][0]
+        self._look_at = max(MIN_REMEMBERED, 2 * len(self._levels))
 
     def __len__(self) -> int:
         """Tenants that are remembered."""

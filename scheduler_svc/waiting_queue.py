@@ -179,7 +179,7 @@ class WaitingQueue:
             least = self._next_lane()
             leader = self._last_tenant if least is None else least.tenant
             if leader is not None:
-                self.served.lift(tenant, self.served.level(leader))
+                self.served.lift(tenant, self.served.level(leader), self._lanes.keys())
             lane = self._lanes[tenant] = _Lane(tenant)
         return lane
 

@@ -40,8 +40,9 @@ class WorkerGroups:
         self.released_slots: set[int] = set()
         self.unknown: set[Sequence] = set()  # have a slot, but the worker was not told of them yet
         self.forks: dict[Sequence, Sequence] = {}  # child: parent; the worker knows the parent's slot only
-        self.tenants: list[str] = []  # by the numbers in `columns.tenant`
+        self.tenants: list[str] = []  # by the numbers in `columns.tenant`, of which there are few: they are used again
         self._tenant_numbers: dict[str, int] = {}
+        self._free_tenant_numbers: list[int] = []
         self.swap_out: BlockPairs = []  # (device, host)
         self.swap_in: BlockPairs = []  # (host, device)
         self.moved: set[SequenceGroup] = set()  # with blocks in swaps or copies of the step that is being filled
@@ -141,10 +142,24 @@ class WorkerGroups:
             self.unforked.discard(group)
 
     def _tenant_number(self, tenant: str) -> int:
-        if tenant not in self._tenant_numbers:
-            self._tenant_numbers[tenant] = len(self.tenants)
-            self.tenants.append(tenant)
-        return self._tenant_numbers[tenant]
+        number = self._tenant_numbers.get(tenant)
+        if number is None:
+            if not self._free_tenant_numbers and len(self.tenants) >= 2 * self.columns.max_num_seqs:
+                self._forget_tenants()
+            if self._free_tenant_numbers:
+                number = self._free_tenant_numbers.pop()
+                self.tenants[number] = tenant
+            else:
+                number = len(self.tenants)
+                self.tenants.append(tenant)
+            self._tenant_numbers[tenant] = number
+        return number
+
+    def _forget_tenants(self) -> None:
+        """Frees the numbers that no slot has: half of them, or more."""
+        used = set(self.columns.tenant[self.columns.occupied].tolist())
+        self._tenant_numbers = {name: number for name, number in self._tenant_numbers.items() if number in used}
+        self._free_tenant_numbers = [number for number in range(len(self.tenants)) if number not in used]
 
     def bring_back(self, group: SequenceGroup) -> None:
         """Seats a group that was swapped out, or computes it again, safe from being a victim before it got on."""
