@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.beam_search import BeamHypothesis, Candidates
+from scheduler_svc.group_fault import names_group
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, TokenIds
 from scheduler_svc.served_tokens import ServedTokens
-from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows
+from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, WrongAnswer
 from scheduler_svc.worker_groups import WorkerGroups
 
 
@@ -24,7 +25,7 @@ class Answers:
     def process(self, rows: ScheduledRows, answer: Answer) -> NewTokens:
         """Appends the tokens of an answer and ends sequences that are complete.
 
-        Raises ValueError, with nothing changed, for an answer that does not fit the rows.
+        Raises WrongAnswer, with nothing changed, for an answer that does not fit the rows.
         """
         is_answered = _check(rows, answer)
         slots, generations, sequences = rows.sample_slots, rows.sample_generations, rows.sample_sequences
@@ -96,6 +97,7 @@ class Answers:
         if self._served is not None:
             self._served.charge(tenant, num_tokens)
 
+    @names_group
     def _withdraw_and_end(self, failed: Sequence) -> None:
         """Nobody may find what a row that failed has computed, nor what the others of its group built upon it.
 
@@ -137,6 +139,7 @@ class Answers:
                 del self._candidates[sequence.group]
                 self._rank(sequence.group, answered, ended)
 
+    @names_group
     def _rank(
         self,
         group: SequenceGroup,
@@ -174,7 +177,7 @@ class Answers:
 
 
 def _check(rows: ScheduledRows, answer: Answer) -> np.ndarray:
-    """Which rows were answered. Raises ValueError for an answer to other rows than these."""
+    """Which rows were answered. Raises WrongAnswer for an answer to other rows than these."""
     is_answered = answer.num_tokens > 0
     if len(answer.num_tokens) == len(rows) and not answer.errors:
         fits = answer.num_tokens is rows.num_answers or bool((answer.num_tokens == rows.num_answers).all())
@@ -185,9 +188,9 @@ def _check(rows: ScheduledRows, answer: Answer) -> np.ndarray:
             for row, (count, wanted) in enumerate(zip(answer.num_tokens, rows.num_answers, strict=True))
         )
     if not fits or answer.num_tokens.sum() != len(answer.token_ids) or max(answer.errors, default=-1) >= len(rows):
-        raise ValueError(f"an answer of {len(answer.token_ids)} tokens does not fit {len(rows)} rows")
+        raise WrongAnswer(f"an answer of {len(answer.token_ids)} tokens does not fit {len(rows)} rows")
     if (rows.num_beam_rows or rows.wants_logprobs) and len(answer.logprobs) != len(answer.token_ids):
-        raise ValueError(f"{len(answer.token_ids)} tokens with {len(answer.logprobs)} logprobs")
+        raise WrongAnswer(f"{len(answer.token_ids)} tokens with {len(answer.logprobs)} logprobs")
     return is_answered
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from scheduler_svc.adapter_gate import AdapterGate
 from scheduler_svc.block_manager import AllocStatus
+from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.waiting_queue import WaitingQueue
@@ -58,16 +59,27 @@ class WorkerView:
         self._is_shown = False
         self._shown: SequenceGroup | None = None
         self._passed: list[SequenceGroup] = []  # that stand before it
+        self._looked_at: SequenceGroup | None = None
+        self.taken: list[SequenceGroup] = []
 
     def peek(self) -> SequenceGroup | None:
-        """The group that this worker should take next, if there is one; the same until it is removed."""
+        """The group that this worker should take next, if there is one; the same until it is removed.
+
+        Raises GroupFault for a fault over one that waits, which changes nothing.
+        """
         if not self._is_shown:
             self._is_shown, self._passed = True, []
-            self._shown = self._choose()
+            try:
+                self._shown = self._choose()
+            except Exception as error:
+                if isinstance(error, GroupFault) or self._looked_at is None:
+                    raise
+                raise GroupFault(self._looked_at, f"{type(error).__name__}: {error}") from error
         return self._shown
 
     def remove(self, group: SequenceGroup) -> bool:
         """The worker takes a group."""
+        self.taken.append(group)
         for earlier in self._passed:
             earlier.num_passed_over += 1
         self._worker.adapter_gate.admitted(group.adapter)
@@ -78,7 +90,7 @@ class WorkerView:
         return self._waiting.earliest_arrival_ns()
 
     def _choose(self) -> SequenceGroup | None:
-        head = self._waiting.peek()
+        head = self._looked_at = self._waiting.peek()
         if head is None:
             return None
         scheduler = self._worker.scheduler
@@ -92,6 +104,7 @@ class WorkerView:
         best: SequenceGroup | None = None
         best_cached, passed = -1, list[SequenceGroup]()
         for group in self._waiting.candidates(LOOK_AHEAD):
+            self._looked_at = group
             if not scheduler.can_ever_run(group) or not gate.admits(group.adapter):
                 continue
             cached = _num_cached(self._worker, group) if self._others else 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +22,10 @@ import structlog
 from protos import worker_pb2
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.beam_search import BeamHypothesis
+from scheduler_svc.before_answer import BeforeAnswer
 from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
+from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.policy import POLICIES
@@ -30,8 +33,8 @@ from scheduler_svc.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.served_tokens import ServedTokens
-from scheduler_svc.step_encoder import decode, encode
-from scheduler_svc.step_plan import NewTokens
+from scheduler_svc.step_encoder import UnsendableGroup, decode, encode_request
+from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
@@ -40,6 +43,9 @@ log = structlog.get_logger()
 
 CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an idle worker's state
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
+MAX_FAULTS_IN_A_ROW = 16  # of our own over one worker's groups; then it may be the worker after all
+FAULTS_OVER = "the scheduler failed over it, or a worker was lost, {} times"
+MAX_LOGGED = 8  # request ids of one fault
 STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
 
@@ -230,47 +236,150 @@ class Engine:
 
     def send_steps(self) -> None:
         for worker in list(self.workers):
-            try:
-                self._fill(worker)
-            except Exception:
-                self._fence(worker)
+            self._fill(worker)
             if worker.is_leaving and not worker.in_flight:
                 self._on_lost(worker.link, "it is drained")
 
+    def _fill(self, worker: WorkerHandle) -> None:
+        """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
+        while worker.can_take_step(self.settings.steps_in_flight) and worker.has_something_to_do(len(self._waiting)):
+            started_ns = time.monotonic_ns()
+            outputs = self._schedule(worker, started_ns)
+            if outputs is None or not self._send(worker, outputs, started_ns):
+                return
+
+    def _schedule(self, worker: WorkerHandle, now_ns: int) -> SchedulerOutputs | None:
+        """The worker's next step; None: none can be made now, or not without a fault."""
+        scheduler = worker.scheduler
+        view = self._dispatcher.view(worker, self.workers)
+        is_deciding = False
+        try:
+            if worker.in_flight and scheduler.has_candidate_for_trial(view):
+                return None  # whose rows must be the only ones in flight
+            is_deciding = True
+            outputs = scheduler.schedule(view, now_ns, is_quiet=not worker.in_flight)
+            self._move_outgrown(worker)
+            # The watchdog: whoever runs must get on, or a step that brings them on must be in flight.
+            stands_still = outputs is None and not worker.in_flight and scheduler.groups.has_work
+            assert not stands_still, "work is there, and no step can be made of it"
+            return outputs
+        except Exception as fault:
+            if is_deciding or not isinstance(fault, GroupFault):
+                self._start_over(worker, fault, {*scheduler.groups_at_work(), *view.taken}, besides=view.taken)
+            else:  # nothing was changed, only asked
+                log.exception("a fault over a request", request_id=fault.group.request_id)
+                self._queue_again((), {fault.group}, FAULTS_OVER)
+            return None
+
+    def _send(self, worker: WorkerHandle, outputs: SchedulerOutputs, started_ns: int) -> bool:
+        """Encodes and sends a step; False where that cannot be."""
+        scheduled_ns = time.monotonic_ns()
+        resume_after = worker.failed_step.step_id if worker.failed_step else None
+        try:
+            step, data = encode_request(outputs, worker.epoch, worker.next_step_id, resume_after)
+        except UnsendableGroup as fault:
+            log.exception("a step cannot be sent", worker=worker.link.address, request_id=fault.group.request_id)
+            worker.unsent = outputs.rows
+            self._on_end(fault.group, FinishReason.ERROR, f"no step with it can be sent: {fault}")
+            self._take_back_unsent(worker)
+            return False
+        except Exception as fault:
+            introduced = {introduction.sequence.group for introduction in outputs.introductions}
+            self._start_over(worker, fault, introduced | _groups_of(outputs.rows))
+            return False
+        sent_ns = time.monotonic_ns()
+        sent = worker.sent(step.step_id, outputs, sent_ns)
+        worker.link.send(data)
+        sent.schedule_ns, sent.encode_ns = scheduled_ns - started_ns, sent_ns - scheduled_ns
+        sent.num_bytes = len(data)
+        return True
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
     def _fence(self, worker: WorkerHandle) -> None:
-        """A fault in a worker's state or messages costs that worker, not the loop: its groups start over elsewhere.
+        """What a worker says is broken: that costs this worker, not the loop. Its groups start over elsewhere.
 
         To be called while the exception is handled.
         """
-        log.exception("the step loop failed over a worker", worker=worker.link.address)
-        self._on_lost(worker.link, "its state here, or what it said, is broken")
+        log.exception("a worker's messages are broken", worker=worker.link.address)
+        self._on_lost(worker.link, "what it said is broken")
 
-    def _fill(self, worker: WorkerHandle) -> None:
-        """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
+    def _start_over(
+        self,
+        worker: WorkerHandle,
+        fault: Exception,
+        at_work: AbstractSet[SequenceGroup],
+        before: BeforeAnswer | None = None,
+        besides: Iterable[SequenceGroup] = (),
+    ) -> None:
+        """A fault of our own over a worker's groups costs what is known of it here, and not the worker.
+
+        Its groups begin anew, on it or elsewhere. The one whom the fault names, or else all who may have been the
+        reason, are charged as if a worker was lost over them: they are tried apart from others soon, and end before
+        long where they bring the fault along. To be called while the exception is handled.
+
+        Args:
+            at_work: who may have been the reason.
+            before: puts back what was taken of an answer that nobody has been told of.
+            besides: groups that were on their way from the queue to the worker.
+        """
+        charged = {fault.group} if isinstance(fault, GroupFault) else at_work
+        requests = sorted(group.request_id for group in charged)
+        log.exception("a fault over requests", worker=worker.link.address, requests=requests[:MAX_LOGGED])
+        worker.num_faults += 1
+        if worker.num_faults > MAX_FAULTS_IN_A_ROW:
+            self._on_lost(worker.link, f"{worker.num_faults} faults in a row over its requests", before)
+            return
+        self._move_outgrown(worker)
+        groups = self._evacuate(worker, before, [*at_work, *charged, *besides])
+        worker.start_over()
+        self.adapters.step_answered(worker, is_rolled_back=True)
+        self._queue_again(groups, charged, FAULTS_OVER)
+
+    def _take_back_unsent(self, worker: WorkerHandle) -> None:
+        try:
+            worker.take_back_unsent()
+        except Exception as fault:
+            self._start_over(worker, fault, set())
+
+    def _evacuate(
+        self, worker: WorkerHandle, before: BeforeAnswer | None, besides: Iterable[SequenceGroup] = ()
+    ) -> list[SequenceGroup]:
+        """A worker's unfinished groups, with the tokens that their clients were told of, and those of `besides` that
+        are nowhere. Who cannot be brought to that ends here."""
         scheduler = worker.scheduler
-        while worker.can_take_step(self.settings.steps_in_flight) and (
-            scheduler.groups.has_work or len(self._waiting) or scheduler.tells_releases
-        ):
-            started_ns = time.monotonic_ns()
-            view = self._dispatcher.view(worker, self.workers)
-            if worker.in_flight and scheduler.has_candidate_for_trial(view):
-                return  # whose rows must be the only ones in flight
-            outputs = scheduler.schedule(view, started_ns, is_quiet=not worker.in_flight)
-            self._move_outgrown(worker)
-            if outputs is None:
-                # The watchdog: whoever runs must get on, or a step that brings them on must be in flight.
-                assert worker.in_flight or not scheduler.groups.has_work, "work is there, and no step can be made of it"
-                return
-            scheduled_ns = time.monotonic_ns()
-            resume_after = worker.failed_step.step_id if worker.failed_step else None
-            step = encode(outputs, worker.next_step_id(), resume_after)
-            data = worker_pb2.StepRequest(epoch=worker.epoch, step=step).SerializeToString()
-            worker.failed_step = None
-            sent_ns = time.monotonic_ns()
-            sent = worker.sent(step.step_id, outputs, sent_ns)
-            worker.link.send(data)
-            sent.schedule_ns, sent.encode_ns = scheduled_ns - started_ns, sent_ns - scheduled_ns
-            sent.num_bytes = len(data)
+        held = [*scheduler.running, *scheduler.swapped, *scheduler.preempted]
+        try:
+            groups = scheduler.evacuate()
+            broken = before.restore() if before is not None else set()
+        except Exception:
+            log.exception("requests cannot be taken back from a worker", worker=worker.link.address, requests=len(held))
+            groups, broken = [], set(held)
+        for group in {*held, *besides} - broken:
+            is_elsewhere = group in self._waiting or any(other.scheduler.holds(group) for other in self.workers)
+            if not (group.is_finished or group in groups or is_elsewhere):
+                groups.append(group)
+        for group in broken:
+            for sequence in group.sequences:
+                sequence.status = SequenceStatus.FINISHED
+            self._end(group, FinishReason.ERROR, "the scheduler failed over it, and cannot tell where it was")
+        return [group for group in groups if group not in broken]
+
+    def _queue_again(
+        self, groups: Iterable[SequenceGroup], charged: AbstractSet[SequenceGroup], why_ended: str
+    ) -> None:
+        """Groups go back to the queue, at the places they had. `why_ended`: of who has been charged too often."""
+        for group in charged:
+            if not group.is_finished:
+                group.lost_worker(self.settings.steps_in_flight + 1)
+        for group in {**dict.fromkeys(groups), **dict.fromkeys(charged)}:
+            if group.num_worker_losses >= self.settings.max_worker_losses:
+                self._on_end(group, FinishReason.ERROR, why_ended.format(group.num_worker_losses))
+        for group in groups:
+            if not group.is_finished:
+                group.num_moves += 1
+                self._waiting.push(group)
+                self._end_if_nobody_can(group)
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
         for group in worker.scheduler.outgrown:
@@ -324,25 +433,58 @@ class Engine:
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
             self._on_lost(worker.link, f"answered step {result.step_id}, which was not next")
             return
+        sent = worker.in_flight[0]
+        if sent.is_void:
+            worker.take_void_answer(is_failure=result.status == worker_pb2.STEP_STATUS_FAILED)
+            return
         is_to_be_skipped = worker.failed_step is not None
         if is_to_be_skipped is not (result.status == worker_pb2.STEP_STATUS_SKIPPED):
             status = worker_pb2.StepStatus.Name(result.status)
             self._on_lost(worker.link, f"answered step {result.step_id} with {status}, which cannot be")
             return
-        sent = worker.in_flight.popleft()
-        if result.status != worker_pb2.STEP_STATUS_OK:
-            self._on_failed_step(worker, sent, result)
-            self.adapters.step_answered(worker, is_rolled_back=True)
-            return
-        answer = decode(result.outputs, sent.rows.num_answers)
+        is_ok, before = result.status == worker_pb2.STEP_STATUS_OK, None
+        answer = decode(result.outputs, sent.rows.num_answers) if is_ok else None
+        try:
+            if answer is not None:
+                before = BeforeAnswer(sent.rows, answer, worker.scheduler.columns)
+                self._take_answer(worker, sent, answer, result, received_ns, num_bytes, before)
+                worker.num_faults = 0
+            else:
+                worker.in_flight.popleft()
+                self._on_failed_step(worker, sent, result)
+            self.adapters.step_answered(worker, is_rolled_back=not is_ok)
+            worker.take_back_unsent()
+        except WrongAnswer:
+            raise  # its fault: it is lost with this step in flight
+        except Exception as fault:
+            if worker.in_flight and worker.in_flight[0] is sent:
+                worker.in_flight.popleft()
+            groups = _groups_of(sent.rows)
+            self._start_over(worker, fault, groups, before)
+            for group in groups:
+                if group.is_finished and self.live.has(group):  # who waits for its end may not have been told of it
+                    self._end(group, FinishReason.ERROR, "the scheduler failed over its last token")
+
+    def _take_answer(
+        self,
+        worker: WorkerHandle,
+        sent: StepInFlight,
+        answer: Answer,
+        result: worker_pb2.StepResult,
+        received_ns: int,
+        num_bytes: int,
+        before: BeforeAnswer,
+    ) -> None:
         decoded_ns = time.monotonic_ns()
         self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs):
             self.sink.put_prompt_logprobs(group, logprobs)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
-        self.metrics.generated(sent.rows, tokens)
+        worker.in_flight.popleft()
         if len(tokens.sequences):
             self.sink.put_tokens(tokens, result.outputs)
+        before.was_told()
+        self.metrics.generated(sent.rows, tokens)
         for group, hypotheses in tokens.beams:
             self.metrics.begun(group, decoded_ns)
             self._forget(group, hypotheses[0].finish_reason)
@@ -354,7 +496,6 @@ class Engine:
             self._end(group, FinishReason.ERROR, message)
         for group, entry in ended.items():
             self._forget(group, FinishReason(tokens.finish_reasons[entry]))
-        self.adapters.step_answered(worker, is_rolled_back=False)
         answered = AnsweredStep.of(
             sent,
             result.timings,
@@ -371,14 +512,13 @@ class Engine:
     def _on_failed_step(self, worker: WorkerHandle, sent: StepInFlight, result: worker_pb2.StepResult) -> None:
         """Rolls back every step in flight, and starts over, each group of the failed step by itself."""
         if result.status == worker_pb2.STEP_STATUS_FAILED:
-            worker.scheduler.roll_back(sent.rows, [step.rows for step in worker.in_flight])
-            worker.failed_step = sent
+            worker.roll_back(sent)
             worker.statistics.num_failed += 1
             code = worker_pb2.StepErrorCode.Name(result.error.code)
             log.warning(
                 "step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message
             )
-            groups = {sequence.group for sequence in sent.rows.sequences}
+            groups = _groups_of(sent.rows)
             is_smaller = result.error.code == worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY and worker.shrink_budget()
             if len(groups) == 1 and not is_smaller:
                 self._on_end(groups.pop(), FinishReason.ERROR, f"the worker could not run it: {result.error.message}")
@@ -389,8 +529,12 @@ class Engine:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._forget(group, FinishReason.STOP)
         else:
-            self._waiting.push(group)
-            self._end_if_nobody_can(group)
+            try:
+                self._waiting.push(group)
+                self._end_if_nobody_can(group)
+            except Exception as fault:
+                log.exception("a fault over a request", request_id=group.request_id)
+                self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
         self.live.arrived(group)
 
     def _on_joined(self, worker: WorkerHandle) -> None:
@@ -405,7 +549,7 @@ class Engine:
             blocks=worker.sizes.num_device_blocks,
         )
 
-    def _on_lost(self, link: WorkerLink, reason: str) -> None:
+    def _on_lost(self, link: WorkerLink, reason: str, before: BeforeAnswer | None = None) -> None:
         """Its groups go back to the queue, at the places they had, with every token that has arrived."""
         worker = self._worker_of(link)
         if worker is None:
@@ -415,20 +559,12 @@ class Engine:
         self._last_lost_ns = None if self.workers else time.monotonic_ns()
         self.adapters.worker_left(worker)
         link.close()
-        in_flight = {sequence.group for step in worker.in_flight for sequence in step.rows.sequences}
+        charged = {group for step in worker.in_flight for group in _groups_of(step.rows)}
         if worker.is_draining:
-            in_flight.clear()  # it went because it was told to
-        groups = worker.scheduler.evacuate()
+            charged.clear()  # it went because it was told to
+        groups = self._evacuate(worker, before)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
-        for group in groups:
-            group.num_moves += 1
-            if group in in_flight:
-                group.lost_worker(self.settings.steps_in_flight + 1)
-            if group.num_worker_losses >= self.settings.max_worker_losses:
-                self._on_end(group, FinishReason.ERROR, f"{group.num_worker_losses} workers were lost while running it")
-            else:
-                self._waiting.push(group)
-                self._end_if_nobody_can(group)
+        self._queue_again(groups, charged & set(groups), "{} workers were lost while running it")
 
     def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """Ends a group that has not ended by itself, wherever it is."""
@@ -495,8 +631,8 @@ class Engine:
                 worker.checked_ns = now_ns
                 try:
                     worker.check_integrity()
-                except Exception:
-                    self._fence(worker)
+                except Exception as fault:
+                    self._start_over(worker, fault, set())
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
 
@@ -525,6 +661,10 @@ class Engine:
             if worker.link is link:
                 return worker
         return None
+
+
+def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
+    return {sequence.group for sequence in rows.sequences}
 
 
 def _begin(future: Future[int], begin: Callable[[Future[int]], None]) -> None:

@@ -109,6 +109,10 @@ class LiveRequests:
             entries = itertools.islice(self._in_order.after((after,)), limit)
             return [(key[0], group) for key, group in entries]
 
+    def has(self, group: SequenceGroup) -> bool:
+        """Whether a group was taken and has not ended."""
+        return self._groups.get((group.tenant, group.request_id)) is group
+
     def all(self) -> list[SequenceGroup]:
         with self._lock:
             return [group for _, group in self._in_order]

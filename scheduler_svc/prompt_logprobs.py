@@ -13,7 +13,7 @@ from protos import worker_pb2
 from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.step_encoder import check_logprobs
-from scheduler_svc.step_plan import ScheduledRows
+from scheduler_svc.step_plan import ScheduledRows, WrongAnswer
 
 
 def take_prompt_logprobs(
@@ -21,19 +21,19 @@ def take_prompt_logprobs(
 ) -> Iterator[tuple[SequenceGroup, worker_pb2.SequenceOutputs]]:
     """Groups with the logprobs of the next tokens of their prompts, which then count as told.
 
-    Raises ValueError for what does not fit the rows.
+    Raises WrongAnswer for what does not fit the rows.
     """
     for entry in outputs.prompt_logprobs:
         if entry.row >= len(rows):
-            raise ValueError(f"prompt logprobs of row {entry.row} of {len(rows)}")
+            raise WrongAnswer(f"prompt logprobs of row {entry.row} of {len(rows)}")
         group = rows.sequences[entry.row].group
         check_logprobs(entry.logprobs)
         if not entry.logprobs.logprobs_f32:
-            raise ValueError(f"prompt logprobs of row {entry.row} without logprobs")
+            raise WrongAnswer(f"prompt logprobs of row {entry.row} without logprobs")
         columns = LogprobColumns(entry.logprobs)
         first, end = entry.first_position, entry.first_position + len(columns)
         if not 0 < first <= group.num_prompt_logprobs or end > group.num_prompt_tokens:
-            raise ValueError(f"logprobs of prompt tokens {first} to {end} after {group.num_prompt_logprobs}")
+            raise WrongAnswer(f"logprobs of prompt tokens {first} to {end} after {group.num_prompt_logprobs}")
         if end > group.num_prompt_logprobs:
             new = columns.select(np.arange(group.num_prompt_logprobs - first, len(columns)))
             group.num_prompt_logprobs = end

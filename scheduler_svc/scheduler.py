@@ -18,6 +18,7 @@ import numpy as np
 
 from scheduler_svc.answers import Answers
 from scheduler_svc.block_manager import AllocStatus, BlockSpaceManager
+from scheduler_svc.group_fault import names_group
 from scheduler_svc.policy import POLICIES, Policy
 from scheduler_svc.preemption import Costs, Preemption
 from scheduler_svc.prompt_delay import PromptDelay
@@ -183,6 +184,12 @@ class Scheduler:
             return {self.suspects[0]}
         return self.on_trial or None
 
+    def groups_at_work(self) -> set[SequenceGroup]:
+        """Of whom a step is being made, besides those who wait: a fault over it may be that of any of them."""
+        if self.suspects or self.on_trial:
+            return {self.suspects[0]} if self.suspects else set(self.on_trial)
+        return {*self.running, *self.swapped[:1], *self.preempted[:1]}
+
     def _may_start_prompts(self, waiting: Source, now_ns: int) -> bool:
         """Without chunked prefill: whether a step of prompts comes now, before decodes go on."""
         groups = self.groups
@@ -245,6 +252,7 @@ class Scheduler:
             if sequence.slot >= 0 and (alone is None or sequence.group in alone):
                 self._add_chunk(plan, sequence)
 
+    @names_group
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Computes as many known tokens of a sequence as budget and blocks allow, maybe none.
 
@@ -371,6 +379,7 @@ class Scheduler:
         missing, known = self.blocks.num_blocks_missing, self.columns.num_known_tokens
         return sum(missing(sequence.slot, int(known[sequence.slot])) for sequence in self.groups.prefilling)
 
+    @names_group
     def _admit_new(self, plan: StepPlan, group: SequenceGroup, waiting: Source, now_ns: int) -> None:
         waiting.remove(group)
         self._start(group, now_ns)
@@ -390,8 +399,8 @@ class Scheduler:
             assert group is not None, "a candidate comes from there"
             if group.num_worker_losses > 1 and self.on_trial:
                 return
+            self.on_trial.add(group)  # before a fault can come of it
             self._admit_new(plan, group, waiting, now_ns)
-            self.on_trial.add(group)
             if group.num_worker_losses > 1:
                 return
 
@@ -420,6 +429,7 @@ class Scheduler:
                 return
             self._add_chunk(plan, sequence)
 
+    @names_group
     def can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:
         """Whether the whole of what is known of a group fits above the watermark, beside what others still lack."""
         blocks = self.blocks
@@ -507,6 +517,7 @@ class Scheduler:
             self.groups.unseat(sequence)
             plan.num_preempted += 1
 
+    @names_group
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
         plan.num_swapped_out += self._preemption.preempt(group)
         self._count_preempted(group, plan)
@@ -521,7 +532,7 @@ class Scheduler:
     def process_outputs(self, rows: ScheduledRows, answer: Answer) -> NewTokens:
         """Appends the tokens of an answer, and ends sequences that are complete.
 
-        Raises ValueError, with nothing changed, for an answer that does not fit the rows.
+        Raises WrongAnswer, with nothing changed, for an answer that does not fit the rows.
         """
         tokens = self._answers.process(rows, answer)
         self._delay.ended(rows)
@@ -529,6 +540,7 @@ class Scheduler:
             self.suspects.popleft()
         return tokens
 
+    @names_group
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; its blocks are free for the next step."""
         self.groups.finish(sequence)
@@ -557,6 +569,12 @@ class Scheduler:
             self._answers.forget(group)
         groups = (group for group in _groups_of(failed) if group in self.running)
         self.suspects = deque(sorted(groups, key=self.settings.policy.key))
+
+    def take_back(self, rows: ScheduledRows) -> None:
+        """Starts over before a step that was never sent; nothing is in flight."""
+        suspects = self.suspects
+        self.roll_back(rows)
+        self.suspects = deque(group for group in suspects if group in self.running)
 
     def evacuate(self) -> list[SequenceGroup]:
         """The worker is lost: all unfinished groups, in policy order, ready to wait for another one."""

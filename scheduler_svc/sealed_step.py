@@ -23,7 +23,7 @@ def seal(plan: StepPlan, groups: WorkerGroups) -> SchedulerOutputs:
     outputs = SchedulerOutputs(
         rows=_rows(plan, groups),
         released_slots=sorted(groups.released_slots),
-        forks=[(parent.slot, child.slot, child.index) for child, parent in forks.items()],
+        forks=[(parent, child) for child, parent in forks.items()],
         introductions=plan.introductions,
         swap_out=groups.swap_out,
         swap_in=groups.swap_in,

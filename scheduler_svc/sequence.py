@@ -182,6 +182,13 @@ class Sequence:
             columns.token_ids[slot, columns.num_tokens[slot]] = token_id
             columns.num_tokens[slot] += 1
 
+    def truncate(self, num_tokens: int) -> None:
+        """Takes back tokens that nobody has been told of; for a sequence without a slot."""
+        assert self._columns is None and num_tokens >= self.group.num_prompt_tokens
+        if num_tokens < len(self._own_token_ids):
+            self._own_token_ids = self._own_token_ids[:num_tokens]
+            self.forget_hashes()
+
     def drop_pending(self) -> None:
         """Draws in flight will not arrive: their worker is lost."""
         self.num_pending_tokens = 0
@@ -251,7 +258,7 @@ class SequenceGroup:
         self.num_passed_over = 0  # times that a later group was taken from the queue before this one
         self.num_preemptions = 0
         self.num_moves = 0
-        self.num_worker_losses = 0  # losses of a worker that this group was in flight for
+        self.num_worker_losses = 0  # of workers that it was in flight for, and of what was known of them, by a fault
         # Of the prompt, tokens whose logprobs have arrived or are not wanted: the first has none, and who resumes has
         # got them with the first token.
         has_them = not sampling_params.HasField("prompt_logprobs") or any(resumed_token_ids)
@@ -344,7 +351,7 @@ class SequenceGroup:
         return any(sequence.num_tokens < sequence.trial_ends_at for sequence in seated or sequences)
 
     def lost_worker(self, num_trial_tokens: int) -> None:
-        """Its worker was lost with rows of it in flight; each sequence is on trial for so many tokens."""
+        """Its worker, or what was known of it here, was lost, maybe over it; it is on trial for so many tokens."""
         self.num_worker_losses += 1
         for sequence in self.unfinished():
             sequence.trial_ends_at = sequence.num_tokens + num_trial_tokens

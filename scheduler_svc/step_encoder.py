@@ -1,34 +1,69 @@
 """The step protocol's messages: a decided step as full metadata once and packed columns after, and its answer.
 
 `worker_svc.sequence_states.SequenceStates.apply` is the inverse: what it holds afterwards equals the scheduler's
-columns.
+columns. A step that cannot be said in these messages is refused before anything of it is sent, and whose fault that is
+is named.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence as AbstractSequence
 
+import numpy as np
+import numpy.typing as npt
+
+from octavo.rpc import MAX_MESSAGE_BYTES
 from protos import inference_pb2, worker_pb2
+from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.sequence_columns import Ints
-from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs
+from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs, WrongAnswer
 
 U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 
 
+class UnsendableGroup(GroupFault):
+    """Something of one group does not fit the messages of a step: no step with it can be sent, any without it can."""
+
+
+def encode_request(
+    outputs: SchedulerOutputs, epoch: int, step_id: int, resume_after: int | None = None
+) -> tuple[worker_pb2.Step, bytes]:
+    """The message of one step, and the bytes that are sent of it. Raises UnsendableGroup."""
+    step = encode(outputs, step_id, resume_after)
+    data = worker_pb2.StepRequest(epoch=epoch, step=step).SerializeToString()
+    if len(data) > MAX_MESSAGE_BYTES and outputs.introductions:
+        groups = [each.sequence.group for each in outputs.introductions if each.same_as is None]
+        sizes = [group.ByteSize() for group in step.groups]
+        largest = int(np.argmax(sizes))
+        why = f"a step of {len(data)} bytes, {sizes[largest]} of them to introduce it; {MAX_MESSAGE_BYTES} are the most"
+        raise UnsendableGroup(groups[largest], why)
+    return step, data
+
+
 def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = None) -> worker_pb2.Step:
-    """The message of one step. `resume_after` names the failed step after which the worker goes on with this one."""
+    """The message of one step. `resume_after` names the failed step after which the worker goes on with this one.
+
+    Raises UnsendableGroup.
+    """
     step = worker_pb2.Step(step_id=step_id)
     if resume_after is not None:
         step.resume_after = resume_after
     if outputs.released_slots:
         step.released_slots_u16 = np.array(outputs.released_slots, U16).tobytes()
     if outputs.forks:
-        step.forks_u16 = np.array([(parent, child) for parent, child, _ in outputs.forks], U16).tobytes()
-        step.fork_indices_u16 = np.array([index for _, _, index in outputs.forks], U16).tobytes()
+        forked = [child for _, child in outputs.forks]
+        step.forks_u16 = _packed(
+            [(parent.slot, child.slot) for parent, child in outputs.forks], U16, "slot of a fork", forked
+        )
+        step.fork_indices_u16 = _packed([child.index for child in forked], U16, "index", forked)
     metadata: dict[Sequence, worker_pb2.SequenceGroupMetadata] = {}
     for introduction in outputs.introductions:
-        _introduce(step, introduction, metadata)
+        try:
+            _introduce(step, introduction, metadata)
+        except Exception as error:
+            group = introduction.sequence.group
+            raise UnsendableGroup(group, f"its metadata is none: {type(error).__name__}: {error}") from error
     for pairs, message in (
         (outputs.swap_out, step.swap_out),
         (outputs.swap_in, step.swap_in),
@@ -79,30 +114,56 @@ def _introduce(
     )
 
 
+def _packed(values: npt.ArrayLike, dtype: np.dtype, what: str, owners: AbstractSequence[Sequence] | Owners) -> bytes:
+    """A column of `dtype`. Raises UnsendableGroup, naming the owner of the first row of values that does not fit."""
+    array = np.asarray(values, np.int64)
+    # Negative numbers are the largest of all without a sign: one look is for both ends.
+    if array.size and array.view(np.uint64).max() > np.iinfo(dtype).max:
+        outside = (array < 0) | (array > np.iinfo(dtype).max)
+        entry = int(np.argwhere(outside)[0][0])
+        owner = owners[entry]
+        raise UnsendableGroup(owner.group, f"its {what} is {array[outside][0]}; 0 to {np.iinfo(dtype).max} fit")
+    return array.astype(dtype).tobytes()
+
+
+class Owners:
+    """The sequences whose slots these are, looked up among those with a row in the step only where they are wanted."""
+
+    def __init__(self, rows: ScheduledRows, slots: Ints) -> None:
+        self._rows, self._slots = rows, slots
+
+    def __getitem__(self, entry: int) -> Sequence:
+        owner: Sequence = self._rows.sequences[np.flatnonzero(self._rows.slots == self._slots[entry])[0]]
+        return owner
+
+
 def _pack_appended(append: worker_pb2.BlockTables, outputs: SchedulerOutputs) -> None:
-    append.slots_u16 = outputs.appended_slots.astype(U16).tobytes()
-    append.block_ids_u32 = outputs.appended_blocks.astype(U32).tobytes()
-    if len(outputs.appended_blocks) > len(outputs.appended_slots):
-        append.counts_u16 = outputs.appended_counts.astype(U16).tobytes()
+    slots, blocks = outputs.appended_slots, outputs.appended_blocks
+    owners = Owners(outputs.rows, slots)
+    append.slots_u16 = _packed(slots, U16, "slot", owners)
+    append.block_ids_u32 = blocks.astype(U32).tobytes()
+    if len(blocks) > len(slots):
+        append.counts_u16 = _packed(outputs.appended_counts, U16, "number of new blocks", owners)
 
 
 def _pack_replaced(replace: worker_pb2.BlockTables, replaced: list[Sequence]) -> None:
     tables = [sequence.block_table for sequence in replaced]
-    replace.slots_u16 = np.array([sequence.slot for sequence in replaced], U16).tobytes()
-    replace.counts_u16 = np.array([len(table) for table in tables], U16).tobytes()
+    replace.slots_u16 = _packed([sequence.slot for sequence in replaced], U16, "slot", replaced)
+    replace.counts_u16 = _packed([len(table) for table in tables], U16, "number of blocks", replaced)
     replace.block_ids_u32 = np.concatenate(tables).astype(U32).tobytes()
 
 
 def _pack_rows(message: worker_pb2.Rows, rows: ScheduledRows) -> None:
-    message.slots_u16 = rows.slots.astype(U16).tobytes()
+    message.slots_u16 = _packed(rows.slots, U16, "slot", rows.sequences)
     first = message.num_decode_rows = rows.num_decode_rows
     if len(rows) == first:
         return
-    message.query_lens_u32 = rows.query_lens[first:].astype(U32).tobytes()
-    message.num_samples_u16 = rows.num_answers[first:].astype(U16).tobytes()
+    others = rows.sequences[first:]
+    message.query_lens_u32 = _packed(rows.query_lens[first:], U32, "row's number of tokens", others)
+    message.num_samples_u16 = _packed(rows.num_answers[first:], U16, "row's number of answers", others)
     if rows.forks:
-        slots = [sequence.slot for parent, children in rows.forks for sequence in (parent, *children)]
-        message.child_slots_u16 = np.array(slots, U16).tobytes()
+        forked = [sequence for parent, children in rows.forks for sequence in (parent, *children)]
+        message.child_slots_u16 = _packed([sequence.slot for sequence in forked], U16, "slot", forked)
     if rows.num_given_rows:
         inputs = np.full(len(rows) - first, worker_pb2.ROW_INPUT_KNOWN_TOKENS, np.uint8)
         inputs[-rows.num_given_rows :] = worker_pb2.ROW_INPUT_GIVEN_TOKENS
@@ -114,7 +175,7 @@ def _pack_rows(message: worker_pb2.Rows, rows: ScheduledRows) -> None:
 def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
     """Reads an answer to rows that were to have `num_answers` entries each.
 
-    Raises ValueError for logprob columns that contradict one another, which others read later on.
+    Raises WrongAnswer for logprob columns that contradict one another, which others read later on.
     """
     token_ids = np.frombuffer(outputs.token_ids_i32, I32)
     num_tokens = num_answers
@@ -127,7 +188,7 @@ def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
 
 
 def check_logprobs(outputs: worker_pb2.SequenceOutputs) -> None:
-    """Raises ValueError for logprob columns that contradict one another or the number of tokens."""
+    """Raises WrongAnswer for logprob columns that contradict one another or the number of tokens."""
     num_entries = len(outputs.token_ids_i32) // I32.itemsize
     counts = np.frombuffer(outputs.top_counts_u32, U32)
     num_top = int(counts.sum())
@@ -140,4 +201,4 @@ def check_logprobs(outputs: worker_pb2.SequenceOutputs) -> None:
     }
     for name, (num_bytes, wanted) in sizes.items():
         if num_bytes != 4 * wanted:
-            raise ValueError(f"{num_bytes} bytes of {name} for {wanted} entries")
+            raise WrongAnswer(f"{num_bytes} bytes of {name} for {wanted} entries")

@@ -71,7 +71,7 @@ class SchedulerOutputs:
 
     Attributes:
         released_slots: slots that were given up since the last step.
-        forks: (parent slot, child slot, index of the child).
+        forks: (parent, child) of sequences whose slot is to begin as a copy of the other's.
         appended_slots, appended_counts, appended_blocks: for slots whose table the worker knows already, how many
             blocks joined it, and all their ids one slot after the other.
         replaced: sequences whose whole table the worker has to take anew: a block of it was copied for them, or they
@@ -80,7 +80,7 @@ class SchedulerOutputs:
 
     rows: ScheduledRows
     released_slots: list[int]
-    forks: list[tuple[int, int, int]]
+    forks: list[tuple[Sequence, Sequence]]
     introductions: list[Introduction]
     swap_out: BlockPairs
     swap_in: BlockPairs
@@ -91,6 +91,10 @@ class SchedulerOutputs:
     replaced: list[Sequence]
     num_preempted: int
     num_swapped_out_groups: int  # of those
+
+
+class WrongAnswer(ValueError):
+    """What a worker said does not fit what it was asked: its fault, and nothing of it was taken."""
 
 
 @dataclass(frozen=True, slots=True)

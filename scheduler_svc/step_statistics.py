@@ -27,6 +27,7 @@ class StepInFlight:
     num_copied_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_swapped_out_blocks: int = 0
+    is_void: bool = False  # what it was decided upon is gone: its answer is only waited for
 
     def take(self, outputs: SchedulerOutputs) -> None:
         self.num_preempted, self.num_swapped_out_groups = outputs.num_preempted, outputs.num_swapped_out_groups

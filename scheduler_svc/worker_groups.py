@@ -15,6 +15,7 @@ import bisect
 import numpy as np
 
 from scheduler_svc.block_manager import BlockSpaceManager
+from scheduler_svc.group_fault import names_group
 from scheduler_svc.policy import Policy
 from scheduler_svc.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.sequence_columns import SequenceColumns
@@ -100,6 +101,7 @@ class WorkerGroups:
 
     # ---- coming -----------------------------------------------------------------------------------------------------
 
+    @names_group
     def seat(self, group: SequenceGroup, most: int) -> None:
         """Gives a group at most so many slots, and at least `group.num_slots`; the others come as slots come free.
 
@@ -161,6 +163,7 @@ class WorkerGroups:
         self._tenant_numbers = {name: number for name, number in self._tenant_numbers.items() if number in used}
         self._free_tenant_numbers = [number for number in range(len(self.tenants)) if number not in used]
 
+    @names_group
     def bring_back(self, group: SequenceGroup) -> None:
         """Seats a group that was swapped out, or computes it again, safe from being a victim before it got on."""
         self._returned[group] = _num_tokens(group)
@@ -216,6 +219,7 @@ class WorkerGroups:
 
     # ---- going ------------------------------------------------------------------------------------------------------
 
+    @names_group
     def recompute_later(self, group: SequenceGroup, publishes: bool = True) -> None:
         """Takes slots and blocks; draws in flight still count when they arrive.
 
@@ -235,6 +239,7 @@ class WorkerGroups:
         self.give_up_slot(sequence, SequenceStatus.PREEMPTED)
         self.expanding.add(sequence.group)
 
+    @names_group
     def swap_out_group(self, group: SequenceGroup) -> None:
         """Moves a running group to host blocks; steps in flight still write the blocks that are copied after them."""
         self.swap_out += self.blocks.swap_out(group)
@@ -245,6 +250,7 @@ class WorkerGroups:
         self._leave(group)
         bisect.insort(self.swapped, group, key=self.policy.key)
 
+    @names_group
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; its blocks are free for the next step."""
         group = sequence.group
@@ -262,6 +268,7 @@ class WorkerGroups:
         else:
             self._settle(group)
 
+    @names_group
     def give_up_slot(self, sequence: Sequence, status: SequenceStatus, publishes: bool = True) -> None:
         if publishes:
             self.blocks.publish(np.array([sequence.slot]))

@@ -13,7 +13,7 @@ from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.preemption import Costs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence_columns import SequenceColumns
-from scheduler_svc.step_plan import SchedulerOutputs
+from scheduler_svc.step_plan import ScheduledRows, SchedulerOutputs
 from scheduler_svc.step_statistics import StepInFlight, StepStatistics
 
 # Heartbeats come every 0.5 s, but not while a worker's interpreter is busy. That its process is stopped, cut off or
@@ -57,12 +57,10 @@ class WorkerHandle:
         self.info = info
         self.sizes = sizes
         self.epoch = lease.epoch
-        columns = SequenceColumns(sizes.max_num_seqs, sizes.max_model_len, info.block_size)
-        blocks = BlockSpaceManager(
-            columns, sizes.num_device_blocks, sizes.num_host_blocks, enable_prefix_caching=enable_prefix_caching
-        )
         costs = Costs(sizes.prefill_tokens_per_s, sizes.swap_bytes_per_s, sizes.block_bytes)
-        self.scheduler = Scheduler(columns, blocks, sizes.max_num_batched_tokens, replace(settings, costs=costs))
+        self._settings = replace(settings, costs=costs)
+        self._enable_prefix_caching = enable_prefix_caching
+        self.scheduler = self._new_scheduler(sizes.max_num_batched_tokens)
         self.adapter_gate = AdapterGate(info.max_loras)
         self.adapters: dict[str, int] = {}  # that it has loaded under this lease, with their generations
         self.in_flight: deque[StepInFlight] = deque()
@@ -70,9 +68,20 @@ class WorkerHandle:
         self.is_draining = False  # it says that it ends, or has been told to
         self.is_leaving = False  # given back as soon as it has answered
         self.failed_step: StepInFlight | None = None
+        self.unsent: ScheduledRows | None = None  # of a step that was decided and could not be said; not yet taken back
+        self.num_faults = 0  # of our own over this worker's groups, since its last good answer
+        self._told_slots: set[int] = set()  # that are occupied at the worker, once it has run what was sent
         self._next_block_checked = 0
         self.checked_ns = 0  # when the integrity of its state was looked at last
         self.last_step_id = 0  # ids rise by one, and answers come in order
+
+    def _new_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
+        sizes = self.sizes
+        columns = SequenceColumns(sizes.max_num_seqs, sizes.max_model_len, self.info.block_size)
+        blocks = BlockSpaceManager(
+            columns, sizes.num_device_blocks, sizes.num_host_blocks, enable_prefix_caching=self._enable_prefix_caching
+        )
+        return Scheduler(columns, blocks, max_num_batched_tokens, self._settings)
 
     @property
     def num_running(self) -> int:
@@ -110,18 +119,67 @@ class WorkerHandle:
         scheduler.max_num_batched_tokens = smaller
         return True
 
+    def has_something_to_do(self, num_waiting: int) -> bool:
+        """Whether a step may come of asking its scheduler for one."""
+        return self.scheduler.groups.has_work or num_waiting > 0 or self.scheduler.tells_releases
+
     def can_take_step(self, max_in_flight: int) -> bool:
         """One step at a time after a failure, and while groups are on trial; none while it drains."""
         if self.is_draining:
             return False
-        is_careful = self.failed_step or self.scheduler.on_trial
+        waits_for_void = bool(self.in_flight) and self.in_flight[0].is_void
+        is_careful = self.failed_step or self.scheduler.on_trial or self.unsent is not None or waits_for_void
         return not self.in_flight if is_careful else len(self.in_flight) < max_in_flight
 
+    # ---- faults of our own ------------------------------------------------------------------------------------------
+
+    def start_over(self) -> None:
+        """Forgets what was known of its slots and blocks, which is broken, under the same lease. Its groups are gone.
+
+        Answers to steps in flight are void. The next step is sent after them, and releases every slot.
+        """
+        for step in self.in_flight:
+            step.is_void = True
+        self.scheduler, self.unsent = self._new_scheduler(self.scheduler.max_num_batched_tokens), None
+        self._next_block_checked = 0
+        self._release_told_slots()
+
+    def take_void_answer(self, is_failure: bool) -> None:
+        """The oldest step in flight was answered, which nobody waits for any more."""
+        step = self.in_flight.popleft()
+        if is_failure:
+            self.failed_step = step
+        self._release_told_slots()
+
+    def roll_back(self, failed: StepInFlight) -> None:
+        """A step failed: it is taken back with all that were sent, or were to be sent, after it."""
+        self.failed_step = failed
+        behind = [step.rows for step in self.in_flight]
+        unsent, self.unsent = self.unsent, None
+        self.scheduler.roll_back(failed.rows, behind if unsent is None else [*behind, unsent])
+
+    def take_back_unsent(self) -> None:
+        """Once nothing is in flight: a decided step that could not be said is undone, and nobody is suspected."""
+        if self.unsent is not None and not self.in_flight:
+            rows, self.unsent = self.unsent, None
+            self.scheduler.take_back(rows)
+            self._release_told_slots()
+
+    def _release_told_slots(self) -> None:
+        """The next step releases what the worker has; all slots after a failed step, when it takes empty ones, too."""
+        is_known = self.failed_step is None
+        slots = self._told_slots if is_known else range(self.scheduler.columns.max_num_seqs)
+        self.scheduler.groups.released_slots = set(slots)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    @property
     def next_step_id(self) -> int:
-        self.last_step_id += 1
-        return self.last_step_id
+        return self.last_step_id + 1
 
     def sent(self, step_id: int, outputs: SchedulerOutputs, now_ns: int) -> StepInFlight:
+        """Takes note of a step that is being sent: the next one, after the failed one if there is any."""
+        self.last_step_id, self.failed_step = step_id, None
         num_tokens = int(outputs.rows.query_lens.sum())
         tokens_ns = num_tokens / max(self.sizes.prefill_tokens_per_s, 1.0) * 1e9
         previous_ns = self.in_flight[-1].deadline_ns if self.in_flight else now_ns
@@ -129,6 +187,10 @@ class WorkerHandle:
         step = StepInFlight(step_id, outputs.rows, num_tokens, now_ns, deadline_ns)
         step.take(outputs)
         self.in_flight.append(step)
+        if outputs.released_slots or outputs.introductions or outputs.forks:
+            self._told_slots.difference_update(outputs.released_slots)
+            self._told_slots.update(introduction.sequence.slot for introduction in outputs.introductions)
+            self._told_slots.update(child.slot for _, child in outputs.forks)
         return step
 
     def problem(self, now_ns: int, awake_since_ns: int = 0) -> str | None:

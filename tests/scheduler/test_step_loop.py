@@ -126,30 +126,6 @@ def test_bytes_that_are_no_message_cost_the_worker_that_sent_them():
     assert [group.request_id for group in good.steps[0].groups] == ["one"]
 
 
-@pytest.mark.parametrize("broken", ["schedule", "process_outputs", "blocks"])
-def test_a_fault_in_a_workers_state_costs_that_worker(monkeypatch, broken):
-    loop = Loop()
-    link = loop.join()
-    loop.submit("one", "two")
-    loop.turn()
-    loop.answer(link)
-    loop.turn()
-    scheduler = loop.engine.workers[0].scheduler
-    if broken == "blocks":
-        scheduler.blocks.allocator.ref_counts[:] = 0
-
-    def fail(*_: object) -> None:
-        raise AssertionError("broken")
-
-    monkeypatch.setattr(scheduler, "process_outputs" if broken == "blocks" else broken, fail)
-    loop.answer(link)
-    loop.turn()
-    assert link.is_closed and not loop.engine.workers
-    assert loop.engine.live.num_waiting == 2 and not loop.ends
-    loop.run_to_end(loop.join(epoch=2))
-    assert loop.token_ids == {"one": [7] * 9, "two": [7] * 9}
-
-
 def test_a_refused_duplicate_leaves_the_live_request_as_it_was():
     loop = Loop()
     loop.submit("one")
