@@ -111,7 +111,7 @@ class LiveRequests:
 
     def has(self, group: SequenceGroup) -> bool:
         """Whether a group was taken and has not ended."""
-        return self._groups.get((group.tenant, group.request_id)) is group
+        return any(live is group for live in self.find(group.request_id, group.tenant))
 
     def all(self) -> list[SequenceGroup]:
         with self._lock:

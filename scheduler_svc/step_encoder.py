@@ -7,7 +7,7 @@ is named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AbstractSequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,12 @@ from scheduler_svc.sequence_columns import Ints
 from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs, WrongAnswer
 
 U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
+
+
+class Owners(Protocol):
+    """Whose the rows of a column are."""
+
+    def __getitem__(self, entry: int, /) -> Sequence: ...
 
 
 class UnsendableGroup(GroupFault):
@@ -114,7 +120,7 @@ def _introduce(
     )
 
 
-def _packed(values: npt.ArrayLike, dtype: np.dtype, what: str, owners: AbstractSequence[Sequence] | Owners) -> bytes:
+def _packed(values: npt.ArrayLike, dtype: np.dtype, what: str, owners: Owners) -> bytes:
     """A column of `dtype`. Raises UnsendableGroup, naming the owner of the first row of values that does not fit."""
     array = np.asarray(values, np.int64)
     # Negative numbers are the largest of all without a sign: one look is for both ends.
@@ -126,7 +132,7 @@ def _packed(values: npt.ArrayLike, dtype: np.dtype, what: str, owners: AbstractS
     return array.astype(dtype).tobytes()
 
 
-class Owners:
+class RowOwners:
     """The sequences whose slots these are, looked up among those with a row in the step only where they are wanted."""
 
     def __init__(self, rows: ScheduledRows, slots: Ints) -> None:
@@ -139,7 +145,7 @@ class Owners:
 
 def _pack_appended(append: worker_pb2.BlockTables, outputs: SchedulerOutputs) -> None:
     slots, blocks = outputs.appended_slots, outputs.appended_blocks
-    owners = Owners(outputs.rows, slots)
+    owners = RowOwners(outputs.rows, slots)
     append.slots_u16 = _packed(slots, U16, "slot", owners)
     append.block_ids_u32 = blocks.astype(U32).tobytes()
     if len(blocks) > len(slots):

@@ -193,22 +193,6 @@ def test_an_answer_that_does_not_fit_is_charged_to_the_rows_of_its_step() -> Non
     assert loop.ends == {BAD: (FinishReason.ERROR, "3 workers were lost while running it")}
 
 
-def test_a_fault_while_idle_costs_neither_worker_nor_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop()
-    link = loop.join()
-    loop.submit("one")
-    loop.run_to_end(link)
-    (worker,) = loop.engine.workers
-    worker.scheduler.blocks.allocator.ref_counts[:] = 5
-    worker.checked_ns = 0
-    loop.turn()
-    assert loop.engine.workers == [worker] and not link.is_closed
-    worker.scheduler.check_integrity()
-    loop.submit("two")
-    loop.run_to_end(link)
-    assert loop.token_ids == {"one": [7] * 9, "two": [7] * 9}
-
-
 def test_faults_without_end_over_one_worker_give_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be the worker's after all."""
     loop = Loop(max_worker_losses=100)

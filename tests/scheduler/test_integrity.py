@@ -106,7 +106,7 @@ def test_every_fault_is_found_once_all_parts_were_looked_at(
             worker.check_integrity()
 
 
-def test_a_worker_whose_state_is_broken_is_given_up_when_it_is_idle() -> None:
+def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> None:
     loop = Loop()
     link = loop.join()
     loop.turn()
@@ -123,4 +123,8 @@ def test_a_worker_whose_state_is_broken_is_given_up_when_it_is_idle() -> None:
         loop.answer(link)
         loop.turn()
     loop.engine._watch()
-    assert not loop.engine.workers and link.is_closed
+    assert loop.engine.workers == [worker] and not link.is_closed
+    worker.scheduler.check_integrity()
+    loop.submit("two")
+    loop.run_to_end(link)
+    assert loop.token_ids["two"] == [7] * 9
