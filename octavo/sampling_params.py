@@ -7,7 +7,6 @@ models, tokens' text or grpc.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
@@ -16,8 +15,11 @@ from protos import inference_pb2 as pb
 
 MAX_OUTPUTS = 128
 MAX_STOP_STRINGS = 16
-MAX_TOKEN_ENTRIES = 1024  # of logit_bias, allowed_token_ids and bad_words, each
+MAX_TOKEN_ENTRIES = 1024  # of logit_bias, allowed_token_ids, stop_token_ids and bad_words, each
+MAX_BAD_WORD_CHARS = 1024  # of one
+MAX_BAD_WORDS_BYTES = 64 * 1024  # of all together, in UTF-8
 MAX_LOGIT_BIAS = 100.0
+SMALLEST = 1e-30  # other numbers than 0 that only have to be above it: what is smaller is no normal float32
 WHOLE_VOCABULARY = -1
 EARLY_STOPPING = ("NO", "YES", "NEVER")
 GUIDES = ("json_schema", "regex", "choice", "grammar", "json_object")
@@ -164,17 +166,22 @@ def validate(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violatio
 
 # Single numbers that depend on nothing else. A comparison with NaN is false, so NaN is refused by all of them.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda v: 0 <= v <= 2, "0 (greedy) to 2"),
-    ("top_p", lambda v: 0 < v <= 1, "above 0, up to 1"),
+    ("temperature", lambda v: v == 0 or SMALLEST <= v <= 2, f"0 (greedy), or {SMALLEST:g} to 2"),
+    ("top_p", lambda v: SMALLEST <= v <= 1, f"{SMALLEST:g} to 1"),
     ("top_k", lambda v: v >= -1, "-1 or 0 (off), or at least 1"),
-    ("min_p", lambda v: 0 <= v <= 1, "0 to 1"),
+    ("min_p", lambda v: v == 0 or SMALLEST <= v <= 1, f"0 (off), or {SMALLEST:g} to 1"),
     ("presence_penalty", lambda v: -2 <= v <= 2, "-2 to 2"),
     ("frequency_penalty", lambda v: -2 <= v <= 2, "-2 to 2"),
-    ("repetition_penalty", lambda v: 0 < v < math.inf, "a finite number above 0"),
-    ("length_penalty", math.isfinite, "a finite number"),
+    ("repetition_penalty", lambda v: 0.01 <= _decimal(v) <= 100, "0.01 to 100"),
+    ("length_penalty", lambda v: -100 <= v <= 100, "-100 to 100"),
     ("max_tokens", lambda v: v >= 1, "at least 1"),
     ("early_stopping", lambda v: v in pb.EarlyStopping.values(), ", ".join(pb.EarlyStopping.keys())),
 )
+
+
+def _decimal(value: float) -> float:
+    """What a client wrote that arrives as the float32 next to it, which may be a little less: 0.01 for one."""
+    return float(f"{value:.7g}")
 
 
 def _ranges(params: pb.SamplingParams) -> list[Violation]:
@@ -234,7 +241,7 @@ def _stops(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violation]
         ]
     if params.stop and params.HasField("detokenize") and not params.detokenize:
         found.append(Violation("stop", list(params.stop), "none with detokenize = false: no text is made"))
-    return found + _outside_vocabulary("stop_token_ids", params.stop_token_ids, limits)
+    return found
 
 
 def _logprobs(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violation]:
@@ -252,7 +259,7 @@ def _logprobs(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violati
 def _token_lists(params: pb.SamplingParams, limits: SamplingLimits) -> list[Violation]:
     found = [
         Violation(name, f"{len(entries)} entries", f"at most {MAX_TOKEN_ENTRIES}")
-        for name in ("logit_bias", "allowed_token_ids", "bad_words")
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words")
         if len(entries := getattr(params, name)) > MAX_TOKEN_ENTRIES
     ]
     if found:
@@ -264,9 +271,20 @@ def _token_lists(params: pb.SamplingParams, limits: SamplingLimits) -> list[Viol
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
     ]
     found += _outside_vocabulary("allowed_token_ids", params.allowed_token_ids, limits)
-    return found + [
-        Violation(f"bad_words[{i}]", word, "a non-empty string") for i, word in enumerate(params.bad_words) if not word
-    ]
+    found += _outside_vocabulary("stop_token_ids", params.stop_token_ids, limits)
+    return found + _bad_words(params)
+
+
+def _bad_words(params: pb.SamplingParams) -> list[Violation]:
+    found = []
+    for i, word in enumerate(params.bad_words):
+        if not word:
+            found.append(Violation(f"bad_words[{i}]", word, "a non-empty string"))
+        elif len(word) > MAX_BAD_WORD_CHARS:
+            found.append(Violation(f"bad_words[{i}]", f"{len(word)} characters", f"at most {MAX_BAD_WORD_CHARS}"))
+    if (num_bytes := sum(len(word.encode()) for word in params.bad_words)) > MAX_BAD_WORDS_BYTES:
+        found.append(Violation("bad_words", f"{num_bytes} bytes in all", f"at most {MAX_BAD_WORDS_BYTES}"))
+    return found
 
 
 def _outside_vocabulary(name: str, token_ids: Any, limits: SamplingLimits) -> list[Violation]:

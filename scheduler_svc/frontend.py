@@ -25,7 +25,6 @@ from scheduler_svc.served_model import ServedModel
 MAX_REQUEST_ID_CHARS = 256
 _MAX_CHARS = {"request_id": MAX_REQUEST_ID_CHARS, "cache_salt": 256, "tenant": 256}
 MAX_CHARS_PER_TOKEN = 100  # a prompt with more for each token that the model takes is refused before it is tokenised
-MAX_STOP_TOKEN_IDS_OF_BEAMS = 1024  # each asks the worker for one more candidate of every beam in every step
 # Scalars of SamplingParams that do something only at another value than this, and nothing in a beam search.
 _NEUTRAL = {
     "presence_penalty": 0.0,
@@ -196,13 +195,13 @@ def _set_fields(params: pb.SamplingParams, names: tuple[str, ...]) -> list[str]:
 
 def _bad_words(params: pb.SamplingParams, model: ServedModel) -> list[tuple[int, ...]]:
     """Each word as it is written at the begin of a text and after a space, where that is one token sequence."""
-    spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+    spellings = dict.fromkeys(spelling for word in params.bad_words for spelling in (word, " " + word.lstrip()))
     encoded = (tuple(model.tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
     return list(dict.fromkeys(word for word in encoded if word))
 
 
 def _check_beams_supported(params: pb.SamplingParams) -> None:
-    """Refuses what a beam search would silently leave out, and what would make its steps too large."""
+    """Refuses what a beam search would silently leave out."""
     asked = [name for name, value in _NEUTRAL.items() if params.HasField(name) and getattr(params, name) != value]
     for name in asked + _set_fields(params, _NOT_OF_BEAMS):
         raise Unsupported(f"sampling_params.{name} is not implemented by this server with use_beam_search")
@@ -211,10 +210,6 @@ def _check_beams_supported(params: pb.SamplingParams) -> None:
             f"sampling_params.logprobs: got {params.logprobs}; with use_beam_search this server gives those of the "
             "tokens themselves: 0 is accepted"
         )
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS_OF_BEAMS:
-        accepted = f"at most {MAX_STOP_TOKEN_IDS_OF_BEAMS} with use_beam_search"
-        what = f"got {len(params.stop_token_ids)} ids; accepted: {accepted}"
-        raise InvalidRequest(FieldViolation("sampling_params.stop_token_ids", what))
 
 
 def _check_prompt_logprobs(params: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> None:

@@ -39,8 +39,7 @@ from scheduler_svc.step_plan import (
 )
 from scheduler_svc.worker_groups import WorkerGroups
 
-# Tokens of full metadata in one step: at five bytes each (the longest varint of an id) a third of the message limit.
-MAX_INTRODUCED_TOKENS = 4 * 1024 * 1024
+MAX_INTRODUCED_BYTES = 20 << 20  # of full metadata in one step: a third of the message limit
 MAX_ON_TRIAL = 8  # groups at once that lost a worker under them once; who lost two is tried alone
 
 
@@ -261,7 +260,7 @@ class Scheduler:
         """
         columns, blocks, slot = self.columns, self.blocks, sequence.slot
         is_unknown = sequence in self.groups.unknown
-        if is_unknown and 0 < plan.introduced_tokens > MAX_INTRODUCED_TOKENS - sequence.num_tokens:
+        if is_unknown and 0 < plan.introduced_bytes > MAX_INTRODUCED_BYTES - sequence.introduction_bytes:
             return
         if is_unknown and not columns.num_blocks[slot]:
             self._begin(sequence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,10 @@ class FinishReason(enum.IntEnum):
     LENGTH = inference_pb2.FINISH_REASON_LENGTH
     ABORT = inference_pb2.FINISH_REASON_ABORT
     ERROR = inference_pb2.FINISH_REASON_ERROR
+
+
+_ID_BYTES = 5  # the longest varint of 32 bits
+_GROUP_BYTES = 96  # tags, lengths and single numbers of a group's and a sequence's messages
 
 
 class Sequence:
@@ -92,6 +97,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def introduction_bytes(self) -> int:
+        """The most that a message takes which tells a worker all about it: a token is an id and, at most, a block."""
+        return 2 * _ID_BYTES * self.num_tokens + self.group.parameter_bytes
 
     @property
     def num_computed_tokens(self) -> int:
@@ -315,6 +325,13 @@ class SequenceGroup:
 
     def is_stop_token(self, token_id: int) -> bool:
         return token_id == self.eos_token_id or token_id in self.stop_token_ids
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """The most that everything but tokens and blocks takes in a message, of any field and any number."""
+        num_ids = len(self.stop_token_ids) + sum(len(word) + 2 for word in self.bad_words)
+        names = len(self.request_id.encode()) + len(self.adapter.encode())
+        return _GROUP_BYTES + names + self.sampling_params.ByteSize() + _ID_BYTES * num_ids
 
     def all_stop_token_ids(self) -> list[int]:
         """Every token id that ends a sequence with STOP, in order."""

@@ -168,7 +168,7 @@ class StepPlan:
     replaced: list[Sequence] = field(default_factory=list)  # their whole tables are sent
     appended: list[tuple[Ints, Ints, BlockIds]] = field(default_factory=list)  # (slots, counts, blocks)
     introductions: list[Introduction] = field(default_factory=list)
-    introduced_tokens: int = 0
+    introduced_bytes: int = 0  # at most; children of a prompt that is told with them take next to none
     num_preempted: int = 0  # for want of blocks
     num_overruled: int = 0  # preempted for a more urgent group
     num_swapped_out: int = 0  # of all preempted
@@ -179,4 +179,4 @@ class StepPlan:
 
     def introduce(self, introduction: Introduction) -> None:
         self.introductions.append(introduction)
-        self.introduced_tokens += 0 if introduction.same_as else introduction.sequence.num_tokens
+        self.introduced_bytes += 0 if introduction.same_as else introduction.sequence.introduction_bytes

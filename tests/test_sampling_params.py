@@ -33,6 +33,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"logit_bias": {999: 100, 0: -100}},
     {"logit_bias": {i: 1 for i in range(1000)}},
     {"allowed_token_ids": list(range(1000)), "bad_words": ["no"]},
+    {"bad_words": ["é" * 1024] * 32},
+    {"bad_words": ["x" * 64] * 1024},
+    {"stop_token_ids": [1] * 1024},
     {"use_beam_search": True, "best_of": 2, "temperature": 0, "length_penalty": 0, "early_stopping": 2},
     {"use_beam_search": True, "n": 4, "temperature": 0},
     {"guided": pb.GuidedDecoding(json_object=True)},
@@ -55,7 +58,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"min_p": value}, "min_p") for value in (-0.01, 1.01, NAN)),
     *(({"presence_penalty": value}, "presence_penalty") for value in (-2.01, 2.01, NAN)),
     *(({"frequency_penalty": value}, "frequency_penalty") for value in (-2.01, 2.01, NAN)),
-    *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, NAN, INF)),
+    *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, 0.0099, 101)),
+    *(({"stop_token_ids": [1] * count}, "stop_token_ids") for count in (1025,)),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"),
     ({"stop": ["a"], "detokenize": False}, "stop"),
@@ -69,6 +73,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [1000]}, "allowed_token_ids"),
     ({"bad_words": ["x", ""]}, "bad_words[1]"),
     ({"bad_words": ["x"] * 1025}, "bad_words"),
+    ({"bad_words": ["x", "é" * 1025]}, "bad_words[1]"),
+    ({"bad_words": ["é" * 1000] * 33}, "bad_words"),
     ({"use_beam_search": True, "temperature": 0}, "best_of"),
     ({"use_beam_search": True, "best_of": 2}, "temperature"),
     ({"use_beam_search": True, "best_of": 2, "temperature": 0, "early_stopping": 3}, "early_stopping"),
@@ -81,6 +87,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided": pb.GuidedDecoding(choice=pb.GuidedDecoding.Choice())}, "guided.choice"),
     ({"guided": pb.GuidedDecoding(choice=pb.GuidedDecoding.Choice(choices=["a", ""]))}, "guided.choice"),
 ]
+
+
+FLOATS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.cpp_type == field.CPPTYPE_FLOAT]
+OF_BEAMS = {"use_beam_search": True, "best_of": 2, "temperature": 0}
+
+
+@pytest.mark.parametrize("value", [1e-45, -1e-45, 1e-38, 1e38, -1e38, INF, -INF, NAN, -0.0], ids=str)
+@pytest.mark.parametrize("field", [*FLOATS, "logit_bias[7]"])
+def test_numbers_at_the_edges_of_float32(field: str, value: float) -> None:
+    """Refused wherever they are neither 0 nor a normal number of the field's range; what is left harms nobody."""
+    fields: dict[str, Any] = dict(OF_BEAMS) if field == "length_penalty" else {}
+    fields |= {"logit_bias": {7: value}} if field == "logit_bias[7]" else {field: value}
+    is_harmless = (abs(value) < 1e-30 and field in HARMLESS) or (value == 0 and field in ("temperature", "min_p"))
+    violations = validate(pb.SamplingParams(**fields), LIMITS)
+    assert [violation.field for violation in violations] == ([] if is_harmless else [field])
+
+
+HARMLESS = ("presence_penalty", "frequency_penalty", "length_penalty", "logit_bias[7]")  # added, or an exponent
 
 
 @pytest.mark.parametrize("fields", ACCEPTED, ids=str)

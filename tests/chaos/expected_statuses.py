@@ -6,8 +6,6 @@ lack: those may be refused or served.
 
 from __future__ import annotations
 
-import math
-
 import grpc
 
 from protos import inference_pb2 as pb
@@ -39,16 +37,17 @@ def _is_wrong(params: pb.SamplingParams) -> bool:
     n = params.n if params.HasField("n") else 1
     best_of = params.best_of if params.HasField("best_of") else n
     temperature = params.temperature if params.HasField("temperature") else 1.0
-    beams, lists = params.use_beam_search, (params.logit_bias, params.allowed_token_ids, params.bad_words)
+    beams = params.use_beam_search
+    lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids, params.bad_words)
     token_ids = [*params.logit_bias, *params.allowed_token_ids, *params.stop_token_ids]
     return (
         not 1 <= n <= best_of <= MAX_NUM_SEQS
-        or not 0 <= temperature <= 2
-        or (params.HasField("top_p") and not 0 < params.top_p <= 1)
+        or not (temperature == 0 or 1e-30 <= temperature <= 2)
+        or (params.HasField("top_p") and not 1e-30 <= params.top_p <= 1)
         or params.top_k < -1
-        or not 0 <= params.min_p <= 1
+        or not (params.min_p == 0 or 1e-30 <= params.min_p <= 1)
         or not all(-2 <= value <= 2 for value in (params.presence_penalty, params.frequency_penalty))
-        or (params.HasField("repetition_penalty") and not 0 < params.repetition_penalty < math.inf)
+        or (params.HasField("repetition_penalty") and not 0.00999999 <= params.repetition_penalty <= 100)
         or len(params.stop) > 16
         or not all([*params.stop, *params.bad_words])
         or (params.HasField("max_tokens") and params.max_tokens < 1)
@@ -56,11 +55,13 @@ def _is_wrong(params: pb.SamplingParams) -> bool:
         or params.min_tokens > MAX_MODEL_LEN
         or not all(0 <= value <= MAX_LOGPROBS for value in (params.logprobs, params.prompt_logprobs))
         or any(len(entries) > 1024 for entries in lists)
+        or any(len(word) > 1024 for word in params.bad_words)
+        or sum(len(word.encode()) for word in params.bad_words) > 64 * 1024
         or any(token_id >= VOCAB_SIZE for token_id in token_ids)
         or not all(-100 <= bias <= 100 for bias in params.logit_bias.values())
         or (bool(params.stop) and params.HasField("detokenize") and not params.detokenize)
         or params.early_stopping not in _EARLY_STOPPING
-        or (beams and (best_of < 2 or temperature != 0 or not math.isfinite(params.length_penalty)))
+        or (beams and (best_of < 2 or temperature != 0 or not -100 <= params.length_penalty <= 100))
         or (not beams and best_of > 1 and temperature == 0)
         or (not beams and params.HasField("length_penalty") and params.length_penalty != 1)
         or (not beams and params.early_stopping != pb.EARLY_STOPPING_NO)

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "end tokens of beams": (
         {**BEAMS, "n": 2, "stop_token_ids": [5] * 1025},
         InvalidRequest,
-        "stop_token_ids: got 1025 ids; accepted: at most 1024",
+        "stop_token_ids: got '1025 entries'; accepted: at most 1024",
     ),
 }
 

@@ -78,7 +78,7 @@ def test_a_small_cache_and_failing_steps_end_every_request():
 
 def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch):
     """At admission, and when every running sequence is introduced anew after a failed step."""
-    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_TOKENS", 70)
+    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_BYTES", 1000)
     simulation = Simulation(num_slots=8, num_blocks=200, max_num_batched_tokens=500)
     for number in range(8):
         simulation.add([number] * 30, 20, eos_token_id=None)
@@ -90,6 +90,32 @@ def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch)
     assert max(told) <= 70 and sum(told) > 2 * 8 * 30
     for number, group in enumerate(simulation.groups):
         assert group.sequences[0].token_ids.tolist() == expected_tokens([number] * 30, 0, 50, eos=None)
+    simulation.check_nothing_left()
+
+
+def test_whatever_a_group_brings_counts_towards_the_size_of_a_step(monkeypatch):
+    """Long lists of any kind, not only prompts; and each sequence that is told by itself brings them again."""
+    limit = 60_000
+    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_BYTES", limit)
+    simulation = Simulation(num_slots=16, num_blocks=200, max_num_batched_tokens=500)
+    ids = range(100_000, 101_000)
+    for number in range(12):
+        group = simulation.add([number] * 8, 6, eos_token_id=None, n=2 if number % 4 == 3 else 1)
+        match number % 4:
+            case 0:
+                group.bad_words = tuple((token_id, token_id) for token_id in ids)
+            case 1:
+                group.stop_token_ids, group.sampling_params.min_tokens = frozenset(ids), 1
+            case 2:
+                group.sampling_params.logit_bias.update({token_id: 1.0 for token_id in ids})
+            case 3:
+                group.sampling_params.allowed_token_ids.extend(ids)
+    for fails in [None] * 3 + ["after"]:
+        simulation.send(fails)
+        simulation.answer()
+    simulation.run_to_end()
+    sizes = [step.ByteSize() for step in simulation.steps if step.groups]
+    assert max(sizes) <= limit < 2 * max(sizes), "and not much less"
     simulation.check_nothing_left()
 
 
@@ -420,7 +446,7 @@ def test_admission_leaves_a_watermark_unless_nothing_runs():
 
 
 def test_blocks_of_prompts_that_are_still_being_computed_are_not_given_away(monkeypatch):
-    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_TOKENS", 40)
+    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_BYTES", 600)
     simulation = Simulation(num_blocks=16, max_num_batched_tokens=100)
     first, second, third = (simulation.add([number] * length, 1) for number, length in enumerate((30, 30, 4)))
     simulation.send()
