@@ -42,6 +42,7 @@ from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
 log = structlog.get_logger()
 
 CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an idle worker's state
+CHECK_SPACING_NS = 100_000_000  # between those at two workers: 64 of them together would hold up the loop for 0.2 s
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 MAX_FAULTS_IN_A_ROW = 16  # of our own over one worker's groups; then it may be the worker after all
 FAULTS_OVER = "the scheduler failed over it, or a worker was lost, {} times"
@@ -100,6 +101,7 @@ class Engine:
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
         self._watched_ns = self._awake_since_ns = time.monotonic_ns()
+        self._checked_ns = 0  # when the integrity of any worker's state was looked at last
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
         self.adapters = Adapters(self._inbox.put)
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
@@ -427,7 +429,7 @@ class Engine:
         elif kind == "adapter_loaded":
             self.adapters.was_loaded(worker, notice.adapter_loaded)
         elif kind == "budget":
-            worker.scheduler.max_num_batched_tokens = notice.budget.max_num_batched_tokens
+            worker.set_budget(notice.budget.max_num_batched_tokens)
 
     def _on_result(self, worker: WorkerHandle, result: worker_pb2.StepResult, received_ns: int, num_bytes: int) -> None:
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
@@ -448,7 +450,7 @@ class Engine:
             if answer is not None:
                 before = BeforeAnswer(sent.rows, answer, worker.scheduler.columns)
                 self._take_answer(worker, sent, answer, result, received_ns, num_bytes, before)
-                worker.num_faults = 0
+                worker.went_well(sent)
             else:
                 worker.in_flight.popleft()
                 self._on_failed_step(worker, sent, result)
@@ -627,14 +629,23 @@ class Engine:
         for worker in list(self.workers):
             if (reason := worker.problem(now_ns, self._awake_since_ns)) is not None:
                 self._on_lost(worker.link, reason)
-            elif worker.is_idle and now_ns - worker.checked_ns > CHECK_INTERVAL_NS:
-                worker.checked_ns = now_ns
-                try:
-                    worker.check_integrity()
-                except Exception as fault:
-                    self._start_over(worker, fault, set())
+        self._check_one_idle(now_ns)
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
+
+    def _check_one_idle(self, now_ns: int) -> None:
+        """Looks at the integrity of one idle worker's state, which takes milliseconds, and then at none for a while."""
+        if now_ns - self._checked_ns < CHECK_SPACING_NS:
+            return
+        due = [each for each in self.workers if each.is_idle and now_ns - each.checked_ns > CHECK_INTERVAL_NS]
+        if not due:
+            return
+        worker = min(due, key=lambda each: each.checked_ns)
+        self._checked_ns = worker.checked_ns = now_ns
+        try:
+            worker.check_integrity()
+        except Exception as fault:
+            self._start_over(worker, fault, set())
 
     def _end_those_that_waited_in_vain(self, now_ns: int, last_lost_ns: int) -> None:
         """Each request has the whole time: from its arrival, or from the loss where it was there already."""

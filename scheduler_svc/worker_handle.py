@@ -21,6 +21,9 @@ from scheduler_svc.step_statistics import StepInFlight, StepStatistics
 SILENCE_LIMIT_NS = 15_000_000_000
 STEP_BASE_NS = 30_000_000_000  # what a step may take beside its tokens: compilation, a busy neighbour
 BLOCKS_CHECKED_AT_ONCE = 16_384  # about 10 ms
+# Large steps that have to go well before a budget that ran out of memory is doubled; four times as many after each time
+# that it was doubled in vain, so that what does not fit is tried ever more rarely.
+STEPS_TO_GROW, MAX_STEPS_TO_GROW = 64, 16_384
 STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take
 
 
@@ -71,6 +74,10 @@ class WorkerHandle:
         self.unsent: ScheduledRows | None = None  # of a step that was decided and could not be said; not yet taken back
         self.num_faults = 0  # of our own over this worker's groups, since its last good answer
         self._told_slots: set[int] = set()  # that are occupied at the worker, once it has run what was sent
+        self._most_batched_tokens = sizes.max_num_batched_tokens
+        self._num_steps_to_grow = STEPS_TO_GROW
+        self._num_large_steps = 0  # that went well under this budget
+        self._has_grown = False  # since memory ran out last
         self._next_block_checked = 0
         self.checked_ns = 0  # when the integrity of its state was looked at last
         self.last_step_id = 0  # ids rise by one, and answers come in order
@@ -110,14 +117,43 @@ class WorkerHandle:
         self._next_block_checked = 0 if part.stop >= num_blocks else part.stop
         self.scheduler.check_integrity(part)
 
+    # ---- tokens in a step -------------------------------------------------------------------------------------------
+
+    def set_budget(self, max_num_batched_tokens: int) -> None:
+        """The worker says how many tokens a step of it may have from now on."""
+        self._most_batched_tokens = self.scheduler.max_num_batched_tokens = max_num_batched_tokens
+
     def shrink_budget(self) -> bool:
         """Halves the tokens of a step after the worker ran out of memory; False when decodes alone fill it already."""
         scheduler = self.scheduler
         smaller = max(scheduler.max_num_batched_tokens // 2, scheduler.columns.max_num_seqs)
-        if smaller == scheduler.max_num_batched_tokens:
+        self._num_large_steps = 0
+        if self._has_grown:
+            self._num_steps_to_grow = min(4 * self._num_steps_to_grow, MAX_STEPS_TO_GROW)
+            self._has_grown = False
+        if smaller >= scheduler.max_num_batched_tokens:
             return False
         scheduler.max_num_batched_tokens = smaller
         return True
+
+    def _grow_budget(self, num_tokens: int) -> None:
+        """A step of so many tokens went well. After enough of those that were held down by the budget it is doubled.
+
+        One of at most half the budget was not: whatever did not fit would have come in a step larger than that.
+        """
+        budget = self.scheduler.max_num_batched_tokens
+        if budget >= self._most_batched_tokens or 2 * num_tokens <= budget:
+            return
+        self._num_large_steps += 1
+        if self._num_large_steps >= self._num_steps_to_grow:
+            self.scheduler.max_num_batched_tokens = min(2 * budget, self._most_batched_tokens)
+            self._num_large_steps, self._has_grown = 0, True
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def went_well(self, step: StepInFlight) -> None:
+        self.num_faults = 0
+        self._grow_budget(step.num_tokens)
 
     def has_something_to_do(self, num_waiting: int) -> bool:
         """Whether a step may come of asking its scheduler for one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -117,6 +118,7 @@ def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> No
     worker.scheduler.blocks.allocator.ref_counts[31] += 1
     loop.engine._watch()
     assert loop.engine.workers == [worker], "it is busy"
+    loop.engine._checked_ns = 0
     loop.engine.abort("one")
     loop.turn()
     while worker.in_flight:
@@ -128,3 +130,25 @@ def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> No
     loop.submit("two")
     loop.run_to_end(link)
     assert loop.token_ids["two"] == [7] * 9
+
+
+def test_idle_workers_are_looked_at_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 at once would hold up everybody else."""
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr("scheduler_svc.engine.time.monotonic_ns", lambda: now_ns)
+    loop = Loop()
+    links = [loop.join(f"worker {number}") for number in range(64)]
+    checked: list[WorkerHandle] = []
+    monkeypatch.setattr(WorkerHandle, "check_integrity", lambda worker: checked.append(worker))
+    loop.turn()
+    assert len(loop.engine.workers) == 64 and not any(link.is_closed for link in links)
+    checked.clear()
+    for _ in range(110):  # over eleven seconds
+        now_ns += 100_000_000
+        for link in links:
+            link.last_heard_ns = now_ns
+        before = len(checked)
+        for _ in range(5):  # a loop that is woken often
+            loop.engine._watch()
+        assert len(checked) <= before + 1
+    assert len(set(map(id, checked))) == 64, "each has its turn"

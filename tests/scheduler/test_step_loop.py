@@ -11,7 +11,7 @@ import pytest
 from protos import worker_pb2
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.sequence import FinishReason
-from tests.scheduler.hand_turned_loop import Loop
+from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 
 def test_a_request_that_loses_too_many_workers_ends_with_an_error():
@@ -202,6 +202,50 @@ def test_out_of_memory_makes_steps_smaller_before_it_ends_a_request():
         budgets.append(worker.scheduler.max_num_batched_tokens)
     assert budgets == [32, 16, 8, 4, 4]
     assert loop.ends["one"][0] is FinishReason.ERROR and "too large" in loop.ends["one"][1]
+
+
+def fail_for_want_of_memory(loop: Loop, link: FakeLink) -> None:
+    (worker,) = loop.engine.workers
+    error = worker_pb2.StepError(code=worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY, message="too large")
+    step_id = worker.in_flight[0].step_id
+    loop.answer(link, result=worker_pb2.StepResult(step_id=step_id, status=worker_pb2.STEP_STATUS_FAILED, error=error))
+    loop.turn()
+
+
+def test_a_budget_that_was_too_large_grows_back_when_it_holds_steps_down_and_ever_more_rarely() -> None:
+    loop = Loop(steps_in_flight=1, enable_prefix_caching=False)
+    link = loop.join(max_num_seqs=1)
+    loop.engine.submit(loop.group("one", num_tokens=60))
+    loop.turn()
+    (worker,) = loop.engine.workers
+    budgets = []
+    for _ in range(2):
+        fail_for_want_of_memory(loop, link)
+        budgets.append(worker.scheduler.max_num_batched_tokens)
+    assert budgets == [32, 16]
+    loop.run_to_end(link)  # four large steps, and decodes, which prove nothing
+
+    def num_large_steps_until_it_grows() -> int:
+        before, count = worker.scheduler.max_num_batched_tokens, 0
+        while worker.scheduler.max_num_batched_tokens == before:
+            count += 1
+            assert count < 2000
+            loop.engine.submit(loop.group(f"next {count} of {before}", num_tokens=before - 1))
+            loop.run_to_end(link)
+        return count
+
+    assert num_large_steps_until_it_grows() == 64 - 4
+    assert worker.scheduler.max_num_batched_tokens == 32
+    loop.submit("two")
+    loop.turn()
+    fail_for_want_of_memory(loop, link)
+    assert worker.scheduler.max_num_batched_tokens == 16
+    loop.run_to_end(link)
+    assert num_large_steps_until_it_grows() == 4 * 64, "doubled in vain"
+    assert num_large_steps_until_it_grows() == 4 * 64 and worker.scheduler.max_num_batched_tokens == 64
+    loop.engine.submit(loop.group("last", num_tokens=60))
+    loop.run_to_end(link)
+    assert worker.scheduler.max_num_batched_tokens == 64, "the worker's own bound"
 
 
 def test_stop_strings_of_any_size_stay_with_the_scheduler():
