@@ -16,29 +16,11 @@ NOT_SENT = 'Failed "execute_batch"'  # so grpc's error begins where the other en
 
 def configure(level: str = "info") -> None:
     """Sets up logging of this process, once, before its first line. Raises ValueError for a level that is not one."""
-    if level.lower() not in LEVELS:
-        raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    number = _number_of(level)
     import structlog  # here: options name the levels, and a command line is parsed sooner without it
 
-    number = logging.getLevelNamesMapping()[level.upper()]
-    shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.StackInfoRenderer(),
-    ]
-    rendering: list[Any]
-    if sys.stderr.isatty():
-        # Plain tracebacks: the fancy ones print the values of locals, and prompts belong to users.
-        rendering = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    else:
-        rendering = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-
-    structlog.configure(
-        processors=[*shared, *rendering],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
+    shared, rendering = _processors()
+    _configure_structlog(number, [*shared, *rendering])
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -48,6 +30,60 @@ def configure(level: str = "info") -> None:
     )
     handler.addFilter(_is_news)
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+def configure_library(level: str) -> None:
+    """For Octavo within a program of somebody else's: only its own lines, and no handler of the program is touched.
+
+    Nothing is changed where the program has set structlog up. Called again, the least important level holds.
+    """
+    import structlog
+
+    global _library
+    number = _number_of(level)
+    if structlog.is_configured():
+        processors, current = _library
+        if structlog.get_config()["processors"] is not processors:
+            return
+        number = min(number, current)
+    shared, rendering = _processors()
+    _library = [*shared, *rendering], number
+    _configure_structlog(number, _library[0])
+
+
+_library: tuple[list[Any], int] = [], 0  # what `configure_library` has set up, by its list of processors, and the level
+
+
+def _number_of(level: str) -> int:
+    if level.lower() not in LEVELS:
+        raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+def _processors() -> tuple[list[Any], list[Any]]:
+    """What lines of every origin pass through, and what makes text of them."""
+    import structlog
+
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if sys.stderr.isatty():
+        # Plain tracebacks: the fancy ones print the values of locals, and prompts belong to users.
+        return shared, [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    return shared, [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+
+def _configure_structlog(number: int, processors: list[Any]) -> None:
+    import structlog
+
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import numbers
 import os
 import types
 import typing
@@ -153,6 +154,29 @@ def parse(cls: type[C], argv: Sequence[str] | None, prog: str) -> C:
         parser.error(str(error))
 
 
+def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Builds `cls` from Python values by option name: read by the rules of text, so that 8 and "8" are the same.
+
+    None is the default. Raises OptionError.
+    """
+    fields = {field.name: field for field in _options_of(cls)}
+    hints = typing.get_type_hints(cls)
+    if unknown := [name for name in values if name not in fields]:
+        raise unknown_option(unknown[0], fields)
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return cls(**{name: _from_value(fields[name], hints[name], value) for name, value in given.items()})
+    except OptionError:
+        raise
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+
+
+def unknown_option(name: str, known: Iterable[str]) -> OptionError:
+    """For a name that no option has, with the one that may be meant."""
+    return OptionError(f"no option is called {name}{did_you_mean(name, known)}")
+
+
 def to_arguments(options: Any) -> list[str]:
     """The flags that give another process these very options: the inverse of `parse`, defaults left out."""
     flags: list[str] = []
@@ -254,7 +278,7 @@ def _convert(field: dataclasses.Field[Any], hint: Any, text: str) -> Any:
                 return kind(text)
         except ValueError:
             continue
-    raise OptionError(f"{text!r} is not {' or '.join(_KIND_NAMES.get(kind, kind.__name__) for kind in kinds)}")
+    raise OptionError(f"{text!r} is not {_accepted(hint)}")
 
 
 def _from_text(field: dataclasses.Field[Any], hint: Any, text: str, where: str) -> Any:
@@ -284,6 +308,24 @@ def _from_key(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) 
         return _convert(field, hint, "" if value is None else str(value))
     except OptionError as error:
         raise OptionError(f"{where}: {error}") from error
+
+
+def _from_value(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    """Reads a Python value, whose type may be that of the option already, text, or another kind of number."""
+    item = _item_hint(hint)
+    if item is not None:
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return _collected(hint, [_from_value(field, item, each) for each in values])
+    if isinstance(value, bool) and bool not in _members(hint):
+        raise OptionError(f"{field.name}: {value} is not {_accepted(hint)}")
+    if not isinstance(value, (str, bool, numbers.Number, os.PathLike)):
+        raise OptionError(f"{field.name}: {type(value).__name__} is not {_accepted(hint)}")
+    return _from_text(field, hint, str(value), field.name)
+
+
+def _accepted(hint: Any) -> str:
+    kinds = sorted((kind for kind in _members(hint) if kind is not type(None)), key=lambda kind: kind is str)
+    return " or ".join(_KIND_NAMES.get(kind, kind.__name__) for kind in kinds)
 
 
 # ---- sources ----

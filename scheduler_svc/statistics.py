@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import structlog
@@ -15,20 +16,29 @@ log = structlog.get_logger()
 INTERVAL_S = 5.0
 
 
-async def log_statistics(engine: Engine) -> None:
-    """Logs one line an interval in which anything ran or waits, until cancelled."""
-    metrics = engine.metrics
-    last_prefilled, last_generated, last_ns = 0, 0, time.monotonic_ns()
-    while True:
-        await asyncio.sleep(INTERVAL_S)
+class StatisticsLine:
+    """Says what has happened since it was made or called last, unless nothing ran or waits."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_prefilled = self._num_generated = 0
+        self._last_ns = time.monotonic_ns()
+
+    @property
+    def is_due(self) -> bool:
+        """For a caller without a clock of his own."""
+        return time.monotonic_ns() - self._last_ns >= INTERVAL_S * 1e9
+
+    def log(self) -> None:
+        metrics = self._engine.metrics
         prefilled, generated = metrics.num_prefill_tokens, metrics.num_generation_tokens
-        load, now_ns = Load.of(engine), time.monotonic_ns()
-        if prefilled != last_prefilled or generated != last_generated or load.num_running or load.num_pending:
-            seconds = (now_ns - last_ns) / 1e9
+        load, now_ns = Load.of(self._engine), time.monotonic_ns()
+        if (prefilled, generated) != (self._num_prefilled, self._num_generated) or load.num_running or load.num_pending:
+            seconds = (now_ns - self._last_ns) / 1e9
             log.info(
                 "throughput",
-                prompt_tokens_per_s=round((prefilled - last_prefilled) / seconds, 1),
-                generation_tokens_per_s=round((generated - last_generated) / seconds, 1),
+                prompt_tokens_per_s=round((prefilled - self._num_prefilled) / seconds, 1),
+                generation_tokens_per_s=round((generated - self._num_generated) / seconds, 1),
                 running=load.num_running,
                 swapped=load.num_swapped,
                 pending=load.num_pending,
@@ -36,4 +46,19 @@ async def log_statistics(engine: Engine) -> None:
                 cpu_cache_usage_percent=round(100 * load.host_usage, 1),
                 workers=load.num_workers,
             )
-        last_prefilled, last_generated, last_ns = prefilled, generated, now_ns
+        self._num_prefilled, self._num_generated, self._last_ns = prefilled, generated, now_ns
+
+
+async def log_statistics(engine: Engine) -> None:
+    """Logs one line an interval in which anything ran or waits, until cancelled."""
+    line = StatisticsLine(engine)
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        line.log()
+
+
+def log_statistics_until(ended: threading.Event, engine: Engine) -> None:
+    """The same on a thread, for a process without an event loop."""
+    line = StatisticsLine(engine)
+    while not ended.wait(INTERVAL_S):
+        line.log()

@@ -1,0 +1,47 @@
+"""Options of an `LLM`: those of `octavo serve` by their Python names, for the worker and for the scheduler core."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from octavo.options import OptionError, from_values, unknown_option
+
+if TYPE_CHECKING:
+    from scheduler_svc.config import SchedulerConfig
+    from worker_svc.config import WorkerConfig
+
+# Of what listens and is connected to, which an `LLM` has not.
+_NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends"})
+
+
+class EmbeddedOptions(NamedTuple):
+    worker: WorkerConfig
+    scheduler: SchedulerConfig
+    seed: int | None  # of draws; None: each request draws its own
+
+
+def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
+    """What the two parts get of `options`, in which None is the default.
+
+    Two defaults differ from those of services: only warnings are logged, and the line of statistics is not. Asked for
+    with `disable_log_stats=False`, that line is shown at any level that was not asked for itself.
+    Raises OptionError for a name that neither part knows, and for a value that is not accepted.
+    """
+    from scheduler_svc.config import SchedulerConfig
+    from worker_svc.config import WorkerConfig
+
+    options = {name: value for name, value in options.items() if value is not None}
+    names = {cls: {field.name for field in dataclasses.fields(cls)} for cls in (WorkerConfig, SchedulerConfig)}
+    known = set().union(*names.values()) - _NOT_EMBEDDED
+    for name in options:
+        if name in _NOT_EMBEDDED:
+            raise OptionError(f"{name}: an LLM starts a worker of its own and listens nowhere; `octavo serve` takes it")
+        if name not in known:
+            raise unknown_option(name, known)
+    if "dtype" in options:  # torch.float16 is as good as its name
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+    options = {"log_level": "warning", "disable_log_stats": True, **options, "model": str(model)}
+    worker = from_values(WorkerConfig, {name: options[name] for name in names[WorkerConfig] & options.keys()})
+    scheduler = from_values(SchedulerConfig, {name: options[name] for name in names[SchedulerConfig] & options.keys()})
+    return EmbeddedOptions(worker, scheduler, worker.seed if "seed" in options else None)

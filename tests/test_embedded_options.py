@@ -1,0 +1,61 @@
+"""Options of an `LLM`: who gets them, in which types they may come, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.embedded_options import read_options
+from octavo.options import OptionError
+
+
+def test_each_part_gets_its_own_and_both_what_both_have() -> None:
+    worker, scheduler, seed = read_options("tiny", {"max_num_seqs": 8, "block_size": 32, "steps_in_flight": 1})
+    assert (worker.model, worker.max_num_seqs, worker.block_size) == ("tiny", 8, 32)
+    assert (scheduler.max_num_seqs, scheduler.steps_in_flight) == (8, 1)
+    assert seed is None
+
+
+def test_text_is_read_as_on_the_command_line_and_none_is_the_default() -> None:
+    options = {"max_num_seqs": "8", "gpu_memory_utilization": "0.5", "enforce_eager": "true", "quantization": None}
+    worker, scheduler, seed = read_options("tiny", {**options, "seed": "3", "scheduler_delay_factor": 1})
+    assert (worker.max_num_seqs, worker.gpu_memory_utilization, worker.enforce_eager) == (8, 0.5, True)
+    assert (worker.quantization, scheduler.scheduler_delay_factor, seed) == ("none", 1.0, 3)
+
+
+def test_little_is_logged_unless_it_is_asked_for() -> None:
+    assert read_options("tiny", {}).worker.log_level == "warning"
+    assert read_options("tiny", {}).scheduler.disable_log_stats
+    asked = read_options("tiny", {"log_level": "info", "disable_log_stats": False})
+    assert (asked.worker.log_level, asked.scheduler.disable_log_stats) == ("info", False)
+
+
+def test_a_type_of_torch_is_as_good_as_its_name() -> None:
+    class Dtype:
+        def __str__(self) -> str:
+            return "torch.float16"
+
+    assert read_options("tiny", {"dtype": Dtype()}).worker.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": "eight"}, "max_num_seqs: 'eight' is not a whole number"),
+        ({"max_num_seqs": 8.5}, "max_num_seqs: '8.5' is not a whole number"),
+        ({"max_num_seqs": True}, "max_num_seqs: True is not a whole number"),
+        ({"max_num_seqs": [8]}, "max_num_seqs: list is not a whole number"),
+        ({"enforce_eager": "perhaps"}, "enforce_eager: 'perhaps' is not true or false"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0, at least 1 is accepted"),
+        ({"preemption_mode": "nonsense"}, "preemption_mode: 'nonsense' is none of "),
+        ({"max_num_sequences": 3}, "no option is called max_num_sequences; did you mean max_num_seqs?"),
+        ({"xyzzy": 3}, "no option is called xyzzy"),
+        ({"port": 3}, "port: an LLM starts a worker of its own"),
+    ],
+    ids=str,
+)
+def test_wrong_ones_are_named_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        read_options("tiny", options)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
