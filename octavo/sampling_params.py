@@ -7,7 +7,7 @@ models, tokens' text or grpc.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request; field by field as `octavo.v1.SamplingParams`, `None` meaning unset.
+    """How to sample one request; field by field as `octavo.v1.SamplingParams`, `None` meaning the default.
 
     Raises ValueError for what no server accepts; what depends on the server (vocabulary, its limits) it refuses itself.
     """
@@ -79,15 +79,18 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     use_beam_search: bool = False
     length_penalty: float = 1.0
-    early_stopping: str = "NO"  # NO, YES or NEVER
+    early_stopping: bool | str = "NO"  # NO, YES or NEVER; False, True and "never" are these
     guided: Mapping[str, Any] | None = None  # one of json_schema, regex, choice, grammar, json_object
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, default)
+            elif name in _LISTS:
+                object.__setattr__(self, name, _listed(name, value))
+        object.__setattr__(self, "early_stopping", _early_stopping(self.early_stopping))
         violations = validate(self.to_proto(), SamplingLimits())
         if violations:
             raise ValueError("; ".join(map(str, violations)))
@@ -126,18 +129,35 @@ class SamplingParams:
         return cls(**values)
 
 
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """A list as it is kept. One text stands for a list of it."""
+    if isinstance(value, str) and name in ("stop", "bad_words"):
+        return (value,)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(str(Violation(name, value, "a list")))
+    return tuple(value)
+
+
+def _early_stopping(value: Any) -> Any:
+    """The name on the wire of what `transformers` calls True, False and "never"; anything else as it is."""
+    if isinstance(value, bool):
+        return "YES" if value else "NO"
+    return value.upper() if isinstance(value, str) else value
 
 
 def _set_field(message: pb.SamplingParams, name: str, value: Any) -> None:
     match name:
-        case "stop" | "stop_token_ids" | "allowed_token_ids" | "bad_words":
+        case name if name in _LISTS:
             getattr(message, name).extend(value)
         case "logit_bias":
             message.logit_bias.update(value)
         case "early_stopping":
             if value not in EARLY_STOPPING:
-                raise ValueError(f"accepted: {', '.join(EARLY_STOPPING)}")
+                raise ValueError(f"accepted: {', '.join(EARLY_STOPPING)}, True, False")
             message.early_stopping = pb.EarlyStopping.Value(f"EARLY_STOPPING_{value}")
         case "guided":
             if len(value) != 1 or not value.keys() <= set(GUIDES):

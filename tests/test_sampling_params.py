@@ -160,6 +160,25 @@ def test_round_trip_through_the_wire_form() -> None:
     assert SamplingParams.from_proto(beams.to_proto()) == beams
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(True, "YES"), (False, "NO"), (None, "NO"), ("never", "NEVER"), ("YES", "YES"), ("no", "NO")],
+)
+def test_early_stopping_is_what_transformers_calls_it_as_well(given: Any, kept: str) -> None:
+    params = SamplingParams(use_beam_search=True, best_of=2, temperature=0, early_stopping=given)
+    assert params.early_stopping == kept
+    assert pb.EarlyStopping.Name(params.to_proto().early_stopping) == f"EARLY_STOPPING_{kept}"
+
+
+def test_none_is_the_default_of_every_field() -> None:
+    assert SamplingParams(**dict.fromkeys(SamplingParams.__dataclass_fields__)) == SamplingParams()
+
+
+def test_one_text_is_a_list_of_it() -> None:
+    params = SamplingParams(stop="end", bad_words="never")
+    assert (params.stop, params.bad_words) == (("end",), ("never",))
+
+
 def test_every_field_of_the_wire_form_has_its_name_in_python() -> None:
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert names == set(SamplingParams.__dataclass_fields__)
@@ -177,6 +196,10 @@ def test_every_field_of_the_wire_form_has_its_name_in_python() -> None:
         ({"guided": {"rhyme": "x"}}, "one of json_schema"),
         ({"guided": {"regex": 3}}, "guided: got"),
         ({"stop": [3]}, "stop: got"),
+        ({"stop": 3}, "stop: got 3; accepted: a list"),
+        ({"stop_token_ids": 3}, "stop_token_ids: got 3; accepted: a list"),
+        ({"stop_token_ids": "3"}, "stop_token_ids: got '3'; accepted: a list"),
+        ({"early_stopping": 2}, "NO, YES, NEVER, True, False"),
     ],
     ids=str,
 )
