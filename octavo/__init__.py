@@ -6,6 +6,7 @@ grpc nor a model, so that the `octavo` command answers at once.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 __all__ = ["LLM", "AsyncClient", "Client", "CompletionOutput", "LLMEngine", "RequestOutput", "SamplingParams"]
+
+# gRPC reads it when it is imported. Its attempt to carry its threads over a fork was seen to crash or hang the child of
+# a process that has an `LLM`, such as a data loader's; without it such a child runs, and does not touch the `LLM`.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _HOMES = {
     "LLM": "octavo.llm",

@@ -112,7 +112,7 @@ def _is_expected(error: Exception) -> bool:
     if isinstance(error, CommandError):
         return True
     expected = {
-        "octavo.errors": ("RequestFailed",),
+        "octavo.errors": ("RequestFailed", "WorkerEnded"),
         "octavo.cache": ("ModelNotFound",),
         "octavo.models.errors": ("FetchError",),
         "octavo.rpc": ("BindError",),

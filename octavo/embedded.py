@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from octavo.generation import Generation
-from octavo.options import OptionError
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.embedded_options import EmbeddedOptions, read_options
+from octavo.errors import OctavoError
+from octavo.generation import Generation, RetryPolicy, build_request
+from octavo.prompts import Prompt
+from octavo.request_seeds import RequestSeeds
+from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from protos import inference_pb2 as pb
     from scheduler_svc.output_processor import Delivery
     from scheduler_svc.served_model import ServedModel
 
@@ -20,58 +27,71 @@ POLL_S = 0.01
 PATIENCE_TOKENS = 512  # half a millisecond of work, by which nothing else is held up for long
 
 
+class Closed(OctavoError, RuntimeError):
+    """What is used was shut down, or made in another process."""
+
+
 class Embedded:
-    """Starts a worker process and everything that `octavo scheduler` has but its sockets.
+    """Starts a worker process and everything that `octavo scheduler` has but its sockets. Its threads do not hold it.
 
     Args:
         model: a folder, or a name that `octavo model fetch` knows.
-        options: options of `octavo serve` by their Python names.
+        options: options of `octavo serve` by their Python names; None is an option's default.
         deliver: gets messages, on the output thread, or in `take_turn` without threads.
         runs_itself: False leaves the step loop to the caller, who calls `take_turn` and `engine.send_steps`.
 
     Raises:
         OptionError: an unknown or impossible option.
-        RuntimeError: the worker did not start; its own message is in it.
+        WorkerEnded: the worker did not start; its own message is in it.
     """
 
     def __init__(
         self, model: str, options: dict[str, Any], deliver: Callable[[Delivery], None], *, runs_itself: bool = True
     ) -> None:
         from octavo.worker_process import WorkerProcess
-        from scheduler_svc.config import SchedulerConfig
-        from worker_svc.config import WorkerConfig
 
-        options = {"log_level": "warning", **options, "model": model}
-        worker_config = _build(WorkerConfig, options, besides=SchedulerConfig)
-        scheduler_config = _build(SchedulerConfig, options, besides=WorkerConfig)
-        self.worker = WorkerProcess(worker_config)
-        # What takes time comes after: the worker imports torch meanwhile.
-        import structlog
-
-        from octavo import log
-        from scheduler_svc.output_processor import OutputProcessor
-        from scheduler_svc.serving import Serving
-
-        if not structlog.is_configured():
-            log.configure(scheduler_config.log_level)
-        scheduler_config = dataclasses.replace(
-            scheduler_config,
-            worker=(self.worker.address,),
-            tokenizer=None,  # that of the worker, which finds it by name, too
-        )
-        self._outputs = OutputProcessor(deliver)
-        self.serving = Serving(scheduler_config, self._outputs)
-        self.engine, self.frontend = self.serving.engine, self.serving.frontend
+        read = read_options(model, options)
+        self.seeds = RequestSeeds(read.seed)
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._reading_along = 0
+        self._lock = threading.Lock()
         self._runs_itself = runs_itself
-        if runs_itself:
-            self.serving.start()
-        else:
-            self.serving.pool.start()
+        self.worker = WorkerProcess(read.worker)
         try:
+            # What takes time comes after: the worker imports torch meanwhile.
+            self._start(read, deliver, shows_level="log_level" in options)
             self._wait_until_ready()
         except BaseException:
             self.shutdown()
             raise
+
+    def _start(self, read: EmbeddedOptions, deliver: Callable[[Delivery], None], shows_level: bool) -> None:
+        from octavo import log
+        from scheduler_svc.output_processor import OutputProcessor
+        from scheduler_svc.serving import Serving
+        from scheduler_svc.statistics import StatisticsLine, log_statistics_until
+
+        self._logs_statistics = not read.scheduler.disable_log_stats
+        log.configure_library("info" if self._logs_statistics and not shows_level else read.scheduler.log_level)
+        config = dataclasses.replace(
+            read.scheduler,
+            worker=(self.worker.address,),
+            tokenizer=None,  # that of the worker, which finds it by name, too
+        )
+        self.max_waiting_tokens = config.max_waiting_tokens
+        self._outputs = OutputProcessor(deliver)
+        self.serving = Serving(config, self._outputs)
+        self.engine, self.frontend = self.serving.engine, self.serving.frontend
+        self._statistics_line = StatisticsLine(self.engine)
+        if not self._runs_itself:
+            self.serving.pool.start()
+            return
+        self._outputs.patience = PATIENCE_TOKENS
+        self.serving.start()
+        if self._logs_statistics:
+            arguments = (self._ended, self.engine)
+            threading.Thread(target=log_statistics_until, args=arguments, name="statistics", daemon=True).start()
 
     @property
     def model(self) -> ServedModel:
@@ -81,27 +101,84 @@ class Embedded:
     def model(self, model: ServedModel) -> None:
         self.serving.pool.model = model
 
-    @property
-    def reads_along(self) -> bool:
-        """Whether outputs are made as their tokens come; False: of many tokens together, in far less time."""
-        return self._outputs.patience == 1
+    def generation(self, prompt: Prompt, params: SamplingParams, seed: int, **fields: Any) -> Generation:
+        """A request of this prompt; `seed` is for one whose parameters have none.
 
-    @reads_along.setter
-    def reads_along(self, reads_along: bool) -> None:
-        self._outputs.patience = 1 if reads_along else PATIENCE_TOKENS
+        Raises ValueError for what cannot be put into a message.
+        """
+        text = prompt.text if prompt.token_ids is None else None
+        fields["cache_salt"] = prompt.cache_salt
+        request = build_request(text, params, prompt_token_ids=prompt.token_ids, **fields)
+        if params.seed is None:
+            request.sampling_params.seed = seed
+        return Generation(request, RetryPolicy(retries=0), time.monotonic_ns())
+
+    def takes_other_prompts(self, request: pb.GenerateRequest) -> bool:
+        """Whether the parameters of a refused request are taken with the shortest prompt: then its own is at fault."""
+        from protos import inference_pb2 as pb
+        from scheduler_svc.errors import RequestRefused
+
+        shortest = pb.GenerateRequest(
+            sampling_params=request.sampling_params,
+            prompt_token_ids=pb.TokenIds(ids=[0]),
+            priority=request.priority,
+            stream=request.stream,
+        )
+        try:
+            self.frontend.prepare(shortest)
+        except RequestRefused:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def reading_along(self, reads_along: bool) -> Iterator[None]:
+        """While any caller reads along, outputs are made as their tokens come; else of many together, in less time."""
+        with self._lock:
+            self._reading_along += reads_along
+            self._outputs.patience = 1 if self._reading_along else PATIENCE_TOKENS
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading_along -= reads_along
+                self._outputs.patience = 1 if self._reading_along else PATIENCE_TOKENS
 
     def take_turn(self) -> None:
         """Takes what has happened and delivers what it gave; for an engine that does not run itself."""
         self.engine.take_events()
         self._outputs.run_pending()
+        if self._logs_statistics and self._statistics_line.is_due:
+            self._statistics_line.log()
+
+    def check(self) -> None:
+        """Raises Closed where nothing can be generated any more."""
+        if self._ended.is_set():
+            raise Closed("it was shut down")
+        if os.getpid() != self._pid:
+            raise Closed("it was made in another process, whose threads are not here: make it where it is used")
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps (`StepStatistics`)."""
         return dataclasses.asdict(self.engine.workers[0].statistics)
 
     def shutdown(self) -> None:
-        self.serving.stop()
-        self.worker.stop()
+        """Ends what is unfinished and the worker. Does nothing the second time, nor in a fork of the process."""
+        with self._lock:
+            if self._ended.is_set() or os.getpid() != self._pid:
+                return
+            self._ended.set()
+        try:
+            if hasattr(self, "serving"):  # a start that failed may have come without it
+                self.serving.stop()
+        finally:
+            self.worker.stop()
+
+    def let_go(self) -> None:
+        """`shutdown` for the garbage collector, which may run on a thread that cannot wait for its own end."""
+        if threading.current_thread() is threading.main_thread():
+            self.shutdown()
+        else:
+            threading.Thread(target=self.shutdown, name="shutdown").start()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -113,58 +190,3 @@ class Embedded:
                 time.sleep(POLL_S)
             else:
                 self.take_turn()
-
-
-class GatheredOutput:
-    """One request's deltas put together."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        request = generation.request
-        self.output = RequestOutput(request.request_id, prompt=request.prompt or None)
-        self.output.prompt_token_ids = list(request.prompt_token_ids.ids)
-
-    def take(self, response: Any) -> bool:
-        """Adds one message; True with the last."""
-        delta = self._generation.receive(response, time.monotonic_ns())
-        if delta is None:
-            return False
-        for part in delta.outputs:
-            while len(self.output.outputs) <= part.index:
-                self.output.outputs.append(CompletionOutput(len(self.output.outputs), token_ids=[]))
-            _join(self.output.outputs[part.index], part)
-        self.output.prompt_logprobs = delta.prompt_logprobs or self.output.prompt_logprobs
-        self.output.seed, self.output.model, self.output.metrics = delta.seed, delta.model, delta.metrics
-        self.output.finished = delta.finished
-        return delta.finished
-
-    def note_times(self, token_times_ns: list[int]) -> None:
-        """When tokens came, of a request whose only message comes at its end."""
-        if token_times_ns:
-            self.output.metrics.token_times_ns = token_times_ns
-            self.output.metrics.first_token_ns = token_times_ns[0]
-
-
-def _join(whole: CompletionOutput, part: CompletionOutput) -> None:
-    whole.text += part.text
-    cast(list[int], whole.token_ids).extend(part.token_ids)
-    if part.logprobs:
-        whole.logprobs = [*(whole.logprobs or []), *part.logprobs]
-    whole.cumulative_logprob, whole.score = part.cumulative_logprob, part.score
-    whole.finish_reason, whole.stop_reason, whole.error = part.finish_reason, part.stop_reason, part.error
-
-
-def _build(cls: type, options: dict[str, Any], besides: type) -> Any:
-    """The options of one dataclass out of those of both. Raises OptionError for a name that neither knows, and for a
-    value that is not accepted."""
-    own, other = ({field.name for field in dataclasses.fields(each)} for each in (cls, besides))
-    if unknown := options.keys() - own - other:
-        raise OptionError(f"no option is called {min(unknown)}")
-    for field in dataclasses.fields(cls):
-        choices, value = field.metadata["choices"], options.get(field.name, field.default)
-        if choices and value not in choices:
-            raise OptionError(f"{field.name} is {value!r}, not one of: {', '.join(choices)}")
-    try:
-        return cls(**{name: value for name, value in options.items() if name in own})
-    except ValueError as error:
-        raise OptionError(str(error)) from error

@@ -1,4 +1,5 @@
-"""What a server's refusal looks like to a Python caller: `RequestFailed`, made from a gRPC status and its details."""
+"""What goes wrong for a Python caller, one small tree: what a server refused, what is no prompt, a worker
+that ended."""
 
 from __future__ import annotations
 
@@ -16,7 +17,19 @@ class FieldViolation(NamedTuple):
     description: str
 
 
-class RequestFailed(Exception):
+class OctavoError(Exception):
+    """Base of what Octavo raises by itself."""
+
+
+class InvalidPrompt(OctavoError, ValueError):
+    """What was given as a prompt is none; one line that says which, and what is accepted."""
+
+
+class WorkerEnded(OctavoError, RuntimeError):
+    """The worker beside an `LLM` has ended, or never began; its own last words are in the message."""
+
+
+class RequestFailed(OctavoError):
     """A call that ended with another status than OK.
 
     `violations` names the fields of an INVALID_ARGUMENT; `retry_after_s` is the server's hint with RESOURCE_EXHAUSTED.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from octavo.embedded import Embedded, GatheredOutput
-from octavo.generation import Generation, RetryPolicy, build_request
+from octavo.embedded import Embedded
+from octavo.errors import InvalidPrompt
+from octavo.gathered_output import GatheredOutput
+from octavo.options import OptionError
 from octavo.outputs import RequestOutput
+from octavo.prompts import read_prompt
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,18 +23,21 @@ if TYPE_CHECKING:
 class LLMEngine:
     """The scheduler core without a loop: nothing happens between calls of `step`, on no other thread.
 
-    Takes the arguments of `LLM`. Steps are in lock-step: `step` waits for the answer to what it sent.
+    Takes the arguments of `LLM`, with the same meaning, `seed` included. Steps are in lock-step: `step` waits for the
+    answer to what it sent. To be used by one thread.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self._unfinished: dict[str, GatheredOutput] = {}
-        self._changed: dict[str, RequestOutput] = {}
-        self._embedded = Embedded(model, {**options, "steps_in_flight": 1}, self._take, runs_itself=False)
+        if options.get("steps_in_flight") not in (None, 1, "1"):
+            raise OptionError(f"steps_in_flight: {options['steps_in_flight']!r} is not 1, the only one for LLMEngine")
+        self._requests = _Requests()
+        self._embedded = Embedded(model, {**options, "steps_in_flight": 1}, self._requests.take, runs_itself=False)
+        weakref.finalize(self, self._embedded.let_go)
 
     def add_request(
         self,
         request_id: str,
-        prompt: str | None = None,
+        prompt: Any = None,
         sampling_params: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
@@ -39,41 +45,58 @@ class LLMEngine:
     ) -> None:
         """Queues a request for the next step.
 
+        Args:
+            request_id: of the caller's choice, for `abort_request` and in outputs.
+            prompt: a text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            sampling_params: see `LLM.generate`.
+            prompt_token_ids: in place of `prompt`.
+            priority: lower first, with `scheduling_policy="priority"`.
+
         Raises:
             ValueError: a prompt or parameter that this model does not take, a live id, or a full queue.
         """
         from scheduler_svc.errors import RequestRefused
 
-        request = build_request(
-            prompt, sampling_params, prompt_token_ids=prompt_token_ids, request_id=request_id, priority=priority
-        )
+        if (prompt is None) == (prompt_token_ids is None):
+            raise InvalidPrompt("give either prompt or prompt_token_ids")
+        self._embedded.check()
+        asked = read_prompt({"prompt_token_ids": prompt_token_ids} if prompt is None else prompt)
+        (seed,) = self._embedded.seeds.take(1)
+        params = sampling_params or SamplingParams()
+        generation = self._embedded.generation(asked, params, seed, request_id=request_id, priority=priority)
         try:
-            group = self._embedded.frontend.prepare(request)
+            group = self._embedded.frontend.prepare(generation.request)
             self._embedded.engine.submit(group)
         except RequestRefused as error:
             raise ValueError(str(error)) from error
-        gathered = GatheredOutput(Generation(request, RetryPolicy(retries=0), time.monotonic_ns()))
+        token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens].tolist()
+        gathered = GatheredOutput(generation, asked.text, token_ids)
         gathered.take(group.output.admission())
-        self._unfinished[request_id] = gathered
+        self._requests.unfinished[request_id] = gathered
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request; `step` gives it back once more, with finish reason "abort". Unknown ids are ignored."""
         self._embedded.engine.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """One round of schedule and answer: the requests that it brought on, each with all it has so far."""
-        while self._unfinished and not self._changed:
+        """One round of schedule and answer: the requests that it brought on, each with all it has so far.
+
+        What is returned stays as it is; the next step gives new objects.
+        """
+        self._embedded.check()
+        requests = self._requests
+        while requests.unfinished and not requests.changed:
             self._embedded.engine.send_steps()
             self._embedded.take_turn()
             self._embedded.worker.check()
-        changed, self._changed = list(self._changed.values()), {}
-        return changed
+        changed, requests.changed = requests.changed, {}
+        return [gathered.snapshot() for gathered in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._unfinished)
+        return bool(self._requests.unfinished)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._unfinished)
+        return len(self._requests.unfinished)
 
     def get_model_config(self) -> ServedModel:
         """Name, architecture, lengths and vocabulary of the model."""
@@ -91,10 +114,22 @@ class LLMEngine:
     ) -> None:
         self.shutdown()
 
-    def _take(self, delivery: Delivery) -> None:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLMEngine holds a worker process and cannot be pickled: make it where it is used")
+
+
+class _Requests:
+    """What has been added and has not ended, and what a step changed. Apart from the engine, which threads must not
+    hold: nobody could let go of it then."""
+
+    def __init__(self) -> None:
+        self.unfinished: dict[str, GatheredOutput] = {}
+        self.changed: dict[str, GatheredOutput] = {}
+
+    def take(self, delivery: Delivery) -> None:
         for stream, response in delivery:
             request_id = stream.group.request_id
-            if (gathered := self._unfinished.get(request_id)) is not None:
+            if (gathered := self.unfinished.get(request_id)) is not None:
                 if gathered.take(response):
-                    del self._unfinished[request_id]
-                self._changed[request_id] = gathered.output
+                    del self.unfinished[request_id]
+                self.changed[request_id] = gathered

@@ -32,7 +32,8 @@ class CompletionOutput:
     """One of the n outputs of a request.
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the token id or
-    the stop string that ended it, None for the end-of-text token of the model and for other reasons.
+    the stop string that ended it, None for the end-of-text token of the model and for other reasons. `error` says what
+    happened where the reason is "error", and with "length" that the prompt itself was too long to begin with.
     """
 
     index: int
@@ -43,7 +44,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None  # of a beam
-    error: str | None = None  # with finish_reason "error": what happened
+    error: str | None = None  # one line
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cores import available_cores
 from octavo.end_with_parent import ends_with_parent
+from octavo.errors import WorkerEnded
 from octavo.options import to_arguments
 from octavo.serving_plan import LOOPBACK, free_port, worker_environment
 
@@ -37,12 +38,13 @@ class WorkerProcess:
         self._started.wait()
 
     def check(self) -> None:
-        """Raises RuntimeError with what the worker said last when it has ended."""
+        """Raises WorkerEnded with what the worker said last when it has ended."""
         if self._process is None or self._process.poll() is not None:
             self._thread.join()
             code = self._process.returncode if self._process else None
             said = self._last_lines[-1] if self._last_lines else "it said nothing"
-            raise RuntimeError(f"the worker has ended with exit code {code}: {said}")
+            said = said.removeprefix("octavo worker: error: ")
+            raise WorkerEnded(f"the worker has ended with exit code {code}: {said}")
 
     def peak_bytes(self) -> int:
         """The most memory that the worker has had at once since it measured its first steps; 0 if unknown."""

@@ -18,11 +18,12 @@ class RequestRefused(Exception):
 
 
 class InvalidRequest(RequestRefused):
-    """The request contradicts itself, the model or the limits."""
+    """The request contradicts itself, the model or the limits; `is_too_long`: with a shorter prompt it would not."""
 
-    def __init__(self, *violations: FieldViolation) -> None:
+    def __init__(self, *violations: FieldViolation, is_too_long: bool = False) -> None:
         super().__init__("; ".join(f"{violation.field}: {violation.description}" for violation in violations))
         self.violations = violations
+        self.is_too_long = is_too_long
 
 
 class Unsupported(RequestRefused):

@@ -218,7 +218,7 @@ def _check_prompt_logprobs(params: pb.SamplingParams, num_prompt_tokens: int, mo
     num_top = model.vocab_size if params.prompt_logprobs < 0 else params.prompt_logprobs
     if (got := num_prompt_tokens * (1 + num_top)) > MAX_PROMPT_LOGPROBS:
         what = f"{got} logprobs of {num_prompt_tokens} tokens; accepted: at most {MAX_PROMPT_LOGPROBS}"
-        raise InvalidRequest(FieldViolation("sampling_params.prompt_logprobs", what))
+        raise InvalidRequest(FieldViolation("sampling_params.prompt_logprobs", what), is_too_long=True)
 
 
 def _check_sizes(request: pb.GenerateRequest, model: ServedModel) -> None:
@@ -248,7 +248,7 @@ def _check_length(field: str, got: int, what: str, model: ServedModel) -> None:
     most = MAX_CHARS_PER_TOKEN * model.max_model_len
     if got > most:
         limit = f"{most} are the most for a model of {model.max_model_len} tokens"
-        raise InvalidRequest(FieldViolation(field, f"{got} {what} are too many: {limit}"))
+        raise InvalidRequest(FieldViolation(field, f"{got} {what} are too many: {limit}"), is_too_long=True)
 
 
 def _check_known_fields(request: pb.GenerateRequest) -> None:

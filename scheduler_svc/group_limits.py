@@ -65,9 +65,8 @@ class GroupLimits:
                 f"{num_shared + num_sequences} blocks of {self.block_size}"
             )
             field = "best_of" if params.HasField("best_of") else "n"
-            raise InvalidRequest(
-                FieldViolation(f"sampling_params.{field}", f"{needed}: a worker's cache holds {num_blocks}")
-            )
+            violation = FieldViolation(f"sampling_params.{field}", f"{needed}: a worker's cache holds {num_blocks}")
+            raise InvalidRequest(violation, is_too_long=num_shared > 0)
         return (num_shared + num_own) * self.block_size
 
 
@@ -98,4 +97,4 @@ def new_beam_search(
 
 
 def _too_long(description: str) -> InvalidRequest:
-    return InvalidRequest(FieldViolation("prompt", description))
+    return InvalidRequest(FieldViolation("prompt", description), is_too_long=True)

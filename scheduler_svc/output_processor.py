@@ -26,6 +26,7 @@ from scheduler_svc.step_plan import NewTokens
 
 log = structlog.get_logger()
 
+PATIENCE_NS = 100_000_000  # after which the next tokens take along those that wait
 Delivery = list[tuple[RequestStream, pb.GenerateResponse]]
 
 
@@ -88,8 +89,8 @@ class OutputProcessor:
 
     Attributes:
         patience: how many tokens may wait for one another before outputs are made of them, as long as none ends a
-            sequence. Above 1 where nobody reads along and no text is looked through for its end: the thread is then
-            woken every so many tokens, not every step.
+            sequence and they are not `PATIENCE_NS` old. Above 1 where nobody reads along and no text is looked through
+            for its end: the thread is then woken every so many tokens, not every step.
     """
 
     def __init__(self, deliver: Callable[[Delivery], None]) -> None:
@@ -97,6 +98,7 @@ class OutputProcessor:
         self._deliver = deliver
         self._work: deque[Callable[[], list[RequestStream]]] = deque()
         self._num_waiting = 0  # tokens of the work since the bell was rung
+        self._waits_since_ns = 0  # the first of them
         self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is work; False: and no more will come
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
 
@@ -112,9 +114,13 @@ class OutputProcessor:
         self._put(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
-        self._work.append(partial(take_tokens, tokens, outputs, time.monotonic_ns()))
+        came_ns = time.monotonic_ns()
+        self._work.append(partial(take_tokens, tokens, outputs, came_ns))
+        if not self._num_waiting:
+            self._waits_since_ns = came_ns
         self._num_waiting += len(tokens.sequences)
-        if self._num_waiting >= self.patience or tokens.finish_reasons.any():
+        is_late = came_ns - self._waits_since_ns >= PATIENCE_NS
+        if is_late or self._num_waiting >= self.patience or tokens.finish_reasons.any():
             self._ring()
 
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:

@@ -88,6 +88,11 @@ class RequestStream:
             prompt_token_ids=group.sequences[0].token_ids[: group.num_prompt_tokens].tolist() if returns_prompt else [],
         )
 
+    @property
+    def num_tokens(self) -> int:
+        """Taken so far, over all outputs; those of beams at the end."""
+        return self._num_beam_tokens or sum(output.num_tokens for output in self._outputs)
+
     def admission(self) -> pb.GenerateResponse | None:
         """The first message, unless all of them are gathered into one."""
         return self._head if self.streams else None
@@ -235,7 +240,7 @@ class RequestStream:
     def _add_summary(self, response: pb.GenerateResponse) -> None:
         group, now_ns = self.group, time.monotonic_ns()
         response.usage.prompt_tokens = group.num_prompt_tokens
-        response.usage.completion_tokens = self._num_beam_tokens or sum(output.num_tokens for output in self._outputs)
+        response.usage.completion_tokens = self.num_tokens
         response.usage.cached_tokens = group.num_cached_tokens
         timings = response.timings
         timings.queue_ns = (group.first_scheduled_ns or now_ns) - group.arrival_ns

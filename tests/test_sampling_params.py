@@ -171,7 +171,8 @@ def test_early_stopping_is_what_transformers_calls_it_as_well(given: Any, kept: 
 
 
 def test_none_is_the_default_of_every_field() -> None:
-    assert SamplingParams(**dict.fromkeys(SamplingParams.__dataclass_fields__)) == SamplingParams()
+    unset: dict[str, Any] = dict.fromkeys(SamplingParams.__dataclass_fields__)
+    assert SamplingParams(**unset) == SamplingParams()
 
 
 def test_one_text_is_a_list_of_it() -> None:

@@ -1,0 +1,114 @@
+"""What callers give as prompts, read into one shape: text, token ids, or a dict of either; one of them or several.
+
+Knows nothing of models: whether a prompt fits one is the frontend's to say.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from octavo.errors import InvalidPrompt
+
+ACCEPTED = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_MAX_TOKEN_ID = 2**32 - 1  # what the wire carries
+
+
+class Prompt(NamedTuple):
+    """Has ids, or text, or both: then the ids are what is computed, and the text is only shown."""
+
+    text: str | None
+    token_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+
+def read_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Prompt]:
+    """All of them: `prompts` is one prompt or several of any accepted shape, `prompt_token_ids` ids of one or several.
+
+    Raises InvalidPrompt, which names the first that is none.
+    """
+    if (prompts is None) == (prompt_token_ids is None):
+        raise InvalidPrompt("give either prompts or prompt_token_ids")
+    if prompts is None:
+        return [_of_ids(ids, _place(i)) for i, ids in enumerate(_each(prompt_token_ids, "prompt_token_ids"))]
+    return [read_prompt(prompt, _place(i)) for i, prompt in enumerate(_each(prompts, "prompts"))]
+
+
+def read_prompt(prompt: Any, place: str = "the prompt") -> Prompt:
+    """One of them. Raises InvalidPrompt."""
+    if isinstance(prompt, str):
+        return Prompt(_checked(prompt, place))
+    if isinstance(prompt, Mapping):
+        return _of_mapping(prompt, place)
+    if _is_list(prompt):
+        return _of_ids(prompt, place)
+    raise InvalidPrompt(f"{place} is {_shown(prompt)}; accepted: {ACCEPTED}")
+
+
+def _each(given: Any, name: str) -> list[Any]:
+    """The prompts of `given`, which may be a single one."""
+    if isinstance(given, (str, Mapping)):
+        return [given]
+    if not _is_list(given) and (not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray, set))):
+        raise InvalidPrompt(f"{name} is {_shown(given)}; accepted: {ACCEPTED}, or a list of such")
+    entries = _listed(given)
+    return [entries] if entries and all(_is_int(entry) for entry in entries) else entries
+
+
+def _of_mapping(prompt: Mapping[str, Any], place: str) -> Prompt:
+    text, token_ids, salt = (prompt.get(key) for key in _KEYS)
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown or (text is None and token_ids is None):
+        raise InvalidPrompt(f"{place} is a dict with {', '.join(map(repr, prompt)) or 'nothing'}; accepted: {ACCEPTED}")
+    for key, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidPrompt(f"{key} of {place} is {_shown(value)}; accepted: text")
+        if value is not None:
+            _checked(value, place)
+    ids = None if token_ids is None else _of_ids(token_ids, place).token_ids
+    return Prompt(text, ids, salt)
+
+
+def _of_ids(given: Any, place: str) -> Prompt:
+    if not _is_list(given):
+        raise InvalidPrompt(f"{place} has {_shown(given)} where token ids are wanted; accepted: {ACCEPTED}")
+    entries = _listed(given)
+    for entry in entries:
+        if not _is_int(entry) or not 0 <= entry <= _MAX_TOKEN_ID:
+            raise InvalidPrompt(f"{place} has {_shown(entry)} where a token id is wanted; accepted: {ACCEPTED}")
+    return Prompt(None, [int(entry) for entry in entries])
+
+
+def _checked(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"{text[error.start]!r} as character {error.start}, which no text has"
+        raise InvalidPrompt(f"{place} has {what}: half of a surrogate pair") from None
+    return text
+
+
+def _is_list(given: Any) -> bool:
+    """Lists and tuples, and arrays of numpy or torch, which are no Sequences."""
+    return (isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray))) or hasattr(given, "tolist")
+
+
+def _listed(given: Any) -> list[Any]:
+    listed = given.tolist() if hasattr(given, "tolist") else list(given)
+    return listed if isinstance(listed, list) else [listed]
+
+
+def _is_int(entry: Any) -> bool:
+    return isinstance(entry, numbers.Integral) and not isinstance(entry, bool)
+
+
+def _place(number: int) -> str:
+    return f"prompt {number}"
+
+
+def _shown(value: Any) -> str:
+    """A value and its type, on one short line."""
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:40] + ' ...'} ({type(value).__name__})".replace("\n", " ")

@@ -1,0 +1,87 @@
+"""Every shape in which a prompt may be given, and what is said of anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.errors import InvalidPrompt
+from octavo.prompts import ACCEPTED, Prompt, read_prompts
+
+IDS, FOUR = Prompt(None, [1, 2, 3]), Prompt(None, [4])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("hi", [Prompt("hi")]),
+        (["hi", "ho"], [Prompt("hi"), Prompt("ho")]),
+        (("hi",), [Prompt("hi")]),
+        ((text for text in ("hi", "ho")), [Prompt("hi"), Prompt("ho")]),
+        ([], []),
+        ([1, 2, 3], [IDS]),
+        ((1, 2, 3), [IDS]),
+        ([[1, 2, 3], [4]], [IDS, FOUR]),
+        ([[]], [Prompt(None, [])]),
+        (np.array([1, 2, 3]), [IDS]),
+        (np.array([[1, 2, 3], [1, 2, 3]]), [IDS, IDS]),
+        ([np.array([1, 2, 3]), [np.int64(1), 2, 3]], [IDS, IDS]),
+        ({"prompt": "hi"}, [Prompt("hi")]),
+        ({"prompt_token_ids": [1, 2, 3]}, [IDS]),
+        ([{"prompt": "hi"}, {"prompt_token_ids": (1, 2, 3)}, "ho", [4]], [Prompt("hi"), IDS, Prompt("ho"), FOUR]),
+        ({"prompt": "hi", "prompt_token_ids": [1, 2, 3], "cache_salt": "mine"}, [Prompt("hi", [1, 2, 3], "mine")]),
+    ],
+    ids=str,
+)
+def test_accepted(given: Any, expected: list[Prompt]) -> None:
+    assert read_prompts(given) == expected
+
+
+def test_ids_as_an_argument_of_their_own() -> None:
+    assert read_prompts(None, [1, 2, 3]) == read_prompts(None, [[1, 2, 3]]) == [IDS]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (5, "prompts is 5 (int)"),
+        (b"hi", "prompts is b'hi' (bytes)"),
+        ({"hi", "ho"}, "(set)"),
+        ([None], "prompt 0 is None (NoneType)"),
+        (["hi", 5], "prompt 1 is 5 (int)"),
+        ([1, "hi"], "prompt 0 is 1 (int)"),
+        ([[1, "hi"]], "prompt 0 has 'hi' (str) where a token id is wanted"),
+        ([["hi"]], "prompt 0 has 'hi' (str) where a token id is wanted"),
+        ([1, -1], "prompt 0 has -1 (int)"),
+        ([[True]], "prompt 0 has True (bool)"),
+        ([[2**32]], "prompt 0 has 4294967296 (int)"),
+        ({}, "prompt 0 is a dict with nothing"),
+        ([{"promt": "hi"}], "prompt 0 is a dict with 'promt'"),
+        ([{"prompt": "hi", "multi_modal_data": {}}], "a dict with 'prompt', 'multi_modal_data'"),
+        ({"prompt": ["hi"]}, "prompt of prompt 0 is ['hi'] (list)"),
+        ({"prompt_token_ids": 5}, "prompt 0 has 5 (int) where token ids are wanted"),
+        ({"prompt_token_ids": "hi"}, "prompt 0 has 'hi' (str) where token ids are wanted"),
+    ],
+    ids=str,
+)
+def test_anything_else_is_named_in_one_line_with_what_is_accepted(given: Any, words: str) -> None:
+    with pytest.raises(InvalidPrompt) as raised:
+        read_prompts(given)
+    message = str(raised.value)
+    assert words in message and "accepted: " in message and "\n" not in message
+    assert isinstance(raised.value, ValueError)
+    if "of prompt 0" not in words:
+        assert ACCEPTED in message
+
+
+def test_text_that_no_utf8_holds_is_named() -> None:
+    with pytest.raises(InvalidPrompt, match=r"prompt 1 has '.ud83d' as character 2"):
+        read_prompts(["fine", "hm\ud83d"])
+
+
+@pytest.mark.parametrize("arguments", [(None, None), ("hi", [1])])
+def test_one_of_both_arguments_is_wanted(arguments: tuple[Any, Any]) -> None:
+    with pytest.raises(InvalidPrompt, match="either prompts or prompt_token_ids"):
+        read_prompts(*arguments)
