@@ -42,38 +42,63 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        max_chars: int | None = None,
     ) -> str:
         """The prompt for `messages` (`role`, `content`).
 
         `add_generation_prompt` begins the assistant's answer (default: unless the final message is continued).
         `continue_final_message` ends the prompt within the final message, so that the model goes on with it.
-        Raises `TemplateError`.
+        Raises `TemplateError`, also for more than `max_chars` characters, as soon as there are more.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         if not messages:
             raise TemplateError("there are no messages")
         if not continue_final_message:
-            return self._render(messages, add_generation_prompt)
+            return self._render(messages, add_generation_prompt, max_chars)
         if add_generation_prompt:
             raise TemplateError("add_generation_prompt and continue_final_message exclude each other")
         content = messages[-1].get("content")
         if not isinstance(content, str):
             raise TemplateError("continue_final_message: the final message has no text to continue")
         marked = [*messages[:-1], {**messages[-1], "content": content + _CUT}]
-        return _cut(self._render(marked, add_generation_prompt), content)
+        return _cut(self._render(marked, add_generation_prompt, max_chars), content)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @cached_property
+    def looked_for(self) -> frozenset[str]:
+        """Texts that the template compares with, or hands to a function or filter: it may look for them in messages."""
         try:
-            return self._template.render(
+            tree = _environment().parse(self._source)
+        except jinja2.TemplateSyntaxError:
+            return frozenset()
+        askers = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
+        constants = (constant.value for asker in askers for constant in asker.find_all(nodes.Const))
+        return frozenset(value for value in constants if isinstance(value, str))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, max_chars: int | None) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
-            )
+            ):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if max_chars is not None and num_chars > max_chars:
+                    break
         except Exception as error:  # a template is a program: it may raise anything
             raise _one_line(error) from error
+        if max_chars is not None and num_chars > max_chars:
+            raise TemplateError(f"rendered, the messages have more than {max_chars} characters")
+        return "".join(pieces)
 
     @cached_property
     def _template(self) -> jinja2.Template:

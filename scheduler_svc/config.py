@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from octavo.log import LEVELS
 from octavo.options import COMMON, LOGGING, check_port, option
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
+from scheduler_svc.text.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
 
@@ -67,7 +69,21 @@ class SchedulerConfig:
     )
     max_request_bytes: int = option(1_048_576, "size of one request; larger ones are refused unread", group=REQUESTS)
     max_concurrent_streams: int = option(
-        4096, "calls at once over one connection; more wait in the client", group=REQUESTS
+        1024, "calls at once over one connection; more wait in the client", group=REQUESTS
+    )
+    max_open_calls: int = option(
+        8192, "calls at once in all, of which one host may have three quarters; more are refused", group=REQUESTS
+    )
+    max_connections: int = option(1024, "connections at once; more are closed as they come", group=REQUESTS)
+    max_connection_age: float = option(
+        3600.0, "seconds after which a client is asked to connect anew; 0: never", group=REQUESTS
+    )
+    max_preparing_bytes: int = option(
+        67_108_864, "bytes of requests that are being tokenised; more are refused with a retry hint", group=REQUESTS
+    )
+    text_timeout: float = option(10.0, "seconds that one request may take to render and tokenise", group=REQUESTS)
+    allow_special_tokens_in_content: bool = option(
+        False, "take special tokens that are spelled out in a message as such, and not as text", group=REQUESTS
     )
     max_logprobs: int = option(20, "logprobs a token that a request may ask for", group=REQUESTS)
     max_stop_string_chars: int = option(1024, "characters that one stop string may have", group=REQUESTS)
@@ -84,9 +100,8 @@ class SchedulerConfig:
         120.0, "seconds that requests wait while all workers are lost, before they fail", group=WORKERS
     )
     max_worker_losses: int = option(3, "workers that may be lost under a request before it fails", group=WORKERS)
-    frontends: int = option(
-        1, "processes that share the port, tokenise and stream; 1: the one that schedules", group=WORKERS
-    )
+    frontends: int = option(1, "processes that share the port and stream; 1: the one that schedules", group=WORKERS)
+    text_processes: int = option(2, "processes that render and tokenise, for each frontend", group=WORKERS)
 
     log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
     disable_log_stats: bool = option(False, "leave out the log line every 5 seconds", group=LOGGING)
@@ -113,12 +128,20 @@ class SchedulerConfig:
             "max_waiting_tokens",
             "max_request_bytes",
             "max_concurrent_streams",
+            "max_open_calls",
+            "max_connections",
+            "max_preparing_bytes",
             "max_worker_losses",
             "max_stop_string_chars",
             "frontends",
+            "text_processes",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        if not self.text_timeout > 0:
+            raise ValueError(f"text_timeout is {self.text_timeout}, more than 0 is accepted")
+        if not self.max_connection_age >= 0:
+            raise ValueError(f"max_connection_age is {self.max_connection_age}, at least 0 is accepted")
         if self.drain_timeout < 0:
             raise ValueError(f"drain_timeout is {self.drain_timeout}, at least 0 is accepted")
         if self.stream_interval_ms < 0:
@@ -133,6 +156,22 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_num_seqs is {self.max_num_seqs}, more than max_num_batched_tokens, {self.max_num_batched_tokens}"
             )
+
+    def text_settings(self) -> TextSettings:
+        return TextSettings(
+            max_logprobs=self.max_logprobs,
+            max_stop_string_chars=self.max_stop_string_chars,
+            scheduling_policy=self.scheduling_policy,
+            allow_special_tokens_in_content=self.allow_special_tokens_in_content,
+        )
+
+    def text_options(self) -> dict[str, Any]:
+        """Those of `TextProcesses`."""
+        return {
+            "settings": self.text_settings(),
+            "num_processes": self.text_processes,
+            "time_limit_s": self.text_timeout,
+        }
 
     def weights(self) -> dict[str, float]:
         """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""

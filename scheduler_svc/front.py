@@ -19,6 +19,8 @@ from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.public_server import GRACE_S, public_server
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.serving import Outputs, Serving
+from scheduler_svc.text.admission import Admission
+from scheduler_svc.text.text_processes import TextProcesses
 
 
 class Front(Protocol):
@@ -54,24 +56,31 @@ class InProcessFront:
     def __init__(self, config: SchedulerConfig) -> None:
         self.outputs = self._mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
         self._config = config
+        self._texts: TextProcesses
         self._inference: InferenceService
         self._server: grpc.aio.Server
         self._health: Health
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
-        self._inference = InferenceService(serving.frontend, EngineCore(serving.engine), self._mailboxes)
+        self._texts = TextProcesses(serving.frontend.model, **self._config.text_options())
+        admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
+        core = EngineCore(serving.engine)
+        self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission)
         control = ControlService(serving, self._config, drain)
         add_control = partial(inference_pb2_grpc.add_ControlServicer_to_server, control)
         self._server, self._health = public_server(self._config, self._inference, add_control)
         port = bind(self._server, self._config.host, self._config.port)
         await self._server.start()
+        self._texts.start()
         return port
 
     async def show(self, is_ready: bool, model: ServedModel | None) -> None:
+        if model is not None:
+            self._texts.expect(model)
         await self._health.set_ready(is_ready and not self._inference.is_draining)
 
     async def drain(self) -> None:
-        self._inference.is_draining = True
+        self._inference.drain()
         await self._health.set_ready(False)
 
     @property
@@ -82,5 +91,6 @@ class InProcessFront:
         self._inference.break_off()
 
     async def close(self) -> None:
+        await self._texts.stop()
         await self._health.shut_down()
         await self._server.stop(GRACE_S)

@@ -27,6 +27,8 @@ from scheduler_svc.frontend import Frontend
 from scheduler_svc.inference_service import InferenceService
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.public_server import GRACE_S, public_server
+from scheduler_svc.text.admission import Admission
+from scheduler_svc.text.text_processes import TextProcesses
 
 log = structlog.get_logger()
 
@@ -62,19 +64,22 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         frontend = Frontend(
             lambda: link.model,
             link.finish_sequence,
-            config.max_logprobs,
-            scheduling_policy=config.scheduling_policy,
+            config.text_settings(),
             enable_chunked_prefill=config.enable_chunked_prefill,
-            max_stop_string_chars=config.max_stop_string_chars,
         )
-        inference = InferenceService(frontend, link, mailboxes)
+        texts = TextProcesses(frontend.model, **config.text_options())
+        admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
+        inference = InferenceService(frontend, texts, link, mailboxes, admission)
         server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)
 
         is_listening = False
 
         async def on_state(state: frontend_pb2.CoreState) -> None:
             nonlocal is_listening
-            inference.is_draining = state.is_draining
+            if link.model is not None:
+                texts.expect(link.model)
+            if state.is_draining:
+                inference.drain()
             if state.is_broken_off:
                 inference.break_off()
             await health.set_ready(state.is_ready and not state.is_draining)
@@ -84,7 +89,11 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
                 link.say_listening(os.getpid())
 
         bind(server, config.host, config.port)
-        await link.follow(on_state)
+        texts.start()
+        try:
+            await link.follow(on_state)
+        finally:
+            await texts.stop()
         await health.shut_down()
         await server.stop(GRACE_S)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from protos import inference_pb2 as pb
 from scheduler_svc.beam_search import BeamSearch
 from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.text.request_checks import check_fits
 
 
 def num_outputs(params: pb.SamplingParams) -> int:
@@ -33,9 +34,7 @@ class GroupLimits:
 
     def max_num_tokens(self, num_prompt_tokens: int, params: pb.SamplingParams) -> int:
         """Prompt and generated tokens at which each sequence ends. Raises InvalidRequest for what can never fit."""
-        if num_prompt_tokens + 1 > self.max_model_len:
-            limit = f"the model takes {self.max_model_len} tokens, prompt and output together"
-            raise _too_long(f"{num_prompt_tokens} tokens and 1 to generate are too many: {limit}")
+        check_fits(num_prompt_tokens, self.max_model_len)
         if self.max_prompt_tokens is not None and num_prompt_tokens > self.max_prompt_tokens:
             limit = f"without --enable-chunked-prefill one step computes the prompt, and takes {self.max_prompt_tokens}"
             raise _too_long(f"{num_prompt_tokens} tokens are too many: {limit}")

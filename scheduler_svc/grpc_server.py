@@ -6,19 +6,30 @@ import grpc
 
 from octavo.rpc import SERVER_OPTIONS, SHARED_PORT_SERVER_OPTIONS
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.open_calls import OpenCalls
 from scheduler_svc.request_guard import RequestGuard
+
+HANDSHAKE_TIMEOUT_MS = 10_000
+MAX_CONNECTION_IDLE_MS = 600_000
 
 
 def new_server(config: SchedulerConfig, *, shares_port: bool = False) -> grpc.aio.Server:
     """A server without services that listens nowhere yet.
 
     A request of more than `max_request_bytes` is RESOURCE_EXHAUSTED before it is read. Beyond
-    `max_concurrent_streams` calls at once over one connection the client's own library lets calls wait.
-    `shares_port`: other processes of this scheduler listen on the port, too.
+    `max_concurrent_streams` calls at once over one connection the client's own library lets calls wait; beyond
+    `max_connections` connections are closed as they come. `shares_port`: other processes of this scheduler listen on
+    the port, too, each with bounds of its own.
     """
     options = {
         **dict(SHARED_PORT_SERVER_OPTIONS if shares_port else SERVER_OPTIONS),
         "grpc.max_receive_message_length": config.max_request_bytes,
         "grpc.max_concurrent_streams": config.max_concurrent_streams,
+        "grpc.max_allowed_incoming_connections": config.max_connections,
+        "grpc.max_connection_idle_ms": MAX_CONNECTION_IDLE_MS,
+        "grpc.server_handshake_timeout_ms": HANDSHAKE_TIMEOUT_MS,
     }
-    return grpc.aio.server(options=tuple(options.items()), interceptors=(RequestGuard(),))
+    if config.max_connection_age:
+        options["grpc.max_connection_age_ms"] = int(config.max_connection_age * 1e3)  # open calls end in peace
+    guard = RequestGuard(OpenCalls(config.max_open_calls))
+    return grpc.aio.server(options=tuple(options.items()), interceptors=(guard,))

@@ -1,11 +1,12 @@
-"""The `Inference` service: decode, call, encode. Tokenising runs in a thread pool, never on the event loop."""
+"""The `Inference` service: admit, prepare, submit, write. What a request's text takes happens in text processes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import grpc
 import structlog
@@ -15,47 +16,70 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.core import Core
 from scheduler_svc.errors import NotReady, RequestRefused
-from scheduler_svc.frontend import MAX_REQUEST_ID_CHARS, Frontend
+from scheduler_svc.frontend import Frontend
 from scheduler_svc.mailboxes import Mailbox, Mailboxes
-from scheduler_svc.request_reader import read_generate_request
+from scheduler_svc.request_reader import parse, read_head
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.status import refusals
+from scheduler_svc.text.admission import Admission
+from scheduler_svc.text.request_checks import MAX_REQUEST_ID_CHARS
+from scheduler_svc.text.request_text import PreparedText
 
 log = structlog.get_logger()
 
 SERVICE = "octavo.v1.Inference"
 _DONE = object()
-TOKENIZER_THREADS = 2  # the tokenizers library lets go of the interpreter while it works
+MAX_READ_BYTES = 65_536  # of a request that is looked into here, on the event loop: well below a millisecond
+MAX_TOKENS_AT_ONCE = 2048  # of which a group is made on the event loop; of more, on a thread
+
+
+class Texts(Protocol):
+    """Who reads, checks, renders and tokenises: `TextProcesses`."""
+
+    async def prepare(self, data: bytes) -> PreparedText: ...
+
+    async def tokenize(self, data: bytes) -> bytes: ...
+
+    async def detokenize(self, data: bytes) -> bytes: ...
+
+    def close(self, refusal: RequestRefused) -> None: ...
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Answers clients: `frontend` prepares, `core` runs, `mailboxes` bring what there is to write."""
+    """Answers clients: `texts` and `frontend` prepare, `core` runs, `mailboxes` bring what there is to write.
 
-    def __init__(self, frontend: Frontend, core: Core, mailboxes: Mailboxes) -> None:
+    `admission` bounds what is in preparation; `Generate`, `Tokenize` and `Detokenize` pass it alike.
+    """
+
+    def __init__(
+        self, frontend: Frontend, texts: Texts, core: Core, mailboxes: Mailboxes, admission: Admission
+    ) -> None:
         self.is_draining = False
         self._frontend = frontend
+        self._texts = texts
         self._core = core
         self._mailboxes = mailboxes
-        self._num_preparing = 0
+        self._admission = admission
         self._calls: set[asyncio.Task[None]] = set()
         self._is_broken_off = False
         self._catching_up = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
         arrival_ns = time.monotonic_ns()
-        request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-        with structlog.contextvars.bound_contextvars(request_id=request.request_id[:MAX_REQUEST_ID_CHARS]):
+        head = _head(data)
+        request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
+        with structlog.contextvars.bound_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS]):
             async with refusals(context):
-                group = await self._prepare(request, arrival_ns)
+                group, replaces = await self._prepare(data, head, request_id, arrival_ns)
+                del data  # a stream may live for hours
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
                 call = asyncio.current_task()
                 assert call is not None
                 self._calls.add(call)
                 try:
-                    await self._core.submit(group, replaces=request.attempt > 0 or bool(request.resume))
+                    await self._core.submit(group, replaces=replaces)
                     await _write_all(stream, box, context)
                 except RequestRefused:
                     raise  # it was never taken
@@ -71,23 +95,38 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     self._calls.discard(call)
                     self._mailboxes.close(stream)
 
-    async def _prepare(self, request: pb.GenerateRequest, arrival_ns: int) -> SequenceGroup:
-        """Refuses what cannot be taken anyway before any work is put into it."""
-        num_preparing = self._num_preparing
-        self._num_preparing += 1
+    async def _prepare(
+        self, data: bytes, head: pb.GenerateRequest, request_id: str, arrival_ns: int
+    ) -> tuple[SequenceGroup, bool]:
+        """A group, and whether it replaces a live one. Refuses what cannot be taken anyway before any work is done."""
+        num_preparing = self._admission.num_requests
         try:
-            if self.is_draining:
-                raise NotReady("this server is draining")
-            await self._core.check_room(request, num_preparing)
-            group = await self._in_thread(self._frontend.prepare, request, arrival_ns)
-            if group.output.is_behind:
-                await self._catch_up(group.output)
-            return group
+            with self._admission.admit(len(data)):
+                if self.is_draining:
+                    raise NotReady("this server is draining")
+                await self._core.check_room(head, num_preparing)
+                prepared = await self._texts.prepare(data)
+                request = prepared.request
+                request.request_id = request.request_id or request_id
+                group = await self._new_group(prepared, arrival_ns)
+                if group.output.is_behind:
+                    await self._catch_up(group.output)
+                return group, request.attempt > 0 or bool(request.resume)
         except RequestRefused as refusal:
             self._core.refused(refusal)
             raise
-        finally:
-            self._num_preparing -= 1
+
+    async def _new_group(self, prepared: PreparedText, arrival_ns: int) -> SequenceGroup:
+        num_tokens = len(prepared.token_ids) + sum(len(output.token_ids) for output in prepared.request.resume)
+        if num_tokens <= MAX_TOKENS_AT_ONCE:
+            return self._frontend.new_group(prepared, arrival_ns)
+        return await asyncio.to_thread(self._frontend.new_group, prepared, arrival_ns)
+
+    def drain(self) -> None:
+        """Takes no more, and sends those away who are not queued yet: nothing of theirs is lost."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._texts.close(NotReady("this server is draining"))
 
     async def _catch_up(self, stream: RequestStream) -> None:
         """One piece of one request at a time, between the turns of all others, and none once its client is gone."""
@@ -101,7 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     @property
     def is_idle(self) -> bool:
         """Nobody waits for an answer."""
-        return not self._calls and not self._num_preparing
+        return not self._calls and not self._admission.num_requests
 
     def break_off(self) -> None:
         """Ends every stream with UNAVAILABLE, so that clients take what they have to another scheduler."""
@@ -128,16 +167,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             quantization=model.quantization,
         )
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return await self._in_thread(self._frontend.tokenize, request)
+    async def Tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await self._admitted(self._texts.tokenize, data)
 
-    async def Detokenize(
-        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DetokenizeResponse:
-        return await self._in_thread(self._frontend.detokenize, request)
+    async def Detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await self._admitted(self._texts.detokenize, data)
 
-    async def _in_thread(self, function, *arguments):  # type: ignore[no-untyped-def]  # passes any function through
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+    async def _admitted(self, answer: Callable[[bytes], Awaitable[bytes]], data: bytes) -> bytes:
+        with self._admission.admit(len(data)):
+            return await answer(data)
+
+
+def _head(data: bytes) -> pb.GenerateRequest:
+    """Id and tenant, for the log and the queue; of a large request they are known once it has been prepared."""
+    if len(data) > MAX_READ_BYTES:
+        return pb.GenerateRequest()
+    return parse(read_head, data, f"/{SERVICE}/Generate")
 
 
 async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.ServicerContext) -> None:
@@ -154,10 +199,14 @@ async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.Serv
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
-    """As the generated function does, with a reader of `Generate` requests that sees two prompts."""
-    generate = grpc.unary_stream_rpc_method_handler(
-        service.Generate, read_generate_request, pb.GenerateResponse.SerializeToString
-    )
+    """As the generated function does, but that what takes text comes and goes as bytes: read in a text process."""
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+        ),
+        "Tokenize": grpc.unary_unary_rpc_method_handler(service.Tokenize),
+        "Detokenize": grpc.unary_unary_rpc_method_handler(service.Detokenize),
+    }
     # The handler that was added first answers; the generated ones after it are for every other method.
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)

@@ -1,12 +1,35 @@
-"""Reads `GenerateRequest` bytes so that two prompts are seen: a parsed oneof has silently kept the last of them."""
+"""Requests from their bytes: what is no message is refused, and two prompts are seen, of which a parsed oneof has
+silently kept the last.
+
+In C speed whatever the bytes are. `RequestHead` is a `GenerateRequest` whose prompts are plain fields, unread: of the
+largest request it takes a few milliseconds, and a small part of the memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from protos import inference_pb2 as pb
+from scheduler_svc.errors import FieldViolation, InvalidRequest
 
-_PROMPT_FIELDS = frozenset(field.number for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt_kind"].fields)
+M = TypeVar("M")
+
+_GENERATE = pb.GenerateRequest.DESCRIPTOR
+_PROMPT_FIELDS = tuple(field.name for field in _GENERATE.oneofs_by_name["prompt_kind"].fields)
+_HEAD_FIELDS = ("request_id", "tenant")
+
+
+def parse(deserialize: Callable[[bytes], M], data: bytes, method: str) -> M:
+    """Raises InvalidRequest for bytes that are no message."""
+    try:
+        return deserialize(data)
+    except DecodeError as error:
+        what = f"these {len(data)} bytes are no request of {method}: {error}"
+        raise InvalidRequest(FieldViolation("request", what)) from None
 
 
 def read_generate_request(data: bytes) -> pb.GenerateRequest:
@@ -15,38 +38,39 @@ def read_generate_request(data: bytes) -> pb.GenerateRequest:
     Raises google.protobuf.message.DecodeError for bytes that are no message.
     """
     request = pb.GenerateRequest.FromString(data)
-    if len(_PROMPT_FIELDS.intersection(_field_numbers(data))) > 1:
+    head = _RequestHead.FromString(data)
+    if sum(map(head.HasField, _PROMPT_FIELDS)) > 1:
         request.ClearField("prompt_kind")
     return request
 
 
-def _field_numbers(data: bytes) -> Iterator[int]:
-    """Numbers of the fields on the top level of a valid message (protobuf's wire format)."""
-    position = 0
-    while position < len(data):
-        tag, position = _varint(data, position)
-        yield tag >> 3
-        match tag & 7:
-            case 0:  # varint
-                _, position = _varint(data, position)
-            case 1:  # 64 bits
-                position += 8
-            case 2:  # length-delimited
-                length, position = _varint(data, position)
-                position += length
-            case 5:  # 32 bits
-                position += 4
-            case _:
-                return  # groups: nothing of ours has them
+def read_head(data: bytes) -> pb.GenerateRequest:
+    """What a queue is asked about: the request's id and tenant. Raises DecodeError."""
+    head = _RequestHead.FromString(data)
+    return pb.GenerateRequest(**{name: getattr(head, name) for name in _HEAD_FIELDS})
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number that starts at `position`, and the position after it."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value |= (byte & 0x7F) << shift
-        position += 1
-        shift += 7
-        if not byte & 0x80:
-            return value, position
+def _head_class() -> Any:
+    file = descriptor_pb2.FileDescriptorProto(name="octavo/request_head.proto", package="octavo.v1", syntax="proto3")
+    message = file.message_type.add(name="GenerateRequest")
+    for name in _HEAD_FIELDS:
+        _add(message, name, descriptor_pb2.FieldDescriptorProto.TYPE_STRING)
+    for name in _PROMPT_FIELDS:  # optional: in a oneof of its own
+        field = _add(message, name, descriptor_pb2.FieldDescriptorProto.TYPE_BYTES)
+        field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
+        message.oneof_decl.add(name=f"_{name}")
+    pool = descriptor_pool.DescriptorPool()  # of its own, in which it has the name that clients know
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("octavo.v1.GenerateRequest"))
+
+
+def _add(message: descriptor_pb2.DescriptorProto, name: str, kind: Any) -> descriptor_pb2.FieldDescriptorProto:
+    return message.field.add(
+        name=name,
+        number=_GENERATE.fields_by_name[name].number,
+        type=kind,
+        label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
+    )
+
+
+_RequestHead = _head_class()

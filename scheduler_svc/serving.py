@@ -60,10 +60,8 @@ class Serving:
         self.frontend = Frontend(
             lambda: self.pool.served_model,
             self.engine.finish_sequence,
-            config.max_logprobs,
-            scheduling_policy=config.scheduling_policy,
+            config.text_settings(),
             enable_chunked_prefill=config.enable_chunked_prefill,
-            max_stop_string_chars=config.max_stop_string_chars,
         )
 
     def start(self) -> None:

@@ -12,12 +12,14 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from scheduler_svc.chat_template import ChatTemplate
+from scheduler_svc.text.content_guard import ContentGuard
 from scheduler_svc.text_stream import StreamFactory, TextStream, stream_factory
 
 _FILE_NAMES = (
@@ -60,6 +62,7 @@ class Tokenizer:
         self.eos_token_ids = self._find_eos_token_ids()
         source = _template_source(files, self._config["tokenizer_config.json"])
         self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
+        self.control_tokens = self._find_control_tokens()  # text -> id
         self._stream_factory: StreamFactory = stream_factory(self._tokenizer)
 
     @staticmethod
@@ -81,6 +84,23 @@ class Tokenizer:
         folder.mkdir(parents=True)
         for name, data in self._files.items():
             (folder / name).write_bytes(data)
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """What it was made of."""
+        return self._files
+
+    @cached_property
+    def content_guard(self) -> ContentGuard:
+        """For a tokenizer with a chat template."""
+        assert self.chat_template is not None
+        return ContentGuard(
+            self._tokenizer,
+            self._files["tokenizer.json"],
+            self.control_tokens,
+            self.chat_template.source,
+            self.chat_template.looked_for,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -133,6 +153,19 @@ class Tokenizer:
             if found is not None:
                 return tuple(found) if isinstance(found, list) else (found,)
         return (self.eos_token_id,) if self.eos_token_id is not None else ()
+
+    def _find_control_tokens(self) -> dict[str, int]:
+        """Special tokens, those with a name or that end an output, and added ones that only the chat template writes
+        (some models have not marked them as special). What the template also looks for in messages is text there."""
+        named, ends = set(self.special_tokens.values()), set(self.eos_token_ids)
+        found = {text: self._tokenizer.token_to_id(text) for text in named}
+        template = self.chat_template
+        for index, token in self._tokenizer.get_added_tokens_decoder().items():
+            text = token.content
+            is_of_template = template is not None and text in template.source and text not in template.looked_for
+            if token.special or index in ends or is_of_template:
+                found[text] = index
+        return {text: index for text, index in found.items() if text and index is not None}
 
 
 class _TokenizerCache:

@@ -11,7 +11,7 @@ import grpc
 from protos import inference_pb2 as pb
 
 VOCAB_SIZE, MAX_MODEL_LEN, MAX_CACHED_TOKENS, MAX_NUM_SEQS, MAX_LOGPROBS = 400, 256, 192, 8, 20
-MODEL, MAX_REQUEST_BYTES = "fake-model", 8_388_608
+MODEL, MAX_REQUEST_BYTES = "fake-model", 1_048_576
 
 OK, INVALID, MISSING = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 _LACKING = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION}

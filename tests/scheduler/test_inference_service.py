@@ -1,10 +1,9 @@
-"""The `Inference` service by itself: what it asks of the core before it puts work into a request."""
+"""The `Inference` service by itself: what it asks before it puts work into a request, and what it holds meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +15,108 @@ from scheduler_svc.frontend import Frontend
 from scheduler_svc.inference_service import InferenceService
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.output_stream import TOKENS_A_PIECE, OutputStream
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.text.admission import Admission
+from scheduler_svc.text.request_checks import TextSettings
+from scheduler_svc.text.request_text import PreparedText, RequestText
 from tests.scheduler.tiny_served_model import tiny_served_model
 
 
-class SlowFrontend:
+class SlowTexts:
     """Prepares nothing before it may."""
 
     def __init__(self) -> None:
-        self.may_go_on = threading.Event()
+        self.may_go_on = asyncio.Event()
+        self.num_asked = 0
 
-    def prepare(self, request: pb.GenerateRequest, arrival_ns: int) -> Any:
-        assert self.may_go_on.wait(10)
+    async def prepare(self, data: bytes) -> Any:
+        self.num_asked += 1
+        await self.may_go_on.wait()
         raise NotReady("prepared enough")
+
+    async def tokenize(self, data: bytes) -> bytes:
+        await self.prepare(data)
+        raise AssertionError
+
+    detokenize = tokenize
+
+    def close(self, refusal: RequestRefused) -> None:
+        self.closed_by = refusal
 
 
 class FullCore:
     """Has room for two."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 2) -> None:
         self.refusals: list[RequestRefused] = []
+        self._room = room
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
-        if num_preparing >= 2:
+        if num_preparing >= self._room:
             raise QueueFull("two are enough", 1.0)
 
     def refused(self, refusal: RequestRefused) -> None:
         self.refusals.append(refusal)
 
 
+def _service(texts: SlowTexts, core: FullCore, admission: Admission) -> InferenceService:
+    return InferenceService(None, texts, core, Mailboxes(asyncio.get_running_loop()), admission)  # type: ignore[arg-type]  # fakes
+
+
 async def test_requests_that_are_being_prepared_count_as_those_that_wait() -> None:
-    frontend, core = SlowFrontend(), FullCore()
-    service = InferenceService(frontend, core, Mailboxes(asyncio.get_running_loop()))  # type: ignore[arg-type]  # fakes
-    calls = [asyncio.create_task(service._prepare(pb.GenerateRequest(), 0)) for _ in range(3)]
+    texts, core = SlowTexts(), FullCore()
+    service = _service(texts, core, Admission(100, 1 << 20))
+    calls = [asyncio.create_task(_prepare(service)) for _ in range(3)]
     with pytest.raises(QueueFull):
         await calls[2]
     was_idle = service.is_idle
     assert not was_idle and not any(call.done() for call in calls[:2])
-    frontend.may_go_on.set()
+    texts.may_go_on.set()
     for call in calls[:2]:
         with pytest.raises(NotReady):
             await call
     assert service.is_idle and [type(refusal) for refusal in core.refusals] == [QueueFull, NotReady, NotReady]
-    service.is_draining = True
+    service.drain()
+    assert str(texts.closed_by) == "this server is draining"
     with pytest.raises(NotReady, match="draining"):
-        await service._prepare(pb.GenerateRequest(), 0)
+        await _prepare(service)
+
+
+@pytest.mark.parametrize("method", ["generate", "tokenize", "detokenize"])
+async def test_whatever_takes_text_passes_one_admission(method: str) -> None:
+    """A thousand bytes are being prepared; what comes then is refused before anybody looks at it."""
+    texts = SlowTexts()
+    admission = Admission(max_requests=3, max_bytes=1000)
+    service = _service(texts, FullCore(room=100), admission)
+    held = asyncio.create_task(_prepare(service, bytes(990)))
+    await asyncio.sleep(0)
+    ask: Any = {"generate": _prepare, "tokenize": _tokenize, "detokenize": _detokenize}[method]
+    with pytest.raises(QueueFull, match="1001 bytes would be prepared, at most 1000 may") as refusal:
+        await ask(service, bytes(11))
+    assert refusal.value.retry_after_s > 0
+    small = [asyncio.create_task(ask(service, bytes(5))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="3 requests are prepared, at most 3 may"):
+        await ask(service, b"")
+    assert (texts.num_asked, admission.num_bytes) == (3, 1000)
+    texts.may_go_on.set()
+    assert all(isinstance(each, NotReady) for each in await asyncio.gather(held, *small, return_exceptions=True))
+    assert (admission.num_requests, admission.num_bytes) == (0, 0)
+
+
+async def test_a_request_that_is_alone_is_taken_whatever_its_size() -> None:
+    with Admission(max_requests=3, max_bytes=10).admit(11):
+        pass
+
+
+class InlineTexts:
+    """Prepares at once, in this process."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._text = RequestText(model, TextSettings())
+
+    async def prepare(self, data: bytes) -> PreparedText:
+        return self._text.prepare(pb.GenerateRequest.FromString(data))
 
 
 class OpenCore:
@@ -80,7 +137,13 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
     model = dataclasses.replace(tiny, max_model_len=50_000, max_cached_tokens=60_000)
     frontend: Any = Frontend(lambda: model, lambda _: None)
     core: Any = OpenCore()
-    service = InferenceService(frontend, core, Mailboxes(asyncio.get_running_loop()))
+    service = InferenceService(
+        frontend,
+        InlineTexts(model),  # type: ignore[arg-type]  # a fake
+        core,
+        Mailboxes(asyncio.get_running_loop()),
+        Admission(100, 1 << 20),
+    )
     pieces: list[str] = []  # of which request, and "-" for each turn of the loop
     resume_with_stops = OutputStream._resume_with_stops
 
@@ -90,26 +153,38 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
 
     monkeypatch.setattr(OutputStream, "_resume_with_stops", noted)
 
-    def request(letter: str, num_tokens: int) -> pb.GenerateRequest:
+    def request(letter: str, num_tokens: int) -> bytes:
         return pb.GenerateRequest(
             request_id=letter,
             prompt="abc",
             resume=[pb.ResumedOutput(index=0, token_ids=[ord(letter)] * num_tokens)],
             sampling_params=pb.SamplingParams(seed=5, stop=["ab" * 512, "b" * 1000 + "a"]),
-        )
+        ).SerializeToString()
 
-    gone = asyncio.create_task(service._prepare(request("a", 40_000), 0))
-    stays = asyncio.create_task(service._prepare(request("b", 900), 0))
+    gone = asyncio.create_task(_prepare(service, request("a", 40_000)))
+    stays = asyncio.create_task(_prepare(service, request("b", 900)))
     while not stays.done():
         pieces.append("-")
         await asyncio.sleep(0)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    assert service.is_idle and not (await stays).output.is_behind
+    assert service.is_idle and not (await stays)[0].output.is_behind
     num_done = pieces.count("a")
     for _ in range(50):
         await asyncio.sleep(0)
     assert pieces.count("a") == num_done < 40_000 // TOKENS_A_PIECE
     turns = "".join(pieces).split("-")
     assert pieces.count("b") == -(-900 // TOKENS_A_PIECE) and max(map(len, turns)) == 1
+
+
+async def _prepare(service: InferenceService, data: bytes = b"") -> Any:
+    return await service._prepare(data, pb.GenerateRequest(), "it", 0)
+
+
+async def _tokenize(service: InferenceService, data: bytes) -> Any:
+    return await service.Tokenize(data, None)
+
+
+async def _detokenize(service: InferenceService, data: bytes) -> Any:
+    return await service.Detokenize(data, None)

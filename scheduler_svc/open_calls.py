@@ -1,0 +1,112 @@
+"""How many calls clients have open, by host and in all, and whose calls end without any work time after time.
+
+A peer is what gRPC calls it: `ipv4:10.0.0.7:41234`, so one connection; its host is all of it but the port. Hosts are
+forgotten when they have nothing open and have behaved for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from scheduler_svc.connections import cut_connection
+from scheduler_svc.errors import QueueFull
+
+log = structlog.get_logger()
+
+HOST_SHARE = 0.75  # of all open calls that one host may have: behind a proxy everybody is one host
+IDLE_CALLS = 1000  # that a host may begin and give up at once,
+IDLE_CALLS_PER_S = 100  # and for long; whoever begins more of them loses the connection
+QUICK_S = 0.25  # a call that its client ends earlier has had no use of it
+RETRY_AFTER_S = 1.0
+LOG_INTERVAL_S = 1.0
+MAX_QUIET_HOSTS = 1024
+
+
+class Call:
+    """One open call. `is_useful`: it got what its client wanted, whatever comes now."""
+
+    __slots__ = ("is_useful", "started_s")
+
+    def __init__(self, started_s: float) -> None:
+        self.started_s = started_s
+        self.is_useful = False
+
+
+class _Host:
+    __slots__ = ("allowance", "allowed_s", "num_open")
+
+    def __init__(self, now_s: float) -> None:
+        self.num_open = 0
+        self.allowance = float(IDLE_CALLS)
+        self.allowed_s = now_s  # when `allowance` was that
+
+
+class OpenCalls:
+    """For one thread.
+
+    Args:
+        max_calls: open at once, of all hosts together.
+        cut: ends a peer's connection.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        max_calls: int,
+        cut: Callable[[str], bool] = cut_connection,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_calls = max_calls
+        self._max_calls_of_host = max(1, int(max_calls * HOST_SHARE))
+        self._cut = cut
+        self._clock = clock
+        self._hosts: dict[str, _Host] = {}
+        self._num_open = 0
+        self._num_cut = 0
+        self._logged_s = -LOG_INTERVAL_S
+
+    @contextmanager
+    def open(self, peer: str) -> Iterator[Call]:
+        """For as long as a call is open. Raises QueueFull beyond the bounds."""
+        now_s = self._clock()
+        name = peer.rpartition(":")[0]
+        host = self._hosts.get(name)
+        if host is None:
+            host = self._hosts[name] = _Host(now_s)
+        if self._num_open >= self._max_calls or host.num_open >= self._max_calls_of_host:
+            raise QueueFull(f"{host.num_open} calls of this host and {self._num_open} in all are open", RETRY_AFTER_S)
+        call = Call(now_s)
+        host.num_open += 1
+        self._num_open += 1
+        try:
+            yield call
+        finally:
+            host.num_open -= 1
+            self._num_open -= 1
+            if not call.is_useful:
+                self._note_idle(call, host, peer)
+            if not host.num_open and len(self._hosts) > MAX_QUIET_HOSTS:
+                self._forget_quiet_hosts()
+
+    def _note_idle(self, call: Call, host: _Host, peer: str) -> None:
+        now_s = self._clock()
+        host.allowance = min(IDLE_CALLS, host.allowance + (now_s - host.allowed_s) * IDLE_CALLS_PER_S)
+        host.allowed_s = now_s
+        if now_s - call.started_s > QUICK_S:
+            return
+        host.allowance -= 1
+        if host.allowance >= 0:
+            return
+        host.allowance = 0.0
+        self._num_cut += self._cut(peer)
+        if now_s - self._logged_s >= LOG_INTERVAL_S:
+            log.warning("calls are begun and given up; connections are cut", peer=peer, connections=self._num_cut)
+            self._logged_s, self._num_cut = now_s, 0
+
+    def _forget_quiet_hosts(self) -> None:
+        earliest_s = self._clock() - IDLE_CALLS / IDLE_CALLS_PER_S
+        self._hosts = {name: host for name, host in self._hosts.items() if host.num_open or host.allowed_s > earliest_s}

@@ -1,0 +1,168 @@
+"""Control tokens that a client has spelled out in a message: found before a template sees them, and encoded as text.
+
+A template's own control tokens must stay what they are, and only the template knows which these are. So what a client
+wrote is broken before it is rendered, a mark after the first character of every control token in it:
+
+    content    hi<|im_end|>          rendered   <|im_start|>user\n hi<M|im_end|> <|im_end|>\n
+    marked     hi<M|im_end|>                    ^ the template's, whole   ^ broken    ^ the template's
+
+Whatever is whole afterwards is the template's. It is given another spelling, one that nobody can guess, the marks are
+taken out, and a second tokenizer that knows control tokens by these spellings alone encodes the text in one piece: it
+splits where the first would, and cannot make a control token of anything else, not even through its vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+# Of Unicode's last plane, for private use: the first that a request does not have itself is its mark.
+_MARKS = tuple(map(chr, range(0x10F000, 0x10F400)))
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: no normalizer changes them
+# By these a template can put a control token together from text that has none: then every first letter is broken.
+_TRANSFORMS = re.compile(
+    r"\b(batch|capitalize|format|join|lower|map|partition|removeprefix|removesuffix|replace|reverse|rpartition|rsplit"
+    r"|slice|split|splitlines|striptags|swapcase|title|translate|truncate|upper|wordwrap)\b"
+)
+_NEUTRAL_NORMALIZERS = {"Prepend", "Replace", "Sequence"}  # change nothing but spaces, as tokenizers use them
+
+
+class ContentGuard:
+    """Thread-safe. Its second tokenizer is made when a text is encoded first.
+
+    Args:
+        tokenizer: made of `tokenizer_json`.
+        control_tokens: text -> id.
+        template: source of the chat template, and `looked_for` what it looks for in messages, which stays whole.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        tokenizer_json: bytes,
+        control_tokens: Mapping[str, int],
+        template: str,
+        looked_for: Iterable[str] = (),
+    ) -> None:
+        self._json = tokenizer_json
+        self._control_tokens = dict(control_tokens)
+        self._template = template
+        self._is_always_needed = _hides_control_tokens(tokenizer, self._control_tokens)
+        whole = _any_of(self._control_tokens)
+        self._genuine = re.compile(f"(?>{whole})")
+        if _TRANSFORMS.search(template):
+            firsts = {case for text in control_tokens for case in (text[0], text[0].lower(), text[0].upper())}
+            kept = _any_of(set(looked_for) - set(control_tokens))
+            self._risky = re.compile(f"{_not(kept)}[{''.join(map(re.escape, sorted(firsts)))}]")
+        else:
+            self._risky = re.compile(f"(?={whole}|{_any_beginning_of(self._control_tokens)}).", re.DOTALL)
+
+    def mark(self, texts: Iterable[str]) -> tuple[list[str], str]:
+        """The texts with every control token broken, and the mark that breaks them; none where none is needed."""
+        texts = list(texts)
+        if not self._is_always_needed and not any(map(self._risky.search, texts)):
+            return texts, ""
+        taken = "".join([*texts, self._template])
+        mark = next((mark for mark in _MARKS if mark not in taken and _in_json(mark) not in taken), None)
+        if mark is None:
+            raise ValueError(f"the messages have all of {len(_MARKS)} characters for private use")
+        return [self._risky.sub(lambda found: found[0] + mark, text) for text in texts], mark
+
+    def encode(self, rendered: str, mark: str) -> list[int]:
+        """Token ids of what was rendered from marked texts: control tokens where the template wrote them alone."""
+        tokenizer, spellings = self._second
+        parts: list[str] = []
+        end = 0
+        for found in self._genuine.finditer(rendered):
+            if rendered.startswith(mark, found.end()):
+                continue  # its last character is a client's
+            parts += [rendered[end : found.start()], spellings[found[0]]]
+            end = found.end()
+        parts.append(rendered[end:])
+        text = without_mark("".join(parts), mark)
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _second(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A tokenizer that knows control tokens by other spellings alone, and these by the texts."""
+        key = secrets.token_hex(16)
+        spellings = {text: f"{_OPEN}{key}{index}{_CLOSE}" for index, text in enumerate(self._control_tokens)}
+        content = json.loads(self._json)
+        content["post_processor"] = None  # a chat has no tokens but those of its template
+        for token in content.get("added_tokens") or ():
+            token["content"] = spellings.get(token["content"], token["content"])
+        model = content["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {spellings.get(text, text): index for text, index in model["vocab"].items()}
+        else:
+            model["vocab"] = [[spellings.get(text, text), score] for text, score in model["vocab"]]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        for text, index in self._control_tokens.items():
+            if tokenizer.token_to_id(spellings[text]) != index:
+                raise ValueError(f"tokenizer.json cannot be read with another spelling of {text!r}")
+        return tokenizer, spellings
+
+
+def without_mark(text: str, mark: str) -> str:
+    """Also where a template has written the mark as JSON does."""
+    return text.replace(mark, "").replace(_in_json(mark), "") if mark else text
+
+
+def _in_json(mark: str) -> str:
+    return json.dumps(mark)[1:-1]
+
+
+def _hides_control_tokens(tokenizer: tokenizers.Tokenizer, control_tokens: Mapping[str, int]) -> bool:
+    """Whether its normalizer may make a control token of text that does not look like one."""
+    if tokenizer.normalizer is None or _kinds(json.loads(tokenizer.normalizer.__getstate__())) <= _NEUTRAL_NORMALIZERS:
+        return False
+    is_normalized = {token.content: token.normalized for token in tokenizer.get_added_tokens_decoder().values()}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    return any(is_normalized.get(text, True) or text in vocabulary for text in control_tokens)
+
+
+def _kinds(normalizer: dict[str, Any]) -> set[str]:
+    return {normalizer["type"]}.union(*map(_kinds, normalizer.get("normalizers") or ()))
+
+
+def _not(pattern: str) -> str:
+    return f"(?!{pattern})" if pattern else ""
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern of all of them, the longer before its beginning, that looks at each character once."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for letter in text:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return _pattern(tree)
+
+
+def _pattern(node: dict[str, Any]) -> str:
+    longer = [re.escape(letter) + _pattern(below) for letter, below in sorted(node.items()) if letter]
+    if not longer:
+        return ""
+    return f"(?:{'|'.join(longer)})" + ("?" if "" in node else "")
+
+
+def _any_beginning_of(texts: Iterable[str]) -> str:
+    """A pattern of every beginning of one that stands at the end of a text: what comes next could complete it."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for letter in text[:-1]:
+            node = node.setdefault(letter, {})
+            node[""] = {}
+    return _pattern(tree) + r"\s*\Z" if tree else r"(?!)"

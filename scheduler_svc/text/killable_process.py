@@ -1,0 +1,84 @@
+"""One text process, seen from the process that started it: asked one thing at a time, and killed at will."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from octavo.end_with_parent import ends_with_parent
+from octavo.options import environment_without_options
+from protos.frontend_pb2 import ModelDescription
+from scheduler_svc.model_description import encode_model
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.text import frames
+from scheduler_svc.text.frames import Answer, Ask
+
+COMMAND = (sys.executable, "-m", "scheduler_svc.text.text_process")
+
+
+class KillableProcess:
+    """For one event loop.
+
+    Attributes:
+        loaded: the model that it has; None until `load`.
+        has_answered: it is no process that dies before it does anything.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, on_end: Callable[[], None]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.loaded: ServedModel | None = None
+        self.has_answered = False
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._ended = asyncio.create_task(process.wait())
+        self._ended.add_done_callback(lambda _: on_end())
+
+    @classmethod
+    async def start(cls, on_end: Callable[[], None]) -> KillableProcess:
+        """`on_end` is called once it has ended, however that came. Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_parent(COMMAND),
+            env={**environment_without_options(), "TOKENIZERS_PARALLELISM": "false"},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            process_group=0,  # Ctrl-C at the terminal is not for it
+        )
+        return cls(process, on_end)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    async def load(self, model: ServedModel, settings: bytes) -> None:
+        """The tokenizer's files are sent where it does not have them. Raises as `ask`, RuntimeError for what it cannot
+        load."""
+        description: ModelDescription = encode_model(model)
+        parts = [settings, description.SerializeToString()]
+        if self.loaded is None or self.loaded.tokenizer is not model.tokenizer:
+            for name, content in model.tokenizer.files.items():
+                parts += [name.encode(), content]
+        answer, payload = await self.ask(Ask.LOAD, frames.pack(parts))
+        if answer is not Answer.OK:
+            raise RuntimeError(f"a text process could not load the tokenizer: {payload.decode(errors='replace')}")
+        self.loaded = model
+
+    async def ask(self, kind: Ask, payload: bytes) -> tuple[Answer, bytes]:
+        """Raises EOFError or ConnectionError where it dies meanwhile."""
+        self._stdin.write(frames.HEADER.pack(len(payload), kind))
+        self._stdin.write(payload)
+        await self._stdin.drain()
+        length, answer = frames.HEADER.unpack(await self._stdout.readexactly(frames.HEADER.size))
+        data = await self._stdout.readexactly(length)
+        self.has_answered = True
+        return Answer(answer), data
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._ended

@@ -1,0 +1,238 @@
+"""The text processes of a server: a few of them, fed one request at a time, killed when one takes too long.
+
+A request whose process dies goes once more to another; one that takes longer than the limit is refused, and its process
+is replaced. Where there are several, the last takes small requests alone, so that these never wait behind large ones;
+all others take whatever came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+import structlog
+
+from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestRefused
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.text import frames
+from scheduler_svc.text.frames import Answer, Ask
+from scheduler_svc.text.killable_process import KillableProcess
+from scheduler_svc.text.request_checks import TextSettings
+from scheduler_svc.text.request_text import PreparedText
+
+log = structlog.get_logger()
+
+SMALL_BYTES = 16_384  # of a request that is tokenised in milliseconds
+LOAD_TIMEOUT_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0  # before a process is started after one that did not get to answer anything
+
+
+class TextProcesses:
+    """For one event loop.
+
+    Args:
+        served_model: what requests are prepared for. Raises NotReady before there is one.
+        num_processes: at least 1.
+        time_limit_s: for one request, rendering and tokenising together.
+    """
+
+    def __init__(
+        self,
+        served_model: Callable[[], ServedModel],
+        settings: TextSettings,
+        num_processes: int = 2,
+        time_limit_s: float = 10.0,
+    ) -> None:
+        self._served_model = served_model
+        self._settings = json.dumps(dataclasses.asdict(settings)).encode()
+        self._time_limit_s = time_limit_s
+        self._numbers = count()
+        self._small: deque[_Job] = deque()
+        self._large: deque[_Job] = deque()
+        self._slots = [_Slot(takes_large=number < max(1, num_processes - 1)) for number in range(num_processes)]
+        self._running: set[_Job] = set()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._model: ServedModel | None = None  # the last that was asked for: a new process loads it at once
+        self._closed_by: RequestRefused | None = None
+
+    def start(self) -> None:
+        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
+
+    def close(self, refusal: RequestRefused) -> None:
+        """Whoever waits or comes is refused so."""
+        self._closed_by = refusal
+        for job in [*self._small, *self._large, *self._running]:
+            job.fail(refusal)
+
+    async def stop(self) -> None:
+        """Kills them, whatever they do."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    def expect(self, model: ServedModel) -> None:
+        """Requests for this model are about to come: it is loaded meanwhile."""
+        self._model = model
+        for slot in self._slots:
+            slot.wake.set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [slot.process.pid for slot in self._slots if slot.process is not None]
+
+    async def prepare(self, data: bytes) -> PreparedText:
+        """What the bytes of a `GenerateRequest` ask for. Raises RequestRefused."""
+        return frames.decode_prepared(await self._ask(Ask.PREPARE, data))
+
+    async def tokenize(self, data: bytes) -> bytes:
+        """A `TokenizeResponse` to a `TokenizeRequest`, both as bytes. Raises RequestRefused."""
+        return await self._ask(Ask.TOKENIZE, data)
+
+    async def detokenize(self, data: bytes) -> bytes:
+        """A `DetokenizeResponse` to a `DetokenizeRequest`, both as bytes. Raises RequestRefused."""
+        return await self._ask(Ask.DETOKENIZE, data)
+
+    async def _ask(self, kind: Ask, data: bytes) -> bytes:
+        if self._closed_by is not None:
+            raise self._closed_by
+        self._model = self._served_model()
+        job = _Job(kind, data, self._model, next(self._numbers))
+        self._queue_of(job).append(job)
+        self._wake_for(job)
+        return await job.answer
+
+    def _queue_of(self, job: _Job) -> deque[_Job]:
+        return self._small if len(job.data) <= SMALL_BYTES else self._large
+
+    def _wake_for(self, job: _Job) -> None:
+        """One idle slot that takes it; of a small one, rather that which takes nothing else."""
+        is_small = self._queue_of(job) is self._small
+        for slot in reversed(self._slots) if is_small else self._slots:
+            if slot.is_idle and (is_small or slot.takes_large):
+                slot.is_idle = False
+                slot.wake.set()
+                return
+
+    def _next_job(self, slot: _Slot) -> _Job | None:
+        for queue in (self._small, self._large):
+            while queue and queue[0].answer.done():
+                queue.popleft()  # nobody waits for it any more
+        if self._large and slot.takes_large and not (self._small and self._small[0].number < self._large[0].number):
+            return self._large.popleft()
+        return self._small.popleft() if self._small else None
+
+    async def _keep(self, slot: _Slot) -> None:
+        """One process after another, for as long as the server lives."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                slot.process = await KillableProcess.start(slot.wake.set)
+                await self._feed(slot, slot.process)
+                log.warning("a text process has ended; it is replaced", pid=slot.process.pid)
+            except OSError as error:
+                log.error("a text process cannot be started", why=str(error), again_in_s=pause_s)
+            except Exception:
+                log.exception("a text process failed", again_in_s=pause_s)
+            finally:
+                process, slot.process, slot.is_idle = slot.process, None, False
+                if process is not None:
+                    await process.kill()
+            if process is not None and process.has_answered:
+                pause_s = FIRST_PAUSE_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _feed(self, slot: _Slot, process: KillableProcess) -> None:
+        """Until it has ended, or has to be replaced. Raises RuntimeError where it cannot load the model."""
+        while not process.has_ended:
+            slot.wake.clear()
+            if (job := self._next_job(slot)) is not None:
+                self._running.add(job)
+                try:
+                    if not await self._run(job, process):
+                        return
+                finally:
+                    self._running.discard(job)
+            elif self._model is not None and process.loaded is not self._model:
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    await process.load(self._model, self._settings)
+            else:
+                slot.is_idle = True
+                await slot.wake.wait()
+                slot.is_idle = False
+
+    async def _run(self, job: _Job, process: KillableProcess) -> bool:
+        """Gives the job its answer; False: the process is of no more use."""
+        try:
+            if process.loaded is not job.model:
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    await process.load(job.model, self._settings)
+            async with asyncio.timeout(self._time_limit_s):
+                answer, payload = await process.ask(job.kind, job.data)
+        except TimeoutError:
+            if process.loaded is not job.model:
+                job.fail(RuntimeError(f"a text process had no tokenizer after {LOAD_TIMEOUT_S:g} s"))
+                return False
+            log.warning("a request takes too long; its text process is killed", pid=process.pid, bytes=len(job.data))
+            what = f"not rendered and tokenised within {self._time_limit_s:g} s (--text-timeout)"
+            job.fail(InvalidRequest(FieldViolation("request", what)))
+            return False
+        except (EOFError, ConnectionError):
+            self._lose(job)
+            return False
+        except BaseException as error:
+            job.fail(error if isinstance(error, Exception) else RuntimeError("the server is stopping"))
+            raise
+        if answer is Answer.OK:
+            job.give(payload)
+        elif answer is Answer.REFUSED:
+            job.fail(frames.decode_refusal(payload))
+        else:
+            job.fail(RuntimeError(f"a text process failed over a request:\n{payload.decode(errors='replace')}"))
+        return True
+
+    def _lose(self, job: _Job) -> None:
+        """The first time it is tried again, before all others."""
+        job.num_losses += 1
+        if job.num_losses > 1:
+            job.fail(RuntimeError("two text processes have died over this request"))
+        elif not job.answer.done():
+            self._queue_of(job).appendleft(job)
+            self._wake_for(job)
+
+
+class _Job:
+    """One request on its way through a process, and who waits for its answer."""
+
+    __slots__ = ("answer", "data", "kind", "model", "num_losses", "number")
+
+    def __init__(self, kind: Ask, data: bytes, model: ServedModel, number: int) -> None:
+        self.kind = kind
+        self.data = data
+        self.model = model
+        self.number = number
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.num_losses = 0
+
+    def give(self, payload: bytes) -> None:
+        if not self.answer.done():
+            self.answer.set_result(payload)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class _Slot:
+    """A place for a process. `wake` is set when there may be something to do, or the process has ended."""
+
+    def __init__(self, takes_large: bool) -> None:
+        self.takes_large = takes_large
+        self.wake = asyncio.Event()
+        self.is_idle = False
+        self.process: KillableProcess | None = None
