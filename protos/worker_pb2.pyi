@@ -33,6 +33,11 @@ class StepErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_ERROR_CODE_INTERNAL: _ClassVar[StepErrorCode]
     STEP_ERROR_CODE_OUT_OF_MEMORY: _ClassVar[StepErrorCode]
     STEP_ERROR_CODE_PROTOCOL: _ClassVar[StepErrorCode]
+
+class RowErrorKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_ERROR_KIND_MODEL: _ClassVar[RowErrorKind]
+    ROW_ERROR_KIND_SAMPLING: _ClassVar[RowErrorKind]
 WORKER_LIFECYCLE_UNSPECIFIED: WorkerLifecycle
 WORKER_LIFECYCLE_LOADED: WorkerLifecycle
 WORKER_LIFECYCLE_INITIALIZED: WorkerLifecycle
@@ -47,6 +52,8 @@ STEP_STATUS_SKIPPED: StepStatus
 STEP_ERROR_CODE_INTERNAL: StepErrorCode
 STEP_ERROR_CODE_OUT_OF_MEMORY: StepErrorCode
 STEP_ERROR_CODE_PROTOCOL: StepErrorCode
+ROW_ERROR_KIND_MODEL: RowErrorKind
+ROW_ERROR_KIND_SAMPLING: RowErrorKind
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -381,12 +388,14 @@ class PromptLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[_Union[SequenceOutputs, _Mapping]] = ...) -> None: ...
 
 class RowError(_message.Message):
-    __slots__ = ("row", "message")
+    __slots__ = ("row", "message", "kind")
     ROW_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     row: int
     message: str
-    def __init__(self, row: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    kind: RowErrorKind
+    def __init__(self, row: _Optional[int] = ..., message: _Optional[str] = ..., kind: _Optional[_Union[RowErrorKind, str]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queue_ns", "cache_ops_ns", "prepare_ns", "forward_ns", "sample_ns", "total_ns")

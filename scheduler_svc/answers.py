@@ -10,6 +10,7 @@ from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, TokenIds
 from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, WrongAnswer
+from scheduler_svc.suspected_blocks import SuspectedBlocks
 from scheduler_svc.worker_groups import WorkerGroups
 
 
@@ -19,6 +20,7 @@ class Answers:
     def __init__(self, groups: WorkerGroups, served: ServedTokens | None) -> None:
         self._groups = groups
         self._served = served
+        self._suspected = SuspectedBlocks(groups.blocks.cache)
         # What rows of beams have answered while others of their group have not.
         self._candidates: dict[SequenceGroup, dict[Sequence, Candidates]] = {}
 
@@ -36,10 +38,11 @@ class Answers:
         tokens = self._append(slots, generations, sequences, token_ids)
         if rows.num_beam_rows:
             self._take_candidates(rows, answer, is_answered, len(slots), tokens.beams)
+        self._suspected.acquit(tokens.sequences.tolist())
         for row, message in answer.errors.items():
             group = rows.sequences[row].group
             is_new = not group.is_finished
-            self._withdraw_and_end(rows.sequences[row])
+            self._end_failed(rows.sequences[row], withdraws=row not in answer.computed_well)
             if is_new:
                 tokens.errors.append((group, message))
         return tokens
@@ -98,16 +101,18 @@ class Answers:
             self._served.charge(tenant, num_tokens)
 
     @names_group
-    def _withdraw_and_end(self, failed: Sequence) -> None:
-        """Nobody may find what a row that failed has computed, nor what the others of its group built upon it.
+    def _end_failed(self, failed: Sequence, withdraws: bool) -> None:
+        """Where it `withdraws`, nobody may find what a row that failed has computed, nor what the others of its group
+        built upon it; what it found there only with proof (`SuspectedBlocks`).
 
         Also where the sequence has ended, or given its blocks up, since the row was sent.
         """
         blocks, group = self._groups.blocks, failed.group
-        held = blocks.blocks_held(group).tolist()
+        held = np.union1d(blocks.blocks_held(group), np.array(blocks.find_all(failed), np.int64))
         for sequence in group.unfinished():
             self._groups.finish(sequence)
-        blocks.withdraw([*held, *blocks.find_all(failed)])
+        if withdraws:
+            blocks.withdraw(self._suspected.accuse(group, held))
         self.forget(group)
 
     # ---- beams ------------------------------------------------------------------------------------------------------

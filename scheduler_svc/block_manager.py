@@ -199,7 +199,8 @@ class BlockSpaceManager:
             hashes = columns.owner[slot].hashes(first, last, self.block_size)
             table = columns.block_tables[slot]
             parents = np.append(table[first - 1 : first] if first else np.int32(-1), table[first : last - 1])
-            self._published += self.cache.publish(hashes, table[first:last], parents)
+            number = columns.owner[slot].group.number
+            self._published += self.cache.publish(hashes, table[first:last], parents, number)
         columns.num_published[slots] = np.maximum(columns.num_published[slots], num_full)
 
     def _publish_one(self, slots: Ints, indices: Ints) -> None:
@@ -211,7 +212,8 @@ class BlockSpaceManager:
         hashes = []
         for entry, (owner, index) in enumerate(zip(columns.owner[slots].tolist(), indices.tolist(), strict=True)):
             hashes.append(owner.hash_of_next(index, token_ids[entry * size : (entry + 1) * size], self.block_size))
-        self._published += self.cache.publish(hashes, blocks, parents)
+        publishers = [owner.group.number for owner in columns.owner[slots]]
+        self._published += self.cache.publish(hashes, blocks, parents, publishers)
 
     def take_published(self) -> list[int]:
         """Blocks that were published since the last call."""

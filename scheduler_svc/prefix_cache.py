@@ -36,12 +36,14 @@ class PrefixCache:
         is_cached: whether the block can be found.
         parents: the block in front of it when it was published, -1 for none; stale once that block is reused, which
             makes `withdraw` take more than it must and never less.
+        publishers: `SequenceGroup.number` of the group that computed a cached block.
         times_forgotten: how often the block was found under a hash and then no more.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.parents: BlockIds = np.full(num_blocks, -1, np.int32)
+        self.publishers: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self.times_forgotten: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -59,7 +61,9 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def publish(self, hashes: list[bytes], blocks: BlockIds, parents: BlockIds) -> list[int]:
+    def publish(
+        self, hashes: list[bytes], blocks: BlockIds, parents: BlockIds, publishers: int | list[int] = 0
+    ) -> list[int]:
         """Lets each block be found, unless another one with the same content can be; the blocks that now are."""
         published = []
         for digest, block in zip(hashes, blocks.tolist(), strict=True):
@@ -69,6 +73,7 @@ class PrefixCache:
                 published.append(block)
         self.is_cached[published] = True
         self.parents[blocks] = parents
+        self.publishers[blocks] = publishers
         return published
 
     def forget(self, blocks: list[int]) -> None:

@@ -7,6 +7,7 @@ it was swapped out, the host blocks in which they are computed. Knows nothing of
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from functools import cached_property
@@ -42,6 +43,7 @@ class FinishReason(enum.IntEnum):
     ERROR = inference_pb2.FINISH_REASON_ERROR
 
 
+_NUMBERS = itertools.count(1)  # of groups, in this process
 _ID_BYTES = 5  # the longest varint of 32 bits
 _GROUP_BYTES = 96  # tags, lengths and single numbers of a group's and a sequence's messages
 
@@ -242,6 +244,7 @@ class SequenceGroup:
         output: Any = None,
     ) -> None:
         prompt = np.asarray(prompt_token_ids, np.int32)
+        self.number = next(_NUMBERS)
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.num_prompt_tokens = len(prompt)

@@ -190,7 +190,10 @@ def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
     logprobs = np.frombuffer(outputs.logprobs_f32, F32)
     if len(logprobs) or outputs.top_counts_u32:
         check_logprobs(outputs)
-    return Answer(token_ids, num_tokens, logprobs, {error.row: error.message for error in outputs.row_errors})
+    errors = {error.row: error.message for error in outputs.row_errors}
+    of_sampling = worker_pb2.ROW_ERROR_KIND_SAMPLING
+    computed_well = frozenset(error.row for error in outputs.row_errors if error.kind == of_sampling)
+    return Answer(token_ids, num_tokens, logprobs, errors, computed_well)
 
 
 def check_logprobs(outputs: worker_pb2.SequenceOutputs) -> None:

@@ -105,12 +105,14 @@ class Answer:
         num_tokens: [rows], entries of each row.
         logprobs: [entries], or empty where nobody asked.
         errors: rows that could not be answered, with the reason.
+        computed_well: those of them where it was what the request asks for that left nothing to draw.
     """
 
     token_ids: TokenIds
     num_tokens: Ints
     logprobs: npt.NDArray[np.float32]
     errors: dict[int, str]
+    computed_well: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ them a beam goes on with is decided elsewhere, by sums of these numbers. Nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class RowSamples:
     drawn: Drawn | None  # None: nothing was drawn
     ranked: Ranked | None  # None: there is no beam search
     ranks: npt.NDArray[np.bool_]  # [L], rows of logits that are ranked
+    is_adjusted: npt.NDArray[np.bool_]  # [L], rows whose parameters change logits before they are drawn from
     is_candidate: npt.NDArray[np.bool_]  # [N], samples
     device: torch.device
 
@@ -74,15 +75,22 @@ class RowSamples:
         return drawn if self.ranked is None else (*drawn, *self.ranked.tensors)
 
     def on_host(self, arrays: tuple[npt.NDArray[Any], ...]) -> Sampled:
-        """From copies of `tensors`; `bad_rows` are among the L rows of logits."""
+        """From copies of `tensors`; `bad_rows` are among the L rows of logits.
+
+        Of logits that are all -inf the row's parameters are the cause, where they change logits. They cannot make a
+        number that is not one, nor infinity, of a finite logit: penalties and biases are bounded.
+        """
         num_drawn = 0 if self.drawn is None else len(self.drawn.tensors)
         drawn = None if self.drawn is None else self.drawn.on_host(arrays[:num_drawn])
         ranked = None if self.ranked is None else self.ranked.on_host(arrays[num_drawn:])
         if drawn is None or ranked is None:
             one = drawn or ranked
             assert one is not None, "rows that sample nothing"
+        else:
+            one = _merged(drawn, ranked, self.ranks, self.is_candidate)
+        if not one.emptied_rows.size:
             return one
-        return _merged(drawn, ranked, self.ranks, self.is_candidate)
+        return replace(one, emptied_rows=one.emptied_rows[self.is_adjusted[one.emptied_rows]])
 
 
 def sample_rows(
@@ -113,7 +121,8 @@ def draw_rows(
         draws = Draws(row_of_draws[logits_rows[is_draw]], rows.sample_indices[is_draw], rows.sample_positions[is_draw])
         raw = None if raw_logits is None or raw_logits is logits else _rows_of(raw_logits, ~ranks)
         drawn = draw(_rows_of(logits, ~ranks), sampling.take(rows.slots[sampling_rows[~ranks]]), draws, raw)
-    return RowSamples(drawn, ranked, ranks, rows.is_candidate, logits.device)
+    is_adjusted = sampling.adjusts_logits[rows.slots[sampling_rows]]
+    return RowSamples(drawn, ranked, ranks, is_adjusted, rows.is_candidate, logits.device)
 
 
 def largest_of_rows(logits: torch.Tensor, rows: AppliedRows) -> RowSamples:
@@ -123,7 +132,7 @@ def largest_of_rows(logits: torch.Tensor, rows: AppliedRows) -> RowSamples:
     if rows.sample_rows.size != num_rows:
         logits_rows = np.searchsorted(np.flatnonzero(rows.num_samples), rows.sample_rows)
     nobody = np.zeros(num_rows, np.bool_)
-    return RowSamples(take_largest(logits, logits_rows), None, nobody, rows.is_candidate, logits.device)
+    return RowSamples(take_largest(logits, logits_rows), None, nobody, nobody, rows.is_candidate, logits.device)
 
 
 def candidates(logits: torch.Tensor, counts: Ints) -> Ranked:
@@ -159,5 +168,8 @@ def _merged(
         top_token_ids, top_logprobs = drawn.logprobs.top_token_ids, drawn.logprobs.top_logprobs
     bad_rows = np.concatenate([np.flatnonzero(~ranks)[drawn.bad_rows], np.flatnonzero(ranks)[ranked.bad_rows]])
     return Sampled(
-        token_ids, np.sort(bad_rows), Logprobs(logprobs, token_ranks, top_counts, top_token_ids, top_logprobs)
+        token_ids,
+        np.sort(bad_rows),
+        Logprobs(logprobs, token_ranks, top_counts, top_token_ids, top_logprobs),
+        np.flatnonzero(~ranks)[drawn.emptied_rows],  # candidates are of logits as they are
     )

@@ -60,7 +60,7 @@ class Drawn:
         if self.logprobs is not None:
             found = self.logprobs.on_host(tuple(of_logprobs), is_bad[self.rows[self.with_logprobs]])
             logprobs = _spread(found, self.with_logprobs, len(token_ids))
-        return Sampled(token_ids, is_bad.nonzero()[0], logprobs)
+        return Sampled(token_ids, is_bad.nonzero()[0], logprobs, np.isneginf(largest).nonzero()[0])
 
 
 def sample(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: torch.Tensor | None = None) -> Sampled:

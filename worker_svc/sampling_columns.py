@@ -6,6 +6,7 @@ sequence's draw depends on (`seed`, its index, a position) is here or in the mir
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +18,7 @@ from worker_svc.bad_words import BadWords
 from worker_svc.errors import ProtocolError
 from worker_svc.ragged_column import RaggedColumn
 
+WEAKEST_REPETITION, STRONGEST_REPETITION = 0.01, 100.0  # what schedulers accept; no finite logit overflows by it
 WHOLE_VOCABULARY = np.int32(-1)
 """`num_logprobs` of a request that asked for all of them (`SamplingParams.logprobs` = -1)."""
 
@@ -102,7 +104,8 @@ class SamplingColumns:
         self.use_beam_search[slot] = params.use_beam_search
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
-        self.repetition_penalty[slot] = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        self.repetition_penalty[slot] = min(max(repetition, WEAKEST_REPETITION), STRONGEST_REPETITION)
         self.min_tokens[slot] = params.min_tokens
         self.stop_token_ids.set(slot, stop_token_ids)
         self.allowed_token_ids.set(slot, params.allowed_token_ids)
@@ -162,5 +165,8 @@ def check_supported(params: inference_pb2.SamplingParams) -> None:
     unsupported = [name for name, is_asked_for in asked_for.items() if is_asked_for]
     if unsupported:
         raise ProtocolError(f"this worker cannot sample with {', '.join(unsupported)}")
+    numbers = [value for field, value in params.ListFields() if field.type == field.TYPE_FLOAT]
+    if not all(map(math.isfinite, (*numbers, *params.logit_bias.values()))):
+        raise ProtocolError("sampling_params with a number that is not finite: what is drawn would mean nothing")
     if not params.HasField("seed"):
         raise ProtocolError("sampling_params without a seed: a draw would not be reproducible")

@@ -9,19 +9,27 @@ from protos import worker_pb2
 from worker_svc.sampled import Logprobs, Sampled
 from worker_svc.sequence_states import AppliedRows
 
+_MESSAGES = {
+    worker_pb2.ROW_ERROR_KIND_MODEL: "the model's logits for this row are not finite",
+    worker_pb2.ROW_ERROR_KIND_SAMPLING: "its sampling parameters forbid every token that could come next",
+}
+
 
 def pack_outputs(rows: AppliedRows, sampled: Sampled) -> worker_pb2.SequenceOutputs:
-    """Every drawn token of every row; a row whose logits were not finite answers no token but a RowError."""
+    """Every drawn token of every row; a row that nothing could be drawn from answers no token but a RowError."""
     outputs = worker_pb2.SequenceOutputs()
     keeps: npt.NDArray[np.bool_] | slice = slice(None)
     if sampled.bad_rows.size:
-        bad_rows = np.flatnonzero(rows.num_samples > 0)[sampled.bad_rows]
+        sampling_rows = np.flatnonzero(rows.num_samples > 0)
+        bad_rows = sampling_rows[sampled.bad_rows]
+        emptied = set(sampling_rows[sampled.emptied_rows].tolist())
         keeps = ~np.isin(rows.sample_rows, bad_rows)
         num_tokens = rows.num_samples.copy()
         num_tokens[bad_rows] = 0
         outputs.num_tokens_u16 = num_tokens.astype("<u2").tobytes()
         for row in bad_rows.tolist():
-            outputs.row_errors.add(row=row, message="the model's logits for this row are not finite")
+            kind = worker_pb2.ROW_ERROR_KIND_SAMPLING if row in emptied else worker_pb2.ROW_ERROR_KIND_MODEL
+            outputs.row_errors.add(row=row, message=_MESSAGES[kind], kind=kind)
     outputs.token_ids_i32 = sampled.token_ids[keeps].astype("<i4").tobytes()
     if sampled.logprobs is not None:
         pack_logprobs(outputs, sampled.logprobs, keeps)

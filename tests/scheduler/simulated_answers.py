@@ -15,6 +15,7 @@ from worker_svc.sequence_outputs import pack_outputs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 
 History = npt.NDArray[np.int32]  # [num_tokens]
+NOTHING_TO_DRAW = "nothing to draw"  # the error of a row whose parameters forbid every token
 
 
 class Language(Protocol):
@@ -58,6 +59,8 @@ def answer(
     outputs = pack_outputs(rows, Sampled(token_ids, bad_rows, logprobs))
     for error in outputs.row_errors:
         error.message = errors[error.row]
+        if error.message == NOTHING_TO_DRAW:
+            error.kind = worker_pb2.ROW_ERROR_KIND_SAMPLING
     return outputs
 
 

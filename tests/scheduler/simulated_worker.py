@@ -18,7 +18,7 @@ import torch
 
 from protos import worker_pb2
 from tests.scheduler.fake_language import VOCAB_SIZE, extended, start_of
-from tests.scheduler.simulated_answers import ContentLanguage, History, Language, answer
+from tests.scheduler.simulated_answers import NOTHING_TO_DRAW, ContentLanguage, History, Language, answer
 from worker_svc.prompt_logprobs import PromptLogprobs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations, Ints, ragged_offsets
@@ -179,7 +179,7 @@ class SimulatedWorker:
         self.device.reshape(-1)[self._places(slots, positions)] = contents
 
     def _own_errors(self, rows: AppliedRows) -> dict[int, str]:
-        """Message by row; what such a row has written is not finite."""
+        """Message by row; what such a row has written is not finite, except with NOTHING_TO_DRAW."""
         errors: dict[int, str] = {}
         if self._row_error is None:
             return errors
@@ -187,6 +187,8 @@ class SimulatedWorker:
             slot, first, end = int(rows.slots[row]), int(rows.context_lens[row]), self._end(rows, row)
             if (message := self._row_error(self.states.token_ids[slot, :end])) is not None:
                 errors[row] = message
+                if message == NOTHING_TO_DRAW:
+                    continue
                 positions = np.arange(first, end)
                 self.device.reshape(-1)[self._places(np.full(end - first, slot), positions)] = NOT_FINITE
         return errors

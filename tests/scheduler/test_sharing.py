@@ -7,6 +7,7 @@ import pytest
 
 from scheduler_svc.prefix_cache import PrefixCache, extend_hashes, root_hash
 from scheduler_svc.sequence import SequenceGroup
+from tests.scheduler.simulated_answers import NOTHING_TO_DRAW
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
 NUM_REQUESTS, NUM_SHARED, NUM_OWN = 64, 512, 32
@@ -94,6 +95,46 @@ def test_what_a_failed_row_has_computed_is_not_found():
     simulation.run_to_end()
     assert (good.num_cached_tokens, after.num_cached_tokens) == (0, 12)
     simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+POISON, FORBIDDEN = 77, 78
+SHARED = [1] * 12
+
+
+def failing_behind_a_shared_prefix() -> Simulation:
+    """A request whose prompt ends in POISON has logits that are not finite, one that ends in FORBIDDEN nothing to draw.
+    SHARED is cached: somebody has computed it and ended well."""
+    errors = {POISON: "not finite", FORBIDDEN: NOTHING_TO_DRAW}
+    simulation = Simulation(row_error=lambda history: errors.get(int(history[-1])))
+    simulation.add([*SHARED, 2], 2)
+    simulation.run_to_end()
+    return simulation
+
+
+def test_a_request_that_forbids_every_token_costs_nobody_a_block():
+    simulation = failing_behind_a_shared_prefix()
+    for other in range(3):
+        group = simulation.add([*SHARED, *[other] * 8, FORBIDDEN], 5)
+        simulation.run_to_end()
+        assert simulation.errors[group] == NOTHING_TO_DRAW and group.num_cached_tokens == 12
+        assert num_found(simulation, [*SHARED, *[other] * 8, 3]) == 5, "its own blocks are as good as any"
+    simulation.check_nothing_left()
+
+
+@pytest.mark.parametrize("has_success_between", [True, False])
+def test_blocks_that_others_computed_are_withdrawn_when_two_have_failed_over_them_in_a_row(has_success_between):
+    simulation = failing_behind_a_shared_prefix()
+    for number in range(2):
+        own = [10 + number] * 8
+        simulation.add([*SHARED, *own, POISON], 5)
+        simulation.run_to_end()
+        assert num_found(simulation, [*SHARED, *own, 3]) == (3 if number == 0 or has_success_between else 0)
+        if has_success_between:
+            good = simulation.add([*SHARED, 4], 2, eos_token_id=None)
+            simulation.run_to_end()
+            assert good.num_cached_tokens == 12
+    assert len(simulation.errors) == 2
     simulation.check_nothing_left()
 
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from octavo.rpc import WORKER_CHANNEL_OPTIONS
-from protos import worker_pb2, worker_pb2_grpc
+from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from worker_svc.config import WorkerConfig
 from worker_svc.lease import EXPIRY_S
@@ -319,9 +319,41 @@ async def test_row_without_finite_logits_ends_alone(setup: Setup) -> None:
     assert tokens_of(result) == [next_token(3, 0), next_token(6, 0)]
     assert result.outputs.num_tokens_u16 == b"\1\0\0\0\1\0"
     assert [error.row for error in result.outputs.row_errors] == [1]
+    assert result.outputs.row_errors[0].kind == worker_pb2.ROW_ERROR_KIND_MODEL
     # A step that was in flight already names the same rows; the others go on.
     result = await stream.run(decode(2, [0, 1, 2]))
     assert result.status == worker_pb2.STEP_STATUS_OK
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_row_that_may_draw_nothing_says_that_it_is_its_parameters(setup: Setup, temperature: float) -> None:
+    """And a row whose logits are not finite says that it is the model, whatever its parameters."""
+    setup.model.poison = 5
+    params = inference_pb2.SamplingParams(seed=1, temperature=temperature, allowed_token_ids=[4, 9])
+    step = prefill(1, [[3], [5], [6]], params=params)
+    for group in step.groups[:2]:
+        group.bad_words.extend([inference_pb2.TokenIds(ids=[4]), inference_pb2.TokenIds(ids=[9])])
+    step.groups[1].sampling_params.ClearField("allowed_token_ids")
+    step.groups[1].sampling_params.repetition_penalty = 1e-45
+    step.groups[2].sampling_params.repetition_penalty = 1e-45
+    stream = await setup.open()
+    result = await stream.run(step)
+    kinds = {error.row: error.kind for error in result.outputs.row_errors}
+    assert kinds == {0: worker_pb2.ROW_ERROR_KIND_SAMPLING, 1: worker_pb2.ROW_ERROR_KIND_MODEL}
+    assert "forbid" in result.outputs.row_errors[0].message
+    assert len(tokens_of(result)) == 1, "a penalty without bounds is one at its bound"
+
+
+@pytest.mark.parametrize("field", ["repetition_penalty", "temperature", "logit_bias"])
+async def test_a_number_that_is_none_is_no_parameter(setup: Setup, field: str) -> None:
+    step = prefill(1, [[3]])
+    params = step.groups[0].sampling_params
+    if field == "logit_bias":
+        params.logit_bias[4] = float("nan")
+    else:
+        setattr(params, field, float("inf"))
+    result = await (await setup.open()).run(step)
+    assert result.error.code == worker_pb2.STEP_ERROR_CODE_PROTOCOL and "not finite" in result.error.message
 
 
 async def test_drain_answers_what_was_received(setup: Setup) -> None:

@@ -1,0 +1,46 @@
+"""Whose fault it is that a model's logits were not finite: of what a group computed, or of blocks that it found.
+
+A group that fails takes back what it computed itself. Blocks that others computed are shared, and a request that harms
+only itself must not cost others their cache. They are taken back when two groups have failed over them and nobody has
+read them with success since the first: then it is they that are wrong, and whoever found them would fail as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.prefix_cache import PrefixCache
+from scheduler_svc.sequence import Sequence, SequenceGroup
+from scheduler_svc.sequence_columns import Ints
+
+
+class SuspectedBlocks:
+    """Of one worker's cache. Costs nothing while nobody has failed."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._accusers: dict[tuple[int, int], int] = {}  # (block, times forgotten): number of the group that failed
+
+    def accuse(self, group: SequenceGroup, blocks: Ints) -> list[int]:
+        """`group` failed over `blocks`, all that it held or could find; those that must not be found any more."""
+        wrong = []
+        for block in blocks.tolist():
+            key = block, int(self._cache.times_forgotten[block])
+            if not self._cache.is_cached[block] or self._cache.publishers[block] == group.number:
+                wrong.append(block)
+            elif self._accusers.setdefault(key, group.number) != group.number:
+                wrong.append(block)
+                del self._accusers[key]
+        return wrong
+
+    def acquit(self, sequences: list[Sequence]) -> None:
+        """These have been computed, and drawn from, over the blocks in their tables."""
+        if not self._accusers:
+            return
+        tables = [sequence.block_table for sequence in sequences if sequence.slot >= 0]
+        sound = set(np.concatenate(tables).tolist()) if tables else set()
+        self._accusers = {
+            (block, times): accuser
+            for (block, times), accuser in self._accusers.items()
+            if block not in sound and times == self._cache.times_forgotten[block]
+        }
