@@ -45,7 +45,7 @@ class Dispatcher:
     @staticmethod
     def can_ever_run(group: SequenceGroup, worker: Taker) -> bool:
         """Whether the worker, empty, could hold what the group has and is allowed to become."""
-        return worker.scheduler.can_ever_run(group)
+        return worker.scheduler.can_ever_run(group) and not (group.adapter and not worker.adapter_gate.max_loras)
 
 
 class WorkerView:
@@ -89,6 +89,10 @@ class WorkerView:
     def earliest_arrival_ns(self) -> int | None:
         return self._waiting.earliest_arrival_ns()
 
+    def _fits(self, group: SequenceGroup) -> bool:
+        self._looked_at = group
+        return self._worker.scheduler.can_ever_run(group)
+
     def _choose(self) -> SequenceGroup | None:
         head = self._looked_at = self._waiting.peek()
         if head is None:
@@ -99,13 +103,15 @@ class WorkerView:
         gate = self._worker.adapter_gate
         gate.open(_adapters_in_use(self._worker), self._worker.adapters)
         if scheduler.groups.num_free_slots < 1:  # to be preempted for, if anything
-            may_join = scheduler.can_ever_run(head) and gate.admits(head.adapter)
-            return head if may_join and not any(_could_take(other, head) for other, _ in self._rivals()) else None
+            for first in self._waiting.candidates(1, self._fits):
+                if gate.admits(first.adapter) and not any(_could_take(other, first) for other, _ in self._rivals()):
+                    return first
+            return None
         best: SequenceGroup | None = None
         best_cached, passed = -1, list[SequenceGroup]()
-        for group in self._waiting.candidates(LOOK_AHEAD):
+        for group in self._waiting.candidates(LOOK_AHEAD, self._fits):
             self._looked_at = group
-            if not scheduler.can_ever_run(group) or not gate.admits(group.adapter):
+            if not gate.admits(group.adapter):
                 continue
             cached = _num_cached(self._worker, group) if self._others else 0
             if cached > best_cached and self._is_best_here(group, cached):

@@ -36,6 +36,7 @@ from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.step_encoder import UnsendableGroup, decode, encode_request
 from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
+from scheduler_svc.stranded_groups import StrandedGroups
 from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
 
@@ -96,6 +97,7 @@ class Engine:
         )
         self._waiting = WaitingQueue(self._scheduler_settings.policy, served)
         self._dispatcher = Dispatcher(self._waiting)
+        self._stranded = StrandedGroups(self._waiting, self.workers)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._has_stopped = False
@@ -381,27 +383,14 @@ class Engine:
             if not group.is_finished:
                 group.num_moves += 1
                 self._waiting.push(group)
-                self._end_if_nobody_can(group)
+                self._stranded.look([group], time.monotonic_ns())
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
         for group in worker.scheduler.outgrown:
             group.num_moves += 1
             self._waiting.push(group)
-            self._end_if_nobody_can(group)
+        self._stranded.look(worker.scheduler.outgrown, time.monotonic_ns())
         worker.scheduler.outgrown.clear()
-
-    def _end_if_nobody_can(self, group: SequenceGroup) -> None:
-        """A group that is too large for every worker there is ends alone, with the numbers."""
-        if not self.workers or any(self._dispatcher.can_ever_run(group, worker) for worker in self.workers):
-            return
-        blocks = [worker.scheduler.blocks for worker in self.workers]
-        wanted, most = blocks[0].num_blocks_of(group), max(each.allocator.num_blocks for each in blocks)
-        lengths = max(worker.scheduler.columns.max_model_len for worker in self.workers)
-        message = (
-            f"it holds {wanted} cache blocks and may reach {group.max_num_tokens} tokens; "
-            f"the workers that are left have {most} blocks and take {lengths} tokens"
-        )
-        self._on_end(group, FinishReason.ERROR, message)
 
     def _on_message(self, link: WorkerLink, data: bytes) -> None:
         worker = self._worker_of(link)
@@ -533,7 +522,7 @@ class Engine:
         else:
             try:
                 self._waiting.push(group)
-                self._end_if_nobody_can(group)
+                self._stranded.look([group], time.monotonic_ns())
             except Exception as fault:
                 log.exception("a fault over a request", request_id=group.request_id)
                 self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
@@ -542,6 +531,7 @@ class Engine:
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)
         self._last_lost_ns = None
+        self._stranded.look(self._waiting.all(), time.monotonic_ns())
         self.adapters.worker_joined(worker)
         log.info(
             "worker joined",
@@ -567,6 +557,7 @@ class Engine:
         groups = self._evacuate(worker, before)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
         self._queue_again(groups, charged & set(groups), "{} workers were lost while running it")
+        self._stranded.look(self._waiting.all(), time.monotonic_ns())
 
     def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """Ends a group that has not ended by itself, wherever it is."""
@@ -632,6 +623,10 @@ class Engine:
         self._check_one_idle(now_ns)
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
+        timeout_s = self.settings.worker_wait_timeout_s
+        for group in self._stranded.overdue(now_ns - int(timeout_s * 1e9)):
+            message = f"{self._stranded.why(group)}; no other came within {timeout_s:g} s (--worker-wait-timeout)"
+            self._on_end(group, FinishReason.ERROR, message)
 
     def _check_one_idle(self, now_ns: int) -> None:
         """Looks at the integrity of one idle worker's state, which takes milliseconds, and then at none for a while."""

@@ -1,14 +1,15 @@
 """The one queue of groups that no worker holds, in service order. Knows neither clock nor threads.
 
 Only the step loop's thread changes it; `len` and `num_tokens` may be read from any other. No operation grows with the
-number of groups that wait, nor with the number of tenants, by more than a logarithm.
+number of groups that wait, nor with the number of tenants, by more than a logarithm; only `candidates` reads past all
+groups that do not fit, and `all` reads all.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,13 +119,15 @@ class WaitingQueue:
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
-    def candidates(self, limit: int) -> list[SequenceGroup]:
+    def candidates(self, limit: int, fits: Callable[[SequenceGroup], bool] | None = None) -> list[SequenceGroup]:
         """The first `limit` groups in the order in which they would be served, all left where they are.
 
         Lanes are interleaved as if each group cost its tenant the tokens that it still has to compute. What is
-        generated meanwhile, and by then charged, may shift the turns.
+        generated meanwhile, and by then charged, may shift the turns. Groups that `fits` leaves out do not count: they
+        hide nobody behind them, however many they are.
         """
-        found = [group for _, group in itertools.islice(self._first, limit)]
+        first = (group for _, group in self._first if fits is None or fits(group))
+        found = list(itertools.islice(first, limit))
         if len(found) == limit or not self._lanes:
             return found
         # Turns to come of the lanes that had one already, best first; the head of `_turns` is the best of all others.
@@ -140,13 +143,18 @@ class WaitingQueue:
                 group = next(entries)[1]
             else:
                 level, _, group, lane, entries = heapq.heappop(again)
-            found.append(group)
+            if fits is None or fits(group):
+                found.append(group)
             if (following := next(entries, None)) is not None:
                 level += self.served.cost(lane.tenant, self._members[group].num_tokens)
                 heapq.heappush(again, (level, *following, lane, entries))
         for lane in moved:
             self._queue_up(lane)
         return found
+
+    def all(self) -> list[SequenceGroup]:
+        """Every group, in no order."""
+        return list(self._members)
 
     def earliest_arrival_ns(self) -> int | None:
         """When the group that has waited longest arrived; None when nothing waits."""
