@@ -159,3 +159,60 @@ def test_what_is_found_again_is_what_a_new_search_finds(data: Any):
             assert sorted(finder.find_distinct(each).tolist()) == sorted(
                 {block for blocks in found for block in blocks}
             )
+
+
+def simulation_of_many(n: int, num_slots: int, **options: Any) -> tuple[Simulation, SequenceGroup, SequenceGroup]:
+    """One long request that runs, and one of `n` short outputs that comes after it."""
+    simulation = Simulation(
+        num_slots=num_slots, max_model_len=256, block_size=4, num_blocks=2_000, max_num_batched_tokens=64, **options
+    )
+    long = simulation.add([1] * 6, 240, eos_token_id=None)
+    simulation.send()
+    return simulation, long, simulation.add([2] * 10, 20, eos_token_id=None, n=n)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_outputs_start_as_slots_come_free(enable_prefix_caching):
+    """All slots at once would be those that the long one leaves: it would have to end first."""
+    simulation, long, many = simulation_of_many(64, 16, enable_prefix_caching=enable_prefix_caching)
+    behind = simulation.add([3] * 5, 20, eos_token_id=None)
+    steps = 0
+    while not (many.is_finished and behind.is_finished):
+        while len(simulation.in_flight) < simulation.depth and simulation.send():
+            steps += 1
+        simulation.answer()
+        simulation.check()
+    assert not long.is_finished and steps < 150, "65 outputs of 20 tokens, 15 at a time, take about 90 steps"
+    rows = [len(outputs.rows) for outputs, _ in simulation.sent[3:80]]
+    assert sum(rows) > 0.8 * 16 * len(rows), "slots stay idle though outputs wait for one"
+    computed = sum(int(outputs.rows.query_lens.sum()) for outputs, _ in simulation.sent)
+    assert computed < 64 * 25 + 300, "the prompt's full blocks are computed once for all"
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+def test_beams_wait_for_all_their_slots_and_outputs_that_wait_take_none_of_them():
+    simulation, _, many = simulation_of_many(6, 8)
+    beams = simulation.add([4] * 7, 12, beam_width=4, n=2)
+    simulation.run_to_end()
+    assert many.is_finished and beams.is_finished
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+def test_prompt_logprobs_are_told_once_though_outputs_come_late():
+    simulation = Simulation(num_slots=3, num_blocks=60, max_num_batched_tokens=8, depth=3)
+    simulation.add([2] * 10, 12, eos_token_id=None, n=8, asks_prompt_logprobs=True)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+
+
+def test_more_outputs_than_the_worker_has_slots_take_turns():
+    simulation = Simulation(num_slots=2, num_blocks=60, max_num_batched_tokens=8)
+    group = simulation.add([2] * 10, 6, eos_token_id=None, n=9)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    assert group.num_preemptions == 0
+    simulation.check_nothing_left()

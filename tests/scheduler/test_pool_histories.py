@@ -1,0 +1,192 @@
+"""Random histories of a whole pool through the real `Engine`: nothing is lost, stuck, mixed up or left over.
+
+A history is drawn from its seed alone: a failure names it, and `run_history(seed)` repeats it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from scheduler_svc import dispatcher, engine
+from scheduler_svc.sequence import FinishReason, SequenceGroup
+from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens
+from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
+
+SHARED = [(7 * position) % VOCAB_SIZE for position in range(24)]  # what prompts begin with
+MAX_MODEL_LEN = 64
+NUM_SHORT, NUM_LONG = 200, 2_000
+# Ends that are nobody's fault but the history's.
+EXPECTED_ERRORS = ("the worker could not run it", "workers were lost while running it", "it holds", "finite")
+
+
+def row_error(history: npt.NDArray[np.int32]) -> str | None:
+    return "not finite" if int(history.sum()) % 23 == 0 else None
+
+
+class History:
+    """Draws one event after the other."""
+
+    def __init__(self, seed: int, faults: Faults) -> None:
+        self.random = random.Random(seed)
+        draw = self.random
+        self.is_chunked = draw.random() < 0.7
+        self.pool = Pool(
+            faults,
+            row_error if draw.random() < 0.15 else None,
+            scheduling_policy=draw.choice(["fcfs", "fcfs", "priority", "fair"]),
+            preemption_mode=draw.choice(["auto", "swap", "recompute"]),
+            enable_prefix_caching=draw.random() < 0.6,
+            enable_chunked_prefill=self.is_chunked,
+            steps_in_flight=draw.randint(1, 3),
+        )
+        self.loss_rate = draw.choice([0.0, 0.02, 0.1])
+        self.failure_rate = draw.choice([0.0, 0.05, 0.3])
+        self.num_requests = draw.randint(2, 25)
+        self.recent: list[list[int]] = []  # prompts, to be sent again
+        for _ in range(draw.randint(1, 3)):
+            self.pool.join(self.size())
+
+    def size(self) -> Size:
+        draw = self.random
+        num_slots = draw.randint(1, 6)
+        return Size(
+            num_slots=num_slots,
+            num_blocks=draw.choice([8, 12, 16, 24, 40]),
+            num_host_blocks=draw.choice([0, 8, 40]),
+            max_num_batched_tokens=max(num_slots, draw.choice([4, 6, 10, 20, 40])),
+            max_model_len=draw.choice([48, MAX_MODEL_LEN, MAX_MODEL_LEN]),
+        )
+
+    def run(self) -> None:
+        draw, pool = self.random, self.pool
+        events: list[tuple[int, Callable[[], Any]]] = [
+            (4, self.submit),
+            (12, self.run_some),
+            (2, self.abort),
+            (4, self.finish_above),
+            (1, self.change_workers),
+            (1, pool.flush),
+        ]
+        weights, actions = [weight for weight, _ in events], [action for _, action in events]
+        for _ in range(draw.randint(20, 120)):
+            draw.choices(actions, weights)[0]()
+            if draw.random() < 0.7:  # else several events are taken at once
+                pool.turn()
+        pool.run_to_end(self.size())
+        pool.check_outputs()
+        pool.check_nothing_left()
+        for group, told in pool.told.items():
+            if told.end is not None and told.end[0] is FinishReason.ERROR:
+                assert any(known in told.end[1] for known in EXPECTED_ERRORS), (group.request_id, told.end)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        draw = self.random
+        if len(self.pool.told) >= self.num_requests:
+            return
+        if self.recent and draw.random() < 0.4:
+            prompt = draw.choice(self.recent)
+        else:
+            prompt = SHARED[: draw.randint(0, len(SHARED))] + draw.choices(range(VOCAB_SIZE), k=draw.randint(1, 10))
+            self.recent.append(prompt)
+        if not self.is_chunked:
+            prompt = prompt[:4]
+        max_num_tokens = min(len(prompt) + draw.randint(1, 40), MAX_MODEL_LEN)
+        kind: dict[str, Any] = draw.choice(
+            [{}, {}, {"n": 2}, {"n": 3}, {"n": 5}, {"n": 2, "best_of": 3}, {"beam_width": 2}, {"beam_width": 3, "n": 2}]
+        )
+        if not kind.get("beam_width") and "best_of" not in kind and draw.random() < 0.4:
+            kind = {**kind, **self.resumed(prompt, max_num_tokens, kind.get("n", 1))}
+        self.pool.submit(
+            prompt,
+            max_num_tokens,
+            priority=draw.randint(0, 2),
+            tenant=draw.choice("ab"),
+            cache_salt=draw.choice(["", "", "", "salt"]),
+            asks_prompt_logprobs=draw.random() < 0.15,
+            **kind,
+        )
+
+    def resumed(self, prompt: list[int], max_num_tokens: int, n: int) -> dict[str, Any]:
+        """Any part of what each output will be, none of it too; some say that they have ended."""
+        resumed = []
+        for index in range(n):
+            whole = expected_tokens(prompt, index, max_num_tokens)[len(prompt) :]
+            resumed.append(whole[: self.random.choice([0, 0, 1, self.random.randint(0, len(whole) - 1)])][: -1 or None])
+        resumed = [tokens[: max_num_tokens - len(prompt) - 1] for tokens in resumed]
+        finished = [index for index in range(n) if n > 1 and index and self.random.random() < 0.15]
+        return {"resumed": resumed, "finished": finished}
+
+    def chosen(self) -> SequenceGroup | None:
+        groups = self.pool.unfinished()
+        return self.random.choice(groups) if groups else None
+
+    def abort(self) -> None:
+        if (group := self.chosen()) is not None:
+            self.pool.abort(group)
+
+    def finish_above(self) -> None:
+        group = self.chosen()
+        if group is not None and not group.uses_beam_search:
+            self.pool.finish_above(self.random.choice(group.unfinished()))
+
+    # ---- workers ----------------------------------------------------------------------------------------------------
+
+    def run_some(self) -> None:
+        for _ in range(self.random.choice([1, 1, 2, 4, 8])):
+            for worker in self.pool.workers:
+                self.run_one(worker)
+            self.pool.turn()
+
+    def run_one(self, worker: PoolWorker) -> None:
+        draw = self.random
+        if worker.received and draw.random() < 0.8:
+            worker.run(draw.choice(["before", "after"]) if draw.random() < self.failure_rate else None)
+        if worker.results and draw.random() < 0.8:
+            self.pool.answer(worker)
+        if draw.random() < self.loss_rate:
+            self.lose(worker)
+
+    def lose(self, worker: PoolWorker) -> None:
+        self.pool.lose(worker)
+        if self.random.random() < 0.6:
+            self.pool.join(self.size())
+
+    def change_workers(self) -> None:
+        draw, workers = self.random, self.pool.workers
+        if not workers or (len(workers) < 4 and draw.random() < 0.4):
+            self.pool.join(self.size())
+        elif draw.random() < 0.5:
+            self.lose(draw.choice(workers))
+        else:
+            self.pool.drain(draw.choice(workers), from_above=draw.random() < 0.5)
+
+
+def run_history(seed: int) -> None:
+    faults = Faults()
+    with mock.patch.object(engine, "log", faults), mock.patch.object(dispatcher, "LOOK_AHEAD", 3):
+        try:
+            History(seed, faults).run()
+        except Exception as error:
+            raise AssertionError(f"history {seed}") from error
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SHORT, 50))
+def test_any_history_of_a_pool_ends_well(first):
+    for seed in range(first, first + 50):
+        run_history(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("first", range(NUM_SHORT, NUM_SHORT + NUM_LONG, 100))
+def test_any_history_of_a_pool_ends_well_for_long(first):
+    for seed in range(first, first + 100):
+        run_history(seed)
