@@ -191,7 +191,10 @@ class StepPipeline:
         if is_out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # they hold what the step had got
             self._give_back_memory()
-        log.error("step failed", step=failed.step_id, exc_info=error)
+        if isinstance(error, ProtocolError):  # a fault of the scheduler's; where it was found says nothing
+            log.warning("step refused", step=failed.step_id, why=str(error))
+        else:
+            log.error("step failed", step=failed.step_id, exc_info=error)
         flights = list(self._flights)
         if is_device_lost(error):
             self._flights.clear()

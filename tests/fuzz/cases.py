@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import grpc
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -240,14 +242,37 @@ async def rogue_scheduler(targets: Targets, chance: random.Random) -> None:
         await call.write(opening.SerializeToString())
         granted = worker_pb2.StepResponse.FromString(await asyncio.wait_for(call.read(), PATIENCE_S))
         for number in range(1, chance.randint(2, 6)):
-            step = random_fields(worker_pb2.Step.DESCRIPTOR, chance, 8)
-            if chance.random() < 0.2:
-                step += blown_up(worker_pb2.Step.DESCRIPTOR, chance, log_uniform(chance, 1000, LARGEST))
-            step += worker_pb2.Step(step_id=number).SerializeToString()
+            step = _step(number, chance)
             head = worker_pb2.StepRequest(epoch=granted.epoch).SerializeToString()
             await call.write(head + entry(worker_pb2.StepRequest.DESCRIPTOR.fields_by_name["step"].number, step))
             await asyncio.wait_for(call.read(), 0.2)
     call.cancel()
+
+
+def _step(number: int, chance: random.Random) -> bytes:
+    """The first step that any scheduler might send, good or with something about it wrong."""
+    token_ids = [chance.randrange(1031) for _ in range(chance.randint(1, 40))]
+    params = pb.SamplingParams(seed=chance.getrandbits(64))
+    with contextlib.suppress(DecodeError):
+        params.MergeFromString(random_fields(pb.SamplingParams.DESCRIPTOR, chance, 3))
+    slot = chance.choice([0, 0, 1, 31, 32, 70_000])
+    step = worker_pb2.Step(step_id=number)
+    group = step.groups.add(request_id="rogue", num_prompt_tokens=len(token_ids), sampling_params=params)
+    group.sequences.add(slot=slot, token_ids=token_ids, block_table=range(chance.choice([0, 1, 3])))
+    step.rows.slots_u16 = struct.pack("<H", slot % 2**16)
+    step.rows.query_lens_u32 = struct.pack("<I", chance.choice([len(token_ids), 1, 0, 2**31]))
+    step.rows.num_samples_u16 = struct.pack("<H", chance.choice([1, 0, 7, 65535]))
+    data = step.SerializeToString()
+    match chance.randrange(6):
+        case 0:
+            return data + random_fields(worker_pb2.Step.DESCRIPTOR, chance, 3)
+        case 1:
+            return mangled(data, chance)
+        case 2:
+            size = log_uniform(chance, 1000, LARGEST)
+            return data + blown_up(worker_pb2.Step.DESCRIPTOR, chance, size)
+        case _:
+            return data
 
 
 def _good(chance: random.Random) -> bytes:
