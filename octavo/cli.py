@@ -1,8 +1,8 @@
 """The `octavo` command: finds the subcommand, and turns what it raises into a line and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted; `octavo health` has its own. Nothing is imported for
-commands that are not run. Each command is a module of `octavo.commands` with `add_arguments(parser)` and
-`run(arguments) -> int`.
+Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted; `octavo health` has its own. What failed says why in the
+last line on standard error, which begins with the command's name. Nothing is imported for commands that are not run.
+Each command is a module of `octavo.commands` with `add_arguments(parser)` and `run(arguments) -> int`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -68,9 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: error: {error.name} is missing; pip install 'octavo[all]' brings it", file=sys.stderr)
         return 1
     except Exception as error:
-        if not _is_expected(error):
-            raise
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        why = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.strerror:
+            why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        elif not _is_expected(error):  # an error of ours: whoever mends it needs to see where
+            traceback.print_exc()
+            why = f"unexpected {type(error).__name__}: {why}"
+        print(f"{prog}: error: {why}", file=sys.stderr)
         return 1
 
 
@@ -115,7 +120,10 @@ def _is_expected(error: Exception) -> bool:
         "octavo.errors": ("RequestFailed", "WorkerEnded"),
         "octavo.cache": ("ModelNotFound",),
         "octavo.models.errors": ("FetchError",),
-        "octavo.rpc": ("BindError",),
+        "octavo.ports": ("BindError",),
+        "octavo.serving_plan": ("PlanError",),
+        "worker_svc.errors": ("StartupError",),
+        "worker_svc.models.errors": ("ModelError",),
     }
     return any(
         isinstance(error, getattr(sys.modules[module], name))

@@ -7,10 +7,12 @@ that task carries it. Lines of the standard library's loggers (asyncio, grpc) co
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+TERMINAL = "OCTAVO_TERMINAL"  # set for a child whose standard error is a pipe to a terminal (`child_output`)
 NOT_SENT = 'Failed "execute_batch"'  # so grpc's error begins where the other end of a call is gone
 
 
@@ -70,7 +72,7 @@ def _processors() -> tuple[list[Any], list[Any]]:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    if sys.stderr.isatty():
+    if is_terminal():
         # Plain tracebacks: the fancy ones print the values of locals, and prompts belong to users.
         return shared, [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     return shared, [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -84,6 +86,11 @@ def _configure_structlog(number: int, processors: list[Any]) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+
+
+def is_terminal() -> bool:
+    """Whether people read what this process writes to standard error, as it comes."""
+    return sys.stderr.isatty() or TERMINAL in os.environ
 
 
 def _is_news(record: logging.LogRecord) -> bool:

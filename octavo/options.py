@@ -26,7 +26,7 @@ from octavo.command_line import Parser, did_you_mean
 
 PREFIX = "OCTAVO_"
 COMMON, LOGGING, OTHER = "common", "logging and metrics", "other"  # groups of options: the first, and the last two
-NOT_OPTIONS = frozenset({"OCTAVO_CACHE"})  # read elsewhere: the cache folder, shared by every command
+NOT_OPTIONS = frozenset({"OCTAVO_CACHE", "OCTAVO_TERMINAL"})  # read elsewhere (`cache`, `log`), by every command
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})

@@ -7,12 +7,12 @@ is readiness.
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.ports import BindError, check_port_is_free
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's own 4 MiB is less than first-time metadata of 256 long prompts
 
@@ -60,14 +60,6 @@ WORKER_SERVER_OPTIONS = tuple(
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-
-
-class BindError(Exception):
-    """A server cannot listen where it was told to. The message is one line for the user."""
-
-
-class PortInUse(BindError):
-    """Another process listens on that port."""
 
 
 class Health(health_pb2_grpc.HealthServicer):
@@ -149,39 +141,5 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:  # grpc does not say why; the socket itself does
-        raise _why_not(host, port, address) from error
-
-
-def reserve_port(host: str, port: int) -> tuple[socket.socket, int]:
-    """Holds a port (0 takes a free one) for servers of this user with SHARED_PORT_SERVER_OPTIONS, on which nobody else
-    may listen as long as the socket is open. Raises BindError."""
-    holder = None
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        holder = socket.socket(family, kind, protocol)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as grpc does: old connections are no listener
-        holder.bind(where)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: it was nobody's when it was bound
-        return holder, holder.getsockname()[1]
-    except OSError as error:
-        if holder is not None:
-            holder.close()
-        raise _bind_error(host, port, error) from error
-
-
-def _why_not(host: str, port: int, address: str) -> BindError:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as grpc does: old connections are no listener
-            probe.bind(where)
-    except OSError as error:
-        return _bind_error(host, port, error)
-    return BindError(f"cannot listen on {address}")
-
-
-def _bind_error(host: str, port: int, error: OSError) -> BindError:
-    if error.errno == errno.EADDRINUSE:
-        return PortInUse(f"port {port} on {host} is in use by another process; --port chooses another")
-    return BindError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+        check_port_is_free(host, port)
+        raise BindError(f"cannot listen on {address}") from error

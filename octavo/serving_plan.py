@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import os
-import random
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from octavo.cores import allowed_cores, available_cores, parse_cores
 from octavo.options import COMMON, environment_without_options, option, to_arguments
+from octavo.ports import LOOPBACK, check_port_is_free, free_port, reachable
 from octavo.supervisor import Child
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
-LOOPBACK = "127.0.0.1"
-FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
 # How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
 # SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings), alone on a Zen 5, then on a Zen 4
 # alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.giving_way):
@@ -48,7 +43,7 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share cores and memory. Raises PlanError."""
+    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError."""
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
@@ -112,18 +107,6 @@ def computes_on_host(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
-def free_port() -> int:
-    """A port on loopback that nobody listens on now.
-
-    Below the range from which systems hand out ports by themselves: until a child listens nobody gets it by chance.
-    """
-    while True:
-        port = random.randrange(*FREE_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            return port
-
-
 def check_memory(num_workers: int, worker: WorkerConfig) -> None:
     """Raises PlanError where workers were asked to take more than there is, each of which alone would find room."""
     from worker_svc.memory import GIB, available_bytes
@@ -135,23 +118,3 @@ def check_memory(num_workers: int, worker: WorkerConfig) -> None:
         raise PlanError(
             f"{num_workers} workers with {each:.3g} GiB of {what} each are too many: {free:.3g} GiB are free"
         )
-
-
-def check_port_is_free(host: str, port: int) -> None:
-    """Raises PlanError before anything is started, so that the message is not lost among the logs of children."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: old connections are no listener
-            probe.bind(where)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PlanError(f"port {port} on {host} is in use by another process; --port chooses another") from None
-        raise PlanError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-
-
-def reachable(host: str, port: int) -> str:
-    """The address by which this machine reaches a server that listens on `host`."""
-    if host in ("0.0.0.0", "::", "[::]"):
-        host = LOOPBACK
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -17,12 +17,14 @@ from typing import Any
 
 import structlog
 
+from octavo.child_output import ChildOutput, Screen, environment
 from octavo.end_with_parent import ends_with_parent
 
 log = structlog.get_logger()
 
-INTERRUPTED = 130
+INTERRUPTED, BAD_USAGE = 130, 2
 _GRACE_S = {True: 2.5, False: 1.0}  # essential children, then the rest; below 5 s together
+_LAST_WORDS_S, _READ_BYTES = 1.0, 1 << 16
 _MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
 _GOOD_LIFE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
@@ -48,6 +50,7 @@ class _Life:
     """One child and the process that is it at the moment."""
 
     child: Child
+    output: ChildOutput
     process: asyncio.subprocess.Process | None = None
     started_s: float = 0.0
     restarts: int = 0
@@ -59,16 +62,19 @@ class Supervisor:
     """Runs children until told to stop. `run` returns the exit code for the whole."""
 
     def __init__(self, children: Sequence[Child], wait_until_ready: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._lives = [_Life(child) for child in children]
+        screen = Screen()
+        self._lives = [_Life(child, ChildOutput(screen)) for child in children]
         self._wait_until_ready = wait_until_ready
         self._is_ready = False
         self._stopping = False
         self._exit_code: asyncio.Future[int] | None = None
+        self.reason = ""  # one line: which child's end was the reason for all, and what it said last
 
     async def run(self, when_ready: Callable[[float], None]) -> int:
         """Starts everything, calls `when_ready` with the seconds that took, and returns when all has ended.
 
-        0 after SIGTERM, 130 after SIGINT, 1 when a child's end was the reason.
+        0 after SIGTERM, 130 after SIGINT; when a child's end was the reason: 2 where the child has refused its options,
+        otherwise 1.
         """
         started_s = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -99,10 +105,11 @@ class Supervisor:
                 _send(life, signal.SIGKILL)
         self._end_with(code)
 
-    def _end_with(self, code: int) -> None:
+    def _end_with(self, code: int, reason: str = "") -> None:
         assert self._exit_code is not None
         if not self._exit_code.done():
             self._exit_code.set_result(code)
+            self.reason = reason
 
     async def _keep(self, life: _Life) -> None:
         """Starts a child, and again after each end, for as long as that makes sense."""
@@ -110,7 +117,7 @@ class Supervisor:
             life.ended.clear()
             life.process = await _start(life.child)
             life.started_s = time.monotonic()
-            code = await life.process.wait()
+            code = await _pass_on(life.process, life.output)
             life.ended.set()
             if self._stopping:
                 return
@@ -120,23 +127,23 @@ class Supervisor:
                 return
             log.error("a child has ended", child=life.child.name, pid=life.process.pid, **_describe(code))
             if life.child.essential or not self._is_ready:
-                self._end_with(1)
+                self._end_with(BAD_USAGE if code == BAD_USAGE else 1, _why(life, code))
                 return
             if time.monotonic() - life.started_s > _GOOD_LIFE_S:
                 life.restarts = 0
             if life.restarts == _MAX_RESTARTS:
-                self._give_up(life)
+                self._give_up(life, code)
                 return
             pause_s = min(_FIRST_PAUSE_S * 2**life.restarts, _LONGEST_PAUSE_S)
             life.restarts += 1
             log.info("starting it again", child=life.child.name, in_s=pause_s, restart=life.restarts, of=_MAX_RESTARTS)
             await asyncio.sleep(pause_s)
 
-    def _give_up(self, life: _Life) -> None:
+    def _give_up(self, life: _Life, code: int) -> None:
         life.given_up = True
         log.error("not starting it again", child=life.child.name, restarts=life.restarts)
         if all(other.given_up for other in self._lives if not other.child.essential):
-            self._end_with(1)
+            self._end_with(1, _why(life, code))
 
     async def _stop_all(self, is_urgent: bool) -> None:
         """The essential children, then the rest, each with its grace; SIGKILL to what is left."""
@@ -161,10 +168,37 @@ class Supervisor:
 async def _start(child: Child) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *ends_with_parent(child.command),
-        env=dict(child.environment),
+        env=dict(child.environment) | environment(),
         stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
     )
+
+
+async def _pass_on(process: asyncio.subprocess.Process, output: ChildOutput) -> int:
+    """Passes on what the child says until it has ended; its exit code."""
+
+    async def read() -> None:
+        assert process.stderr is not None
+        while data := await process.stderr.read(_READ_BYTES):
+            output.take(data)
+        output.take(b"")
+
+    reading = asyncio.create_task(read())
+    code = await process.wait()
+    await asyncio.wait([reading], timeout=_LAST_WORDS_S)  # a child of the child may hold the pipe for longer
+    reading.cancel()
+    return code
+
+
+def _why(life: _Life, code: int) -> str:
+    """One line for the user."""
+    name = life.child.name
+    if code >= 0:
+        return f"the {name} has ended with exit code {code}: {life.output.reason or 'it said nothing'}"
+    number = signal.Signals(-code)
+    hint = ", as the system does when memory runs out" if number is signal.SIGKILL else ""
+    return f"the {name} was ended by {number.name}{hint}"
 
 
 def _is_alive(life: _Life) -> bool:

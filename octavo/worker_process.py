@@ -6,10 +6,10 @@ import dataclasses
 import subprocess
 import sys
 import threading
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.child_output import ChildOutput, Screen, environment
 from octavo.cores import available_cores
 from octavo.end_with_parent import ends_with_parent
 from octavo.errors import WorkerEnded
@@ -29,8 +29,8 @@ class WorkerProcess:
         config = dataclasses.replace(config, host=LOOPBACK, port=free_port())
         self.address = f"{LOOPBACK}:{config.port}"
         self._command = [sys.executable, "-m", "octavo", "worker", *to_arguments(config)]
-        self._last_lines: deque[str] = deque(maxlen=20)
-        self._process: subprocess.Popen[str] | None = None
+        self._output = ChildOutput(Screen())
+        self._process: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
         # A thread of its own: the kernel ends a child with the thread that started it, and the caller's may end early.
         self._thread = threading.Thread(target=self._run, name="worker-process", daemon=True)
@@ -42,8 +42,7 @@ class WorkerProcess:
         if self._process is None or self._process.poll() is not None:
             self._thread.join()
             code = self._process.returncode if self._process else None
-            said = self._last_lines[-1] if self._last_lines else "it said nothing"
-            said = said.removeprefix("octavo worker: error: ")
+            said = self._output.reason or "it said nothing"
             raise WorkerEnded(f"the worker has ended with exit code {code}: {said}")
 
     def peak_bytes(self) -> int:
@@ -67,17 +66,15 @@ class WorkerProcess:
         try:
             self._process = subprocess.Popen(
                 ends_with_parent(self._command),
-                env=worker_environment(available_cores()),
+                env=worker_environment(available_cores()) | environment(),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
                 process_group=0,  # Ctrl-C is for the caller, who then stops the worker
             )
         finally:
             self._started.set()
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._last_lines.append(line.strip())
-            sys.stderr.write(line)
+        while data := self._process.stderr.read1():  # type: ignore[attr-defined]  # of a BufferedReader
+            self._output.take(data)
+        self._output.take(b"")
         self._process.wait()

@@ -14,7 +14,8 @@ from pathlib import Path
 import grpc
 
 from octavo.options import to_arguments
-from octavo.rpc import SERVER_OPTIONS, reserve_port
+from octavo.ports import reserve_port
+from octavo.rpc import SERVER_OPTIONS
 from protos import frontend_pb2, frontend_pb2_grpc, inference_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService

@@ -9,7 +9,8 @@ import time
 import structlog
 
 from octavo import log as logging
-from octavo.rpc import BindError
+from octavo.options import OptionError
+from octavo.ports import BindError
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.front import Front, InProcessFront
 from scheduler_svc.metrics_exporter import MetricsServer
@@ -26,17 +27,12 @@ SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a b
 
 
 def main(config: SchedulerConfig) -> int:
-    """Serves until SIGINT or SIGTERM; returns the process's exit code."""
-    logging.configure(config.log_level)
+    """Serves until SIGINT or SIGTERM; returns the process's exit code. Raises OptionError, BindError."""
     if not config.worker:
-        log.error("cannot start", why="no --worker is given: HOST:PORT or dns:///NAME:PORT")
-        return 2
+        raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
+    logging.configure(config.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        asyncio.run(serve(config))
-    except BindError as error:
-        log.error("cannot start", why=str(error))
-        return 1
+    asyncio.run(serve(config))
     return 0
 
 

@@ -27,6 +27,7 @@ SHARED = {
     "octavo.models.sentencepiece_tokenizer",
     "octavo.models.tekken_tokenizer",
     "octavo.options",
+    "octavo.ports",
     "octavo.rpc",
     "octavo.sampling_params",
 }

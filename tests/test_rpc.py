@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from octavo import rpc
+from octavo import ports, rpc
 from protos import inference_pb2, inference_pb2_grpc
 from tests.grpcurl import grpcurl
 
@@ -126,22 +126,22 @@ async def test_messages_beyond_grpcs_own_limit_pass() -> None:
 
 async def test_a_port_in_use_is_one_clear_line(running: Running) -> None:
     port = int(running.address.rpartition(":")[2])
-    with pytest.raises(rpc.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
+    with pytest.raises(ports.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
         rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "127.0.0.1", port)
 
 
 async def test_a_host_that_is_not_ours_is_one_clear_line() -> None:
-    with pytest.raises(rpc.BindError, match=r"cannot listen on 192\.0\.2\.1:50051: ") as refused:
+    with pytest.raises(ports.BindError, match=r"cannot listen on 192\.0\.2\.1:50051: ") as refused:
         rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "192.0.2.1", 50051)
-    assert not isinstance(refused.value, rpc.PortInUse) and "\n" not in str(refused.value)
+    assert not isinstance(refused.value, ports.PortInUse) and "\n" not in str(refused.value)
 
 
 async def test_a_reserved_port_takes_servers_that_share_it_and_no_others() -> None:
-    holder, port = rpc.reserve_port("127.0.0.1", 0)
+    holder, port = ports.reserve_port("127.0.0.1", 0)
     with holder:
-        with pytest.raises(rpc.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
-            rpc.reserve_port("127.0.0.1", port)
-        with pytest.raises(rpc.PortInUse):
+        with pytest.raises(ports.PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
+            ports.reserve_port("127.0.0.1", port)
+        with pytest.raises(ports.PortInUse):
             rpc.bind(grpc.aio.server(options=rpc.SERVER_OPTIONS), "127.0.0.1", port)
         servers = [grpc.aio.server(options=rpc.SHARED_PORT_SERVER_OPTIONS) for _ in range(2)]
         assert [rpc.bind(server, "127.0.0.1", port) for server in servers] == [port, port]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -88,6 +87,25 @@ async def test_a_child_that_cannot_start_ends_all_and_is_named(capfd: pytest.Cap
     assert await supervisor.run(lambda _: None) == 1
     said = "".join(capfd.readouterr())
     assert "worker 1" in said and "7" in said
+    assert supervisor.reason == "the worker 1 has ended with exit code 7: it said nothing"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(1, 1), (2, 2), (70, 1)])
+async def test_why_a_child_failed_is_the_reason_for_all(
+    code: int, expected: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = f"""if True:
+        import sys
+        print('{{"event": "loading"}}', file=sys.stderr)
+        print("octavo worker: error: there is no model folder /x", end="", file=sys.stderr)
+        sys.exit({code})
+    """
+    failing = child("worker", [sys.executable, "-c", program])
+    supervisor = Supervisor([child("scheduler", SLEEP, True), failing], never_ready)
+    assert await supervisor.run(lambda _: None) == expected
+    assert supervisor.reason == f"the worker has ended with exit code {code}: there is no model folder /x"
+    said = capfd.readouterr().err.splitlines()
+    assert '{"event": "loading"}' in said and "octavo worker: error: there is no model folder /x" in said
 
 
 async def test_the_end_of_an_essential_child_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +114,7 @@ async def test_the_end_of_an_essential_child_ends_all(capfd: pytest.CaptureFixtu
     assert await supervisor.run(lambda _: None) == 1
     said = "".join(capfd.readouterr())
     assert "scheduler" in said and "SIGKILL" in said
+    assert supervisor.reason == "the scheduler was ended by SIGKILL, as the system does when memory runs out"
 
 
 async def test_an_essential_child_that_ends_well_ends_all_well(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +143,10 @@ async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
 
 async def test_a_worker_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.supervisor._FIRST_PAUSE_S", 0.01)
-    dying = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    dying = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit('no more')"]
     supervisor = Supervisor([child("scheduler", SLEEP, True), child("worker", dying)], ready_at_once)
     assert await supervisor.run(lambda _: None) == 1
+    assert supervisor.reason == "the worker has ended with exit code 1: no more"
 
 
 async def test_a_good_life_makes_up_for_all_earlier_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,23 +187,6 @@ def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
     assert len(orphans) == 2
     _, alive = psutil.wait_procs(orphans, timeout=3)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def test_a_port_in_use_is_said_before_anything_starts() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(serving_plan.PlanError, match=f"port {port} on 127.0.0.1 is in use"):
-            serving_plan.check_port_is_free("127.0.0.1", port)
-    with pytest.raises(serving_plan.PlanError, match="cannot listen on no-such-host"):
-        serving_plan.check_port_is_free("no-such-host.invalid", 50051)
-
-
-def test_addresses_by_which_a_server_is_reached() -> None:
-    assert serving_plan.reachable("0.0.0.0", 1) == "127.0.0.1:1"
-    assert serving_plan.reachable("::", 1) == "127.0.0.1:1"
-    assert serving_plan.reachable("::1", 1) == "[::1]:1"
 
 
 def test_worker_environment_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:

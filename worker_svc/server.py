@@ -18,8 +18,9 @@ import grpc
 import structlog
 
 from octavo import log as logging
-from octavo.cache import ModelNotFound, resolve_model
-from octavo.rpc import WORKER_SERVER_OPTIONS, BindError, add_introspection, bind
+from octavo.cache import resolve_model
+from octavo.ports import check_port_is_free
+from octavo.rpc import WORKER_SERVER_OPTIONS, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
@@ -30,7 +31,7 @@ from worker_svc.graph_backend import CudaGraphBackend
 from worker_svc.memory import GIB
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
-from worker_svc.models import ModelConfig, ModelError
+from worker_svc.models import ModelConfig
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.tokenizer_files import TokenizerFiles
@@ -77,8 +78,12 @@ class WorkerServer:
 
 
 def main(config: WorkerConfig) -> int:
-    """Runs a worker until SIGINT or SIGTERM; the exit code. What prevents the start is one line on stderr and 1."""
+    """Runs a worker until SIGINT or SIGTERM; the exit code.
+
+    Raises BindError before anything is loaded where its port is taken, ModelNotFound, ModelError, StartupError.
+    """
     logging.configure(config.log_level)
+    check_port_is_free(config.host, config.port)
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -86,19 +91,12 @@ def main(config: WorkerConfig) -> int:
         # Loaded before the event loop takes over signals: until then they end the process at once.
         runner, files = thread.call(lambda: load(config)).result()
         return asyncio.run(_serve(config, runner, files, thread, started_s))
-    except (ModelError, ModelNotFound, StartupError, BindError) as error:
-        return _give_up(str(error))
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            return _give_up("too little memory to load the model")
+            raise StartupError("too little memory to load the model") from error
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def _give_up(why: str) -> int:
-    print(f"octavo worker: error: {why}", file=sys.stderr)
-    return 1
 
 
 def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from octavo.options import add_arguments as add_options
 from octavo.options import add_position, from_namespace
-from octavo.serving_plan import PlanError, ServeConfig, plan
+from octavo.serving_plan import ServeConfig, plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,17 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from octavo.cli import CommandError
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
     serve = from_namespace(ServeConfig, arguments)
     scheduler = from_namespace(SchedulerConfig, arguments)
     worker = from_namespace(WorkerConfig, arguments)
-    try:
-        address, children = plan(serve, scheduler, worker)
-    except PlanError as error:
-        raise CommandError(str(error)) from None
+    address, children = plan(serve, scheduler, worker)
 
     import asyncio
 
@@ -45,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(_how_to_call(address, worker.model, serve.workers, seconds), flush=True)
 
     supervisor = Supervisor(children, lambda: _wait_until_serving(address))
-    return asyncio.run(supervisor.run(announce))
+    code = asyncio.run(supervisor.run(announce))
+    if supervisor.reason:
+        print(f"octavo serve: error: {supervisor.reason}", file=sys.stderr)
+    return code
 
 
 async def _wait_until_serving(address: str) -> None:

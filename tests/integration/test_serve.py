@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -181,11 +182,26 @@ def test_no_orphans_when_it_is_killed(model: Path) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_all_with_its_reason(tmp_path: Path) -> None:
-    with serving("--model", str(tmp_path / "no-such-model")) as served:
-        assert served.process.wait(timeout=30) == 1
+    with serving("--model", str(tmp_path), "--workers", "2") as served:
+        assert served.process.wait(timeout=60) == 1
         served._reader.join(5)
-        assert "no-such-model" in served.said and "Traceback" not in served.said
-        assert '"child": "worker"' in served.said
+        assert "Traceback" not in served.said and '"child": "worker' in served.said
+        last = served.said.splitlines()[-1]
+        assert re.match(r"octavo serve: error: the worker [01] has ended with exit code 1: .*config\.json", last)
+        assert str(tmp_path) in last
+
+
+def test_a_worker_finds_its_port_taken_before_it_loads(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "octavo", "worker", str(model), "--port", port]
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [  # not even "weights loaded"
+        f"octavo worker: error: port {port} on 127.0.0.1 is in use by another process; --port chooses another"
+    ]
 
 
 def test_a_port_in_use_is_one_line_before_anything_starts() -> None:

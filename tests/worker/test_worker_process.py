@@ -23,12 +23,16 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from octavo.cache import ModelNotFound
+from octavo.ports import BindError
 from octavo.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.tiny_models import make_tiny_llama
 from tests.worker.fake_model import decode, greedy, slots_u16, tokens_of, u32
 from worker_svc import server as worker_server
 from worker_svc.config import WorkerConfig
+from worker_svc.errors import StartupError
+from worker_svc.models.errors import ModelError
 from worker_svc.server import WorkerServer, load, main
 from worker_svc.worker import Worker
 
@@ -213,59 +217,53 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
 
 
-def refusal(config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
+def refusal(config: WorkerConfig) -> str:
+    """What the command would end with."""
     started_after_all = threading.Timer(30, os.kill, (os.getpid(), signal.SIGTERM))
     started_after_all.start()
-    code = main(config)
-    started_after_all.cancel()
-    assert code != 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert len(lines) == 1
-    return lines[0]
+    try:
+        with pytest.raises((BindError, ModelNotFound, ModelError, StartupError)) as refused:
+            main(config)
+    finally:
+        started_after_all.cancel()
+    return str(refused.value)
 
 
-def test_missing_folder(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/nowhere/at/all" in refusal(dataclasses.replace(config, model="/nowhere/at/all"), capsys)
+def test_missing_folder(quiet: None, config: WorkerConfig) -> None:
+    assert "/nowhere/at/all" in refusal(dataclasses.replace(config, model="/nowhere/at/all"))
 
 
-def test_unknown_architecture(
-    quiet: None, config: WorkerConfig, broken: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_architecture(quiet: None, config: WorkerConfig, broken: Path) -> None:
     path = broken / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["MambaForCausalLM"]}))
-    assert "MambaForCausalLM" in refusal(dataclasses.replace(config, model=str(broken)), capsys)
+    assert "MambaForCausalLM" in refusal(dataclasses.replace(config, model=str(broken)))
 
 
 @pytest.mark.parametrize("size", [0, 5, 2000])
-def test_corrupt_safetensors(
-    quiet: None, config: WorkerConfig, broken: Path, capsys: pytest.CaptureFixture[str], size: int
-) -> None:
+def test_corrupt_safetensors(quiet: None, config: WorkerConfig, broken: Path, size: int) -> None:
     path = broken / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    assert "model.safetensors" in refusal(dataclasses.replace(config, model=str(broken)), capsys)
+    assert "model.safetensors" in refusal(dataclasses.replace(config, model=str(broken)))
 
 
-def test_too_little_memory(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory(quiet: None, config: WorkerConfig) -> None:
     greedy_for_memory = dataclasses.replace(config, max_num_seqs=256, max_model_len=None, swap_space=1e6)
-    assert "too little memory" in refusal(greedy_for_memory, capsys)
-    assert "too little memory" in refusal(dataclasses.replace(config, kv_cache_memory=1e-9), capsys)
+    assert "too little memory" in refusal(greedy_for_memory)
+    assert "too little memory" in refusal(dataclasses.replace(config, kv_cache_memory=1e-9))
 
 
-def test_model_length_that_no_sequence_reaches(
-    quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_length_that_no_sequence_reaches(quiet: None, config: WorkerConfig) -> None:
     small = dataclasses.replace(config, kv_cache_memory=50_000 / 2**30)
-    said = refusal(small, capsys)
+    said = refusal(small)
     assert "max_model_len 128" in said and "--max-model-len auto" in said
 
 
-def test_port_in_use(quiet: None, config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use(quiet: None, config: WorkerConfig) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"port {port}" in refusal(dataclasses.replace(config, port=port), capsys)
+        assert f"port {port}" in refusal(dataclasses.replace(config, port=port))
 
 
 @pytest.mark.parametrize(
@@ -295,11 +293,8 @@ def test_options_that_contradict(options: dict[str, Any]) -> None:
 PROGRAM = """
 import sys
 sys.modules["transformers"] = None  # importing it on the way to readiness would fail
-from octavo.options import parse
-from worker_svc.config import WorkerConfig
-config = parse(WorkerConfig, None, "worker")
-from worker_svc.server import main
-sys.exit(main(config))
+from octavo.cli import main
+sys.exit(main(["worker", *sys.argv[1:]]))
 """
 
 

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TextIO
 
+from octavo.log import is_terminal
+
 GIB = 1 << 30
 _WIDTH = 30
 _INTERVAL_S = 0.1
@@ -18,7 +20,7 @@ class LoadProgress:
         self._name, self._total = name, max(total_bytes, 1)
         self._stream = sys.stderr if stream is None else stream
         self._done, self._started_s, self._drawn_s = 0, time.monotonic(), 0.0
-        self._is_shown = self._stream.isatty()
+        self._is_shown = is_terminal() if stream is None else stream.isatty()
 
     def add(self, num_bytes: int) -> None:
         """So many more bytes of the checkpoint are loaded."""

@@ -1,0 +1,72 @@
+"""Ports of this machine: whether one can be had, free ones, and the address by which a listener is reached.
+
+Knows nothing of gRPC, so that a command can say that its port is taken before it imports or loads anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+
+LOOPBACK = "127.0.0.1"
+FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
+
+
+class BindError(Exception):
+    """A server cannot listen where it was told to. The message is one line for the user."""
+
+
+class PortInUse(BindError):
+    """Another process listens on that port."""
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises BindError where nobody could listen on host:port now; 0 stands for any port that is free."""
+    with _bound(host, port):
+        pass
+
+
+def reserve_port(host: str, port: int) -> tuple[socket.socket, int]:
+    """Holds a port (0 takes a free one) for servers of this user with SHARED_PORT_SERVER_OPTIONS, on which nobody else
+    may listen as long as the socket is open. Raises BindError."""
+    holder = _bound(host, port)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: it was nobody's when it was bound
+    return holder, holder.getsockname()[1]
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    probe = None
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        probe = socket.socket(family, kind, protocol)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: old connections are no listener
+        probe.bind(where)
+        return probe
+    except OSError as error:
+        if probe is not None:
+            probe.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(f"port {port} on {host} is in use by another process; --port chooses another") from None
+        raise BindError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now.
+
+    Below the range from which systems hand out ports by themselves: until a child listens nobody gets it by chance.
+    """
+    while True:
+        port = random.randrange(*FREE_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+
+
+def reachable(host: str, port: int) -> str:
+    """The address by which this machine reaches a server that listens on `host`."""
+    if host in ("0.0.0.0", "::", "[::]"):
+        host = LOOPBACK
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -1,0 +1,33 @@
+"""Ports that are free, taken or nobody's, and how a listener is reached."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from octavo.ports import BindError, PortInUse, check_port_is_free, free_port, reachable
+
+
+def test_a_port_in_use_is_said_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use"):
+            check_port_is_free("127.0.0.1", port)
+    check_port_is_free("127.0.0.1", port)
+    check_port_is_free("127.0.0.1", 0)
+    with pytest.raises(BindError, match="cannot listen on no-such-host"):
+        check_port_is_free("no-such-host.invalid", 50051)
+
+
+def test_a_free_port_can_be_had() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+
+
+def test_addresses_by_which_a_server_is_reached() -> None:
+    assert reachable("0.0.0.0", 1) == "127.0.0.1:1"
+    assert reachable("::", 1) == "127.0.0.1:1"
+    assert reachable("::1", 1) == "[::1]:1"
