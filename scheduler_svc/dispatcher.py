@@ -1,12 +1,15 @@
 """Which worker takes which waiting group: workers pull, and are shown what of the queue is best taken by them.
 
 With one worker that is the queue in its order. With several a group goes to the worker that has the longest part of its
-prompt cached, of equals to the one with the fewest tokens outstanding, among those that could take it now; a worker
-looks a bounded window ahead for such groups. Knows nothing of clocks and sockets.
+prompt cached, of equals to the one with the fewest tokens outstanding, of these to the one that took none for the
+longest time, among those that could take it now: who answers sooner than others is not for that the first choice. A
+worker looks a bounded window ahead for such groups. Knows nothing of clocks and sockets.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from typing import Protocol
 
@@ -27,6 +30,7 @@ class Taker(Protocol):
     scheduler: Scheduler
     adapter_gate: AdapterGate
     adapters: dict[str, int]  # loaded ones, with their generations
+    took_last: int  # number of the group that it took last, of all that were taken; 0: none yet
 
     @property
     def takes_new_groups(self) -> bool: ...
@@ -37,10 +41,11 @@ class Dispatcher:
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self.waiting = waiting
+        self._num_taken = itertools.count(1)
 
     def view(self, worker: Taker, workers: AbstractSequence[Taker]) -> WorkerView:
         """What `worker` is shown while it fills one step; `workers` are all that there are."""
-        return WorkerView(self.waiting, worker, [other for other in workers if other is not worker])
+        return WorkerView(self.waiting, worker, [other for other in workers if other is not worker], self._num_taken)
 
     @staticmethod
     def can_ever_run(group: SequenceGroup, worker: Taker) -> bool:
@@ -51,10 +56,11 @@ class Dispatcher:
 class WorkerView:
     """A `Source` for one worker and one step."""
 
-    def __init__(self, waiting: WaitingQueue, worker: Taker, others: list[Taker]) -> None:
+    def __init__(self, waiting: WaitingQueue, worker: Taker, others: list[Taker], num_taken: Iterator[int]) -> None:
         self._waiting = waiting
         self._worker = worker
         self._others = others
+        self._num_taken = num_taken
         self._known_rivals: list[tuple[Taker, int]] | None = None
         self._is_shown = False
         self._shown: SequenceGroup | None = None
@@ -83,6 +89,7 @@ class WorkerView:
         for earlier in self._passed:
             earlier.num_passed_over += 1
         self._worker.adapter_gate.admitted(group.adapter)
+        self._worker.took_last = next(self._num_taken)
         self._is_shown = False
         return self._waiting.remove(group)
 
@@ -128,9 +135,9 @@ class WorkerView:
         rivals = self._rivals()
         if not rivals:
             return True
-        mine = (-num_cached, self._worker.scheduler.num_outstanding_tokens)
+        mine = (-num_cached, self._worker.scheduler.num_outstanding_tokens, self._worker.took_last)
         return not any(
-            (-_num_cached(other, group), num_outstanding) < mine and _could_take(other, group)
+            (-_num_cached(other, group), num_outstanding, other.took_last) < mine and _could_take(other, group)
             for other, num_outstanding in rivals
         )
 

@@ -38,6 +38,7 @@ from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, SchedulerO
 from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.stranded_groups import StrandedGroups
 from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.worker_claims import check_result
 from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
 
 log = structlog.get_logger()
@@ -306,6 +307,7 @@ class Engine:
         To be called while the exception is handled.
         """
         log.exception("a worker's messages are broken", worker=worker.link.address)
+        worker.link.distrust()
         self._on_lost(worker.link, "what it said is broken")
 
     def _start_over(
@@ -421,7 +423,9 @@ class Engine:
             worker.set_budget(notice.budget.max_num_batched_tokens)
 
     def _on_result(self, worker: WorkerHandle, result: worker_pb2.StepResult, received_ns: int, num_bytes: int) -> None:
+        check_result(result)
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
+            worker.link.distrust()
             self._on_lost(worker.link, f"answered step {result.step_id}, which was not next")
             return
         sent = worker.in_flight[0]
@@ -431,10 +435,11 @@ class Engine:
         is_to_be_skipped = worker.failed_step is not None
         if is_to_be_skipped is not (result.status == worker_pb2.STEP_STATUS_SKIPPED):
             status = worker_pb2.StepStatus.Name(result.status)
+            worker.link.distrust()
             self._on_lost(worker.link, f"answered step {result.step_id} with {status}, which cannot be")
             return
         is_ok, before = result.status == worker_pb2.STEP_STATUS_OK, None
-        answer = decode(result.outputs, sent.rows.num_answers) if is_ok else None
+        answer = decode(result.outputs, sent.rows.num_answers, worker.info.vocab_size) if is_ok else None
         try:
             if answer is not None:
                 before = BeforeAnswer(sent.rows, answer, worker.scheduler.columns)
@@ -468,7 +473,7 @@ class Engine:
     ) -> None:
         decoded_ns = time.monotonic_ns()
         self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
-        for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs):
+        for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs, worker.info.vocab_size):
             self.sink.put_prompt_logprobs(group, logprobs)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
         worker.in_flight.popleft()

@@ -14,10 +14,11 @@ from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.step_encoder import check_logprobs
 from scheduler_svc.step_plan import ScheduledRows, WrongAnswer
+from scheduler_svc.worker_claims import check_tokens
 
 
 def take_prompt_logprobs(
-    rows: ScheduledRows, outputs: worker_pb2.SequenceOutputs
+    rows: ScheduledRows, outputs: worker_pb2.SequenceOutputs, vocab_size: int = 0
 ) -> Iterator[tuple[SequenceGroup, worker_pb2.SequenceOutputs]]:
     """Groups with the logprobs of the next tokens of their prompts, which then count as told.
 
@@ -28,6 +29,7 @@ def take_prompt_logprobs(
             raise WrongAnswer(f"prompt logprobs of row {entry.row} of {len(rows)}")
         group = rows.sequences[entry.row].group
         check_logprobs(entry.logprobs)
+        check_tokens(entry.logprobs, vocab_size, is_of_prompt=True)
         if not entry.logprobs.logprobs_f32:
             raise WrongAnswer(f"prompt logprobs of row {entry.row} without logprobs")
         columns = LogprobColumns(entry.logprobs)

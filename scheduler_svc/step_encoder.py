@@ -18,6 +18,7 @@ from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.sequence_columns import Ints
 from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs, WrongAnswer
+from scheduler_svc.worker_claims import check_tokens
 
 U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 
@@ -178,11 +179,14 @@ def _pack_rows(message: worker_pb2.Rows, rows: ScheduledRows) -> None:
         message.given_token_ids_i32 = np.array(given, I32).tobytes()
 
 
-def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
+def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints, vocab_size: int = 0) -> Answer:
     """Reads an answer to rows that were to have `num_answers` entries each.
 
-    Raises WrongAnswer for logprob columns that contradict one another, which others read later on.
+    Raises WrongAnswer for logprob columns that contradict one another, which others read later on, and for tokens that
+    a vocabulary of `vocab_size` (0: any) does not have.
     """
+    if len(outputs.token_ids_i32) % I32.itemsize or len(outputs.num_tokens_u16) % U16.itemsize:
+        raise WrongAnswer("columns that end within an entry")
     token_ids = np.frombuffer(outputs.token_ids_i32, I32)
     num_tokens = num_answers
     if outputs.num_tokens_u16:
@@ -190,6 +194,7 @@ def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
     logprobs = np.frombuffer(outputs.logprobs_f32, F32)
     if len(logprobs) or outputs.top_counts_u32:
         check_logprobs(outputs)
+    check_tokens(outputs, vocab_size)
     errors = {error.row: error.message for error in outputs.row_errors}
     of_sampling = worker_pb2.ROW_ERROR_KIND_SAMPLING
     computed_well = frozenset(error.row for error in outputs.row_errors if error.kind == of_sampling)
@@ -199,6 +204,8 @@ def decode(outputs: worker_pb2.SequenceOutputs, num_answers: Ints) -> Answer:
 def check_logprobs(outputs: worker_pb2.SequenceOutputs) -> None:
     """Raises WrongAnswer for logprob columns that contradict one another or the number of tokens."""
     num_entries = len(outputs.token_ids_i32) // I32.itemsize
+    if len(outputs.top_counts_u32) % U32.itemsize:
+        raise WrongAnswer("top counts that end within an entry")
     counts = np.frombuffer(outputs.top_counts_u32, U32)
     num_top = int(counts.sum())
     sizes = {

@@ -5,6 +5,7 @@ One thread an address lives here; it reads the stream and hands bytes on. Knows 
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
@@ -18,6 +19,14 @@ import structlog
 from octavo.rpc import WORKER_CHANNEL_OPTIONS
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.worker_claims import (
+    MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_FILES,
+    WrongClaim,
+    check_info,
+    check_lease,
+    check_sizes,
+)
 from scheduler_svc.worker_handle import AdapterRequest
 
 log = structlog.get_logger()
@@ -26,6 +35,8 @@ KEEPALIVE_INTERVAL_S = 1.0  # a sign of this program; that the process lives is 
 FAILURES_TO_TELL = 20  # a worker that is being started is no news for some seconds
 RETRY_S = 0.25  # for a worker that does not answer yet; a refused connection costs next to nothing
 LEASED_RETRY_S = 1.0  # for a worker that another scheduler holds
+MAX_DISTRUSTED_RETRY_S = 60.0  # for one whose words are wrong time after time: LEASED_RETRY_S, doubled each time
+LEASE_TIMEOUT_S = 30.0  # for the first message of a stream
 GET_INFO_TIMEOUT_S = 10.0  # a worker that is still starting listens but does not answer yet
 INITIALIZE_TIMEOUT_S = 600.0
 ADAPTER_TIMEOUT_S = 600.0
@@ -81,15 +92,36 @@ class StepStream:
     def __init__(self, address: str, channel: grpc.Channel, settings_id: str) -> None:
         self.address = address
         self.last_heard_ns = time.monotonic_ns()
+        self.is_distrusted = False
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._epoch = 0
         self.send(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=settings_id)).SerializeToString())
         self._call = channel.stream_stream(EXECUTE)(self._requests())
         self._stub = worker_pb2_grpc.WorkerStub(channel)
 
-    def wait_for_lease(self) -> worker_pb2.LeaseGranted:
-        """The first message of the stream. Raises grpc.RpcError, FAILED_PRECONDITION while another holds the lease."""
-        response = worker_pb2.StepResponse.FromString(next(self._call))
+    def wait_for_lease(self, info: worker_pb2.WorkerInfo) -> worker_pb2.LeaseGranted:
+        """The first message of the stream. Raises grpc.RpcError, FAILED_PRECONDITION while another holds the lease, and
+        WrongClaim for another message than a lease of the worker that `info` describes."""
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self._call.cancel()
+
+        timer = threading.Timer(LEASE_TIMEOUT_S, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            response = worker_pb2.StepResponse.FromString(next(self._call))
+        except StopIteration:
+            raise WrongClaim("it ended the stream without a word") from None
+        except grpc.RpcError:
+            if is_late.is_set():
+                raise WrongClaim(f"it neither granted a lease within {LEASE_TIMEOUT_S:g} s nor refused") from None
+            raise
+        finally:
+            timer.cancel()
+        check_lease(info, response)
         self.last_heard_ns = time.monotonic_ns()
         self._epoch = response.notice.lease.epoch
         return response.notice.lease
@@ -107,6 +139,9 @@ class StepStream:
         is_load = isinstance(request, worker_pb2.LoadAdapterRequest)
         method = self._stub.LoadAdapter if is_load else self._stub.UnloadAdapter
         method.future(request, timeout=ADAPTER_TIMEOUT_S).add_done_callback(lambda call: done(_problem(call)))
+
+    def distrust(self) -> None:
+        self.is_distrusted = True
 
     def close(self) -> None:
         """Ends the stream at once, and with it the lease."""
@@ -139,6 +174,7 @@ class WorkerClient:
         self._stream: StepStream | None = None
         self._num_failures = 0  # since it served last, not told of
         self._told = ""  # the problem that the log has
+        self._num_distrusted = 0  # times in a row that what it said was wrong
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"worker-{address}", daemon=True)
 
@@ -161,6 +197,9 @@ class WorkerClient:
                 self._now(inference_pb2.WORKER_HEALTH_LOST, "the stream ended")
             except _Closed:
                 return
+            except WrongClaim as error:
+                self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
+                self._num_distrusted += 1
             except WorkerRefused as error:
                 self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
                 retry_s = LEASED_RETRY_S
@@ -172,6 +211,8 @@ class WorkerClient:
                 log.exception("worker client failed", worker=self.address)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, str(error))
                 retry_s = LEASED_RETRY_S
+            if self._num_distrusted:
+                retry_s = min(LEASED_RETRY_S * 2.0 ** (self._num_distrusted - 1), MAX_DISTRUSTED_RETRY_S)
             self._closed.wait(retry_s)
 
     def _serve(self, channel: grpc.Channel) -> None:
@@ -180,12 +221,14 @@ class WorkerClient:
         info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=GET_INFO_TIMEOUT_S)
         if info.schema_revision != SCHEMA_REVISION:
             raise WorkerRefused(f"speaks schema revision {info.schema_revision}, this scheduler {SCHEMA_REVISION}")
+        check_info(info)
         settings = self._members.settings_for(info)
         self._now(inference_pb2.WORKER_HEALTH_INITIALIZING, "")
         initializing = stub.Initialize.future(settings, timeout=INITIALIZE_TIMEOUT_S)
         # Made while the worker measures its first steps: SmolLM2's takes 0.1 to 0.2 s.
         tokenizer = self._fetch_tokenizer(stub, info) if self._members.needs_tokenizer() else None
         sizes = initializing.result()
+        check_sizes(info, settings, sizes)
         self._members.accept(info, sizes, tokenizer)
         try:
             self._exchange_steps(channel, info, sizes)
@@ -199,7 +242,7 @@ class WorkerClient:
         stream = StepStream(self.address, channel, sizes.settings_id)
         try:
             self._stream = stream
-            lease = stream.wait_for_lease()
+            lease = stream.wait_for_lease(info)
             if self._closed.is_set():
                 return
             self._members.joined(stream, info, sizes, lease)
@@ -214,17 +257,25 @@ class WorkerClient:
             raise
         finally:
             self._stream = None
+            if stream.is_distrusted:
+                self._num_distrusted += 1
+            elif self.state.health == inference_pb2.WORKER_HEALTH_SERVING:
+                self._num_distrusted = 0
             stream.close()
 
     def _fetch_tokenizer(self, stub: worker_pb2_grpc.WorkerStub, info: worker_pb2.WorkerInfo) -> Tokenizer:
+        """Raises WrongClaim for files without end, and for others than those whose hash it has told."""
         files: dict[str, bytearray] = {}
-        sha256 = ""
+        num_bytes = 0
         for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=60.0):
             if chunk.file_name:
                 files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
-            sha256 = chunk.sha256 or sha256
+            num_bytes += len(chunk.data)
+            if num_bytes > MAX_TOKENIZER_BYTES or len(files) > MAX_TOKENIZER_FILES:
+                raise WrongClaim(f"its tokenizer has more than {MAX_TOKENIZER_BYTES >> 20} MiB, or files without end")
+        sha256 = hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()
         if sha256 != info.tokenizer_sha256:
-            raise WorkerRefused(f"it sent a tokenizer {sha256[:12]} and said {info.tokenizer_sha256[:12]}")
+            raise WrongClaim(f"it sent a tokenizer {sha256[:12]} and said {info.tokenizer_sha256[:12]}")
         return Tokenizer.load({name: bytes(data) for name, data in files.items()})
 
     def _now(self, health: inference_pb2.WorkerHealth, problem: str) -> None:

@@ -13,7 +13,7 @@ from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.preemption import Costs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence_columns import SequenceColumns
-from scheduler_svc.step_plan import ScheduledRows, SchedulerOutputs
+from scheduler_svc.step_plan import ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import StepInFlight, StepStatistics
 
 # Heartbeats come every 0.5 s, but not while a worker's interpreter is busy. That its process is stopped, cut off or
@@ -41,6 +41,9 @@ class WorkerLink(Protocol):
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
         """Loads or unloads an adapter. `done` gets what went wrong, "" for nothing, on any thread."""
 
+    def distrust(self) -> None:
+        """What came from it was wrong: once it is closed it is not asked again soon."""
+
     def close(self) -> None: ...
 
 
@@ -65,6 +68,7 @@ class WorkerHandle:
         self._enable_prefix_caching = enable_prefix_caching
         self.scheduler = self._new_scheduler(sizes.max_num_batched_tokens)
         self.adapter_gate = AdapterGate(info.max_loras)
+        self.took_last = 0  # see `Taker`
         self.adapters: dict[str, int] = {}  # that it has loaded under this lease, with their generations
         self.in_flight: deque[StepInFlight] = deque()
         self.statistics = StepStatistics()
@@ -120,7 +124,10 @@ class WorkerHandle:
     # ---- tokens in a step -------------------------------------------------------------------------------------------
 
     def set_budget(self, max_num_batched_tokens: int) -> None:
-        """The worker says how many tokens a step of it may have from now on."""
+        """The worker says how many tokens a step of it may have from now on. Raises WrongAnswer."""
+        least, most = self.sizes.max_num_seqs, self.sizes.max_num_batched_tokens
+        if not least <= max_num_batched_tokens <= most:
+            raise WrongAnswer(f"a budget of {max_num_batched_tokens} tokens a step, not {least} to {most}")
         self._most_batched_tokens = self.scheduler.max_num_batched_tokens = max_num_batched_tokens
 
     def shrink_budget(self) -> bool:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
+from octavo.bench.byte_tokenizer import byte_tokenizer_files
 from octavo.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from tests.scheduler.fake_language import content_of, logprobs_after
 from tests.scheduler.simulated_worker import SimulatedWorker
-from tests.tiny_models import IM_END, write_byte_tokenizer
+from tests.tiny_models import IM_END
 from worker_svc.errors import ProtocolError
 
 VOCAB_SIZE = 400
@@ -138,7 +137,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             eos_token_ids=[IM_END],
             max_logprobs=20,
             max_loras=max_loras,
-            tokenizer_sha256="byte-level",
+            tokenizer_sha256=byte_tokenizer_files(VOCAB_SIZE)[1],
         )
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=WORKER_SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
@@ -171,10 +170,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return self._info
 
     def GetTokenizer(self, request, context):
-        with tempfile.TemporaryDirectory() as folder:
-            write_byte_tokenizer(folder, VOCAB_SIZE)
-            for path in sorted(Path(folder).iterdir()):
-                yield worker_pb2.TokenizerChunk(file_name=path.name, data=path.read_bytes(), sha256="byte-level")
+        files, sha256 = byte_tokenizer_files(VOCAB_SIZE)
+        for name, data in files.items():
+            yield worker_pb2.TokenizerChunk(file_name=name, data=data, sha256=sha256)
 
     def Initialize(self, request, context):
         if request.max_num_seqs > request.max_num_batched_tokens:

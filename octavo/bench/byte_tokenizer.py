@@ -6,8 +6,11 @@ padding rows of real checkpoints do.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import tempfile
+from functools import cache
 from pathlib import Path
 
 from octavo.models.byte_letters import byte_letters
@@ -46,3 +49,12 @@ def write_byte_tokenizer(folder: str | Path, vocab_size: int, seed: int = 0) -> 
         "chat_template": CHAT_TEMPLATE,
     }
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+@cache
+def byte_tokenizer_files(vocab_size: int) -> tuple[dict[str, bytes], str]:
+    """The files of `write_byte_tokenizer` by name, and the hash that a worker tells of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(folder, vocab_size)
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    return files, hashlib.sha256(b"".join(files.values())).hexdigest()

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import numpy as np
 
-from octavo.bench.byte_tokenizer import IM_END, write_byte_tokenizer
+from octavo.bench.byte_tokenizer import IM_END, byte_tokenizer_files
 from octavo.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 
@@ -47,7 +45,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             max_num_batched_tokens=max(4096, 4 * max_num_seqs),
             block_size=BLOCK_SIZE,
             eos_token_ids=[IM_END],
-            tokenizer_sha256="byte-level",
+            tokenizer_sha256=byte_tokenizer_files(VOCAB_SIZE)[1],
         )
 
     def GetInfo(self, request: worker_pb2.GetInfoRequest, context: grpc.ServicerContext) -> worker_pb2.WorkerInfo:
@@ -56,12 +54,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.TokenizerChunk]:
-        with tempfile.TemporaryDirectory() as folder:
-            write_byte_tokenizer(folder, VOCAB_SIZE)
-            for path in sorted(Path(folder).iterdir()):
-                yield worker_pb2.TokenizerChunk(
-                    file_name=path.name, data=path.read_bytes(), sha256=self._info.tokenizer_sha256
-                )
+        files, sha256 = byte_tokenizer_files(VOCAB_SIZE)
+        for name, data in files.items():
+            yield worker_pb2.TokenizerChunk(file_name=name, data=data, sha256=sha256)
 
     def Initialize(
         self, request: worker_pb2.InitializeRequest, context: grpc.ServicerContext

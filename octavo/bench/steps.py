@@ -210,5 +210,8 @@ class _NoLink:
     def call(self, request: Any, done: Any) -> None:
         raise AssertionError("nobody calls here")
 
+    def distrust(self) -> None:
+        """There is nobody."""
+
     def close(self) -> None:
         pass

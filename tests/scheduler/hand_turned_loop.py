@@ -24,7 +24,7 @@ class FakeLink:
         self.address = address
         self.last_heard_ns = time.monotonic_ns()
         self.steps: list[worker_pb2.Step] = []
-        self.is_closed = False
+        self.is_closed = self.is_distrusted = False
         self.calls: list[tuple[AdapterRequest, Callable[[str], None]]] = []
 
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
@@ -32,6 +32,9 @@ class FakeLink:
 
     def send(self, data: bytes) -> None:
         self.steps.append(worker_pb2.StepRequest.FromString(data).step)
+
+    def distrust(self) -> None:
+        self.is_distrusted = True
 
     def close(self) -> None:
         self.is_closed = True
@@ -62,7 +65,7 @@ class Loop:
 
     def join(self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 0) -> FakeLink:
         link = FakeLink(name)
-        info = worker_pb2.WorkerInfo(block_size=4, max_loras=max_loras)
+        info = worker_pb2.WorkerInfo(vocab_size=1000, block_size=4, max_loras=max_loras)
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=128
         )

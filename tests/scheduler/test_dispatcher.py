@@ -90,6 +90,9 @@ class _Link:
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
         raise AssertionError("adapters are there from the start")
 
+    def distrust(self) -> None:
+        raise AssertionError("it says nothing wrong")
+
     def close(self) -> None:
         pass
 
@@ -109,7 +112,7 @@ def test_a_group_goes_where_its_prefix_is_cached():
 
 def test_a_worker_looks_ahead_for_prefixes_and_passes_nobody_over_for_ever():
     pool = Pool({"num_slots": 1}, {"num_slots": 1})
-    for number in (0, 1):
+    for number in (1, 0):  # so that it is worker 1's turn among equals
         pool.add([number] * 20, max_tokens=1)
         pool.turn(number)
     blocker = pool.add([60], max_tokens=60 - 1)  # keeps worker 1 busy for longer than this test
@@ -231,6 +234,7 @@ def test_a_worker_without_room_for_an_adapter_is_no_better_place_for_its_groups(
     first = pool.add(list(range(30)), max_tokens=1, adapter="a")
     pool.turn(0)
     assert first.is_finished
+    pool.handles[0].took_last = 0  # its turn again among equals
     blocker = pool.add([40], max_tokens=40, adapter="b")
     pool.turn(0)
     assert pool.where(blocker) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -377,3 +379,93 @@ def test_groups_that_lost_a_worker_are_tried_when_nothing_else_is_in_flight():
     assert loop.ends == {} and {name: len(ids) for name, ids in loop.token_ids.items()} == dict.fromkeys(
         ("one", "two", "busy"), 9
     )
+
+
+def answer_of(**columns: Any) -> worker_pb2.StepResult:
+    values = {"token_ids_i32": np.full(1, 7, "<i4").tobytes(), **columns}
+    return worker_pb2.StepResult(step_id=1, outputs=worker_pb2.SequenceOutputs(**values))
+
+
+def of_logprob(logprob: float, rank: int = 1) -> dict[str, bytes]:
+    return {"logprobs_f32": np.full(1, logprob, "<f4").tobytes(), "ranks_u32": np.full(1, rank, "<u4").tobytes()}
+
+
+def of_top(token_id: int, logprob: float = -1.0) -> dict[str, bytes]:
+    return {
+        **of_logprob(-1.0),
+        "top_counts_u32": np.ones(1, "<u4").tobytes(),
+        "top_token_ids_i32": np.full(1, token_id, "<i4").tobytes(),
+        "top_logprobs_f32": np.full(1, logprob, "<f4").tobytes(),
+    }
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "a token beyond the vocabulary": {"result": answer_of(token_ids_i32=np.full(1, 1000, "<i4").tobytes())},
+    "a negative token": {"result": answer_of(token_ids_i32=np.full(1, -3, "<i4").tobytes())},
+    "half a token": {"result": answer_of(token_ids_i32=b"\7\0")},
+    "a logprob that is no number": {"result": answer_of(**of_logprob(math.nan))},
+    "a logprob above 0": {"result": answer_of(**of_logprob(0.5))},
+    "a rank beyond the vocabulary": {"result": answer_of(**of_logprob(-0.5, rank=1001))},
+    "another token beyond the vocabulary": {"result": answer_of(**of_top(1000))},
+    "another logprob that is infinite": {"result": answer_of(**of_top(5, math.inf))},
+    "a phase of years": {
+        "result": worker_pb2.StepResult(step_id=1, timings=worker_pb2.StepTimings(forward_ns=1 << 60))
+    },
+    "an error of megabytes": {
+        "result": worker_pb2.StepResult(
+            step_id=1, status=worker_pb2.STEP_STATUS_FAILED, error=worker_pb2.StepError(message="x" * (1 << 20))
+        )
+    },
+    "a budget beyond its own": {
+        "result": None,
+        "notice": worker_pb2.Notice(budget=worker_pb2.BudgetChanged(max_num_batched_tokens=1 << 30)),
+    },
+    "a budget of nothing": {"result": None, "notice": worker_pb2.Notice(budget=worker_pb2.BudgetChanged())},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_no_worker_can_say_costs_that_worker_alone(what: str):
+    loop = Loop()
+    wrong = loop.join("wrong")
+    loop.submit("one")
+    loop.turn()
+    loop.answer(wrong, **WRONG[what])
+    loop.turn()
+    assert wrong.is_closed and wrong.is_distrusted and not loop.engine.workers
+    assert "one" not in loop.token_ids, "nothing of it reached anybody"
+    right = loop.join("right")
+    loop.run_to_end(right)
+    assert loop.token_ids == {"one": [7] * 9} and not right.is_distrusted
+
+
+def test_who_answers_at_once_gets_no_more_of_what_comes_now_and_then_than_others():
+    """Wrong answers that look right cannot be told from right ones, but being fast must not attract requests."""
+    loop = Loop()
+    links = [loop.join(name) for name in ("fast", "slow")]
+    taken = {"fast": 0, "slow": 0}
+    for number in range(12):
+        loop.submit(f"request {number}")
+        loop.turn()
+        loop.turn()
+        for worker, link in zip(loop.engine.workers, links, strict=True):
+            taken[link.address] += worker.num_running
+        for link in links:
+            while any(worker.in_flight for worker in loop.engine.workers if worker.link is link):
+                loop.answer(link)
+                loop.turn()
+    assert taken == {"fast": 6, "slow": 6}
+
+
+def test_who_answers_at_once_never_holds_more_than_its_room():
+    loop = Loop()
+    links = [loop.join(name, max_num_seqs=2) for name in ("fast", "slow")]
+    loop.submit(*(f"request {number}" for number in range(12)))
+    most = 0
+    for turn in range(200):
+        loop.turn()
+        most = max(most, *(worker.num_running for worker in loop.engine.workers))
+        for worker, link in zip(loop.engine.workers, links, strict=True):
+            if worker.in_flight and (link.address == "fast" or turn % 5 == 0):
+                loop.answer(link)
+    assert most == 2 and len(loop.token_ids) == 12 and not loop.engine.live.all()

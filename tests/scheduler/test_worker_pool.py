@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import threading
 import time
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
+from protos import worker_pb2
 from scheduler_svc import worker_client, worker_pool
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.serving import Serving
 from scheduler_svc.worker_pool import WorkerPool
-from tests.fakes import FakeWorker
+from tests.fakes import VOCAB_SIZE, FakeWorker
 
 
 def until(holds: Callable[[], Any]) -> None:
@@ -92,6 +95,13 @@ def test_no_more_workers_than_it_may_have_and_another_one_when_one_goes(monkeypa
     [
         ("tokenizer_sha256", "another", "it sent a tokenizer .* and said another"),
         ("schema_revision", 77, "speaks schema revision 77"),
+        ("vocab_size", 1 << 31, "vocab_size is .*can be"),
+        ("vocab_size", 0, "vocab_size is 0"),
+        ("block_size", 0, "block_size is 0"),
+        ("max_num_seqs", 1 << 20, "max_num_seqs is"),
+        ("max_model_len", 1 << 31, "max_model_len is"),
+        ("instance_id", "", "instance_id"),
+        ("device", "x" * 4096, "characters of device"),
     ],
 )
 def test_a_worker_that_is_not_what_it_says_is_refused(field: str, value: Any, says: str) -> None:
@@ -101,3 +111,72 @@ def test_a_worker_that_is_not_what_it_says_is_refused(field: str, value: Any, sa
             client = pool.clients[worker.address]
             until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
             assert re.search(says, client.state.problem) and not _serving(pool)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_device_blocks", 10**8),
+        ("num_device_blocks", 0),
+        ("num_host_blocks", 10**9),
+        ("max_num_seqs", 9),
+        ("max_model_len", 257),
+        ("max_num_batched_tokens", 65),
+        ("max_num_batched_tokens", 7),  # less than a token for each sequence
+        ("prefill_tokens_per_s", math.nan),
+        ("swap_bytes_per_s", math.inf),
+        ("prefill_tokens_per_s", -1.0),
+        ("settings_id", ""),
+    ],
+)
+def test_sizes_that_no_worker_has_are_refused_before_anything_is_made_of_them(field: str, value: Any) -> None:
+    class Rogue(FakeWorker):
+        def Initialize(self, request: Any, context: Any) -> Any:
+            sizes = super().Initialize(request, context)
+            setattr(sizes, field, value)
+            return sizes
+
+    with Rogue() as worker, pool_of(worker.address) as pool:
+        client = pool.clients[worker.address]
+        until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+        assert "can be" in client.state.problem and pool.model is None and not worker.num_leases
+
+
+def test_who_is_wrong_time_after_time_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.05)
+    asked_s: list[float] = []
+
+    class Rogue(FakeWorker):
+        def GetInfo(self, request: Any, context: Any) -> Any:
+            asked_s.append(time.monotonic())
+            return super().GetInfo(request, context)
+
+    with Rogue() as worker:
+        worker._info.vocab_size = 0
+        with pool_of(worker.address) as pool:
+            until(lambda: len(asked_s) >= 5)
+            gaps = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+            assert all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps))
+            worker._info.vocab_size = VOCAB_SIZE
+            until(lambda: _serving(pool) == {worker.address})
+
+
+@pytest.mark.parametrize("first", ["nothing", "end", "another lease", "heartbeat"])
+def test_a_stream_that_does_not_begin_with_its_lease_is_given_up(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LEASE_TIMEOUT_S", 0.3)
+
+    class Rogue(FakeWorker):
+        def Execute(self, request_iterator: Any, context: Any) -> Iterator[Any]:
+            if first == "nothing":
+                time.sleep(1.0)
+            elif first == "another lease":
+                lease = worker_pb2.LeaseGranted(instance_id="of another", epoch=1)
+                yield worker_pb2.StepResponse(epoch=1, notice=worker_pb2.Notice(lease=lease))
+            elif first == "heartbeat":
+                yield worker_pb2.StepResponse(epoch=1, heartbeat=worker_pb2.Heartbeat())
+
+    with Rogue() as worker, pool_of(worker.address) as pool:
+        client = pool.clients[worker.address]
+        until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
+        assert "lease" in client.state.problem or "without a word" in client.state.problem
+        assert not _serving(pool) and not pool.engine.workers
