@@ -54,6 +54,8 @@ WORKER_SERVER_OPTIONS = tuple(
         **_PINGED,
         "grpc.http2.min_ping_interval_without_data_ms": PING_INTERVAL_MS // 2,
         "grpc.max_concurrent_streams": 128,  # a scheduler needs three
+        "grpc.max_allowed_incoming_connections": 256,  # beyond them they are closed as they come
+        "grpc.server_handshake_timeout_ms": 10_000,
     }.items()
 )
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -172,6 +175,67 @@ async def test_a_silent_scheduler_whose_connection_lives_loses_its_lease_later(
     assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert 2.9 < time.monotonic() - silent_since < 6
     await eventually(lambda: _opens(setup))
+
+
+STOPPABLE_SCHEDULER = """
+import sys, time, grpc
+from octavo.rpc import WORKER_CHANNEL_OPTIONS
+from protos import worker_pb2 as pb
+from tests.worker.fake_model import decode, prefill
+
+address, settings_id = sys.argv[1:]
+
+def requests():
+    yield pb.StepRequest(open=pb.OpenLease(settings_id=settings_id))
+    yield pb.StepRequest(epoch=1, step=prefill(1, [[3]]))
+    for step_id in range(2, 10**9):
+        yield pb.StepRequest(epoch=1, step=decode(step_id, [0]))
+        time.sleep(0.2)
+
+channel = grpc.insecure_channel(address, options=WORKER_CHANNEL_OPTIONS)
+encode, decoded = pb.StepRequest.SerializeToString, pb.StepResponse.FromString
+try:
+    for answer in channel.stream_stream("/octavo.v1.Worker/Execute", encode, decoded)(requests()):
+        print(answer.WhichOneof("kind"), flush=True)
+except grpc.RpcError as error:
+    print("lost", error.code().name, flush=True)
+"""
+
+
+async def test_a_stopped_scheduler_loses_its_lease_soon_and_reaches_no_later_one(setup: Setup) -> None:
+    """Though it has not noticed, and goes on with its steps when it wakes."""
+    arguments = ["-c", STOPPABLE_SCHEDULER, f"127.0.0.1:{setup.server.port}", setup.settings_id]
+    other = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    assert other.stdout is not None
+    try:
+        while await other.stdout.readline() != b"result\n":
+            assert other.returncode is None
+        other.send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        assert not await _opens(setup), "a pause is no end"
+        await eventually(lambda: _opens(setup))  # and leaves at once
+        assert 1.0 < time.monotonic() - stopped_s < 4.0
+        stream = await asyncio.wait_for(_open_soon(setup), 5.0)
+        expected = tokens_of(await stream.run(prefill(1, [[9]])))
+        other.send_signal(signal.SIGCONT)
+        for step_id in range(2, 12):
+            result = await stream.run(decode(step_id, [0]))
+            expected.append(next_token(expected[-1], step_id - 1))
+            assert tokens_of(result) == [expected[-1]]
+            await asyncio.sleep(0.05)
+        said = (await asyncio.wait_for(other.communicate(), 5.0))[0]
+        assert b"lost" in said or other.returncode == 0
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
+
+
+async def _open_soon(setup: Setup) -> Stream:
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            return await setup.open()
+        await asyncio.sleep(0.02)
 
 
 async def test_a_stream_that_does_not_open_is_ended_and_there_are_only_so_many(
