@@ -37,9 +37,10 @@ def _shut_down(number: int, wanted: tuple[str, int]) -> bool:
     except OSError:  # no socket
         os.close(duplicate)
         return False
-    with found, suppress(OSError):
-        host, port = found.getpeername()[:2]
-        if (host.removeprefix("::ffff:"), port) == wanted:
-            found.shutdown(socket.SHUT_RDWR)
-            return True
+    with found, suppress(OSError):  # one that listens has no peer
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            host, port = found.getpeername()[:2]
+            if (host.removeprefix("::ffff:"), port) == wanted:
+                found.shutdown(socket.SHUT_RDWR)
+                return True
     return False

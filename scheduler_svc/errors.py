@@ -34,6 +34,10 @@ class UnknownName(RequestRefused):
     """A model, adapter, request or worker that does not exist."""
 
 
+class RequestTimeout(RequestRefused):
+    """A call was begun, and its request did not come."""
+
+
 class DuplicateRequest(RequestRefused):
     """A live request has this id already."""
 

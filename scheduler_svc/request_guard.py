@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestTimeout, Unsupported
 from scheduler_svc.open_calls import OpenCalls
 from scheduler_svc.request_reader import parse
 from scheduler_svc.status import refusals
@@ -53,7 +53,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     async def _refuse_unknown(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with refusals(context):
             with self._calls.open(context.peer()):
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+                raise Unsupported("there is no such method")
 
     def _guard(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         behave = _behaviour(handler)
@@ -105,9 +105,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(READ_TIMEOUT_S):
                     data = await context.read()
             except TimeoutError:
-                await context.abort(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not here within {READ_TIMEOUT_S:g} s"
-                )
+                raise RequestTimeout(f"the request was not here within {READ_TIMEOUT_S:g} s") from None
             if data is grpc.aio.EOF:
                 raise InvalidRequest(FieldViolation("request", f"got none; accepted: one of {method}"))
             return parse(deserialize, data, method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -18,6 +19,7 @@ from scheduler_svc.errors import (
     NotReady,
     QueueFull,
     RequestRefused,
+    RequestTimeout,
     UnknownName,
     Unsupported,
     WorkerFailed,
@@ -29,6 +31,7 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     Unsupported: grpc.StatusCode.UNIMPLEMENTED,
     UnknownName: grpc.StatusCode.NOT_FOUND,
+    RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     NameTaken: grpc.StatusCode.ALREADY_EXISTS,
     WorkerFailed: grpc.StatusCode.FAILED_PRECONDITION,
@@ -59,14 +62,15 @@ async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
 async def _abort(
     context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str, metadata: tuple[tuple[str, bytes], ...] = ()
 ) -> NoReturn:
-    """Ends the call. It is no fault of ours where the client has not waited for that. Raises AbortError."""
+    """Ends the call. It is no fault of ours where the client has not waited for that. Raises AbortError, or
+    CancelledError, as grpc itself does, where nobody is left to be told."""
     try:
         await context.abort(code, message, trailing_metadata=metadata)
     except grpc.aio.AbortError:
         raise
-    except Exception as error:
-        log.info("client is gone before its refusal", why=str(error))
-        raise grpc.aio.AbortError("nobody is left to be told") from error
+    except Exception:
+        log.debug("client is gone before its refusal")
+        raise asyncio.CancelledError from None
     raise AssertionError("aborted calls do not come here")
 
 

@@ -58,7 +58,7 @@ class ContentGuard:
         self._genuine = re.compile(f"(?>{whole})")
         if _TRANSFORMS.search(template):
             firsts = {case for text in control_tokens for case in (text[0], text[0].lower(), text[0].upper())}
-            kept = _any_of(set(looked_for) - set(control_tokens))
+            kept = _any_of(text for text in looked_for if not any(each.startswith(text) for each in control_tokens))
             self._risky = re.compile(f"{_not(kept)}[{''.join(map(re.escape, sorted(firsts)))}]")
         else:
             self._risky = re.compile(f"(?={whole}|{_any_beginning_of(self._control_tokens)}).", re.DOTALL)

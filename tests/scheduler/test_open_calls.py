@@ -1,0 +1,245 @@
+"""Calls that clients begin and do not finish, or give up at once: counted, bounded, and cut off over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from octavo.rpc import SERVER_OPTIONS
+from scheduler_svc import request_guard
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.connections import cut_connection
+from scheduler_svc.errors import QueueFull
+from scheduler_svc.grpc_server import new_server
+from scheduler_svc.open_calls import IDLE_CALLS, IDLE_CALLS_PER_S, MAX_QUIET_HOSTS, QUICK_S, OpenCalls
+from scheduler_svc.request_guard import RequestGuard
+from tests.fuzz import http2_frames as http2
+
+METHOD = "/test.Echo/Echo"
+
+
+@dataclass
+class Clocked:
+    """`OpenCalls` of 40 calls in all, so 30 a host, with a clock turned by hand and connections that are none."""
+
+    now_s: float = 100.0
+    cut: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.calls = OpenCalls(40, cut=lambda peer: bool(self.cut.append(peer)) or True, clock=lambda: self.now_s)
+
+    def give_up(self, peer: str, after_s: float = 0.0, is_useful: bool = False) -> None:
+        with self.calls.open(peer) as call:
+            self.now_s += after_s
+            call.is_useful = is_useful
+
+
+def test_calls_are_bounded_by_host_and_in_all() -> None:
+    it = Clocked()
+    with ExitStack() as stack:
+        for number in range(30):
+            stack.enter_context(it.calls.open(f"ipv4:10.0.0.1:{number}"))
+        with pytest.raises(QueueFull, match="30 calls of this host and 30 in all are open"):
+            stack.enter_context(it.calls.open("ipv4:10.0.0.1:99"))
+        for number in range(10):
+            stack.enter_context(it.calls.open(f"ipv6:%5B::1%5D:{number}"))
+        with pytest.raises(QueueFull, match="0 calls of this host and 40 in all are open"):
+            stack.enter_context(it.calls.open("ipv4:10.0.0.2:1"))
+    it.give_up("ipv4:10.0.0.1:1", after_s=1)
+
+
+def test_who_gives_calls_up_at_once_and_more_than_it_may_is_cut_off_and_nobody_else() -> None:
+    it = Clocked()
+    for _ in range(IDLE_CALLS):
+        it.give_up("ipv4:10.0.0.1:1")
+    it.give_up("ipv4:10.0.0.2:1")
+    assert not it.cut
+    it.give_up("ipv4:10.0.0.1:1", is_useful=True)
+    it.give_up("ipv4:10.0.0.1:1", after_s=2 * QUICK_S)
+    it.now_s -= 2 * QUICK_S
+    assert not it.cut
+    it.give_up("ipv4:10.0.0.1:2")
+    assert it.cut == ["ipv4:10.0.0.1:2"]
+    it.now_s += 1
+    for _ in range(IDLE_CALLS_PER_S):
+        it.give_up("ipv4:10.0.0.1:3")
+    assert len(it.cut) == 1
+    it.give_up("ipv4:10.0.0.1:3")
+    assert it.cut[1:] == ["ipv4:10.0.0.1:3"]
+
+
+def test_hosts_are_forgotten_once_they_have_been_quiet() -> None:
+    it = Clocked()
+    for number in range(2 * MAX_QUIET_HOSTS):
+        it.now_s += 0.1
+        it.give_up(f"ipv4:10.0.{number // 256}.{number % 256}:1")
+    assert len(it.calls._hosts) <= MAX_QUIET_HOSTS + 1
+
+
+@pytest.mark.parametrize(("host", "kind"), [("127.0.0.1", "ipv4"), ("::1", "ipv6")])
+def test_one_connection_is_cut_and_its_neighbour_is_not(host: str, kind: str) -> None:
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with listener, ExitStack() as stack:
+        pairs = []
+        for _ in range(2):
+            client = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+            pairs.append((client, stack.enter_context(listener.accept()[0])))
+        (cut, _), (stays, neighbour) = pairs
+        shown = host if kind == "ipv4" else "%5B::1%5D"
+        assert cut_connection(f"{kind}:{shown}:{cut.getsockname()[1]}")
+        assert cut.recv(1) == b""
+        neighbour.sendall(b"x")
+        assert stays.recv(1) == b"x"
+    for unknown in (f"{kind}:{shown}:1", "unix:", "nonsense"):
+        assert not cut_connection(unknown)
+
+
+@dataclass
+class Echo:
+    """A guarded server that answers each message with itself, `received` in all."""
+
+    calls: OpenCalls
+    received: list[bytes] = field(default_factory=list)
+    port: int = 0
+
+    async def echo(self, data: bytes, context: Any) -> bytes:
+        self.received.append(data)
+        return data
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def ask(self, data: bytes = b"hi") -> bytes:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            answer: bytes = await channel.unary_unary(METHOD)(data, timeout=5)
+            return answer
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Echo]:
+    it = Echo(OpenCalls(max_calls=100))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls),))
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    it.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield it
+    await server.stop(None)
+    assert it.calls._num_open == 0
+
+
+def _send(connection: socket.socket, data: bytes) -> bool:
+    """Whether the other side still took it."""
+    with suppress(OSError):
+        connection.sendall(data)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("method", [METHOD, "/test.Echo/Nobody"])
+async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, method: str) -> None:
+    """Begun and reset ten thousand times in a row: some are let pass, then the connection is gone."""
+
+    def storm() -> int:
+        with http2.connection(server.address) as connection:
+            for number in range(100):
+                batch = b"".join(
+                    http2.call(stream, method) + http2.reset(stream)
+                    for stream in range(200 * number + 1, 200 * number + 201, 2)
+                )
+                if not _send(connection, batch) or _is_closed(connection):
+                    return number
+        return 100
+
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        echo = channel.unary_unary(METHOD)
+        assert await echo(b"before", timeout=5) == b"before"
+        assert await asyncio.to_thread(storm) < 100, "it was never cut off"
+        assert await echo(b"after", timeout=5) == b"after"
+    assert server.received == [b"before", b"after"]
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.02)
+    try:
+        while connection.recv(65_536):
+            pass
+        return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(http2.TIMEOUT_S)
+
+
+async def test_calls_without_their_message_are_refused_beyond_a_number_and_ended_after_a_time(
+    server: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_guard, "READ_TIMEOUT_S", 1.0)
+    with http2.connection(server.address) as connection:
+        begun = b"".join(http2.call(s, METHOD) + http2.begun_message(s, 9) for s in range(1, 150, 2))
+        await asyncio.to_thread(connection.sendall, begun)
+        async with asyncio.timeout(10):
+            while server.calls._num_open < 75:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(connection.sendall, b"".join(http2.call(s, METHOD) for s in range(151, 191, 2)))
+        await asyncio.sleep(0.2)
+        assert server.calls._num_open == 75
+        assert await server.ask(b"beside") == b"beside"  # from another host
+        async with asyncio.timeout(10):
+            while server.calls._num_open:
+                await asyncio.sleep(0.01)
+    assert await server.ask() == b"hi" and server.received[-1] == b"hi"
+
+
+async def test_whoever_has_too_many_open_is_told_when_to_try_again() -> None:
+    it = Echo(OpenCalls(max_calls=1))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls),))
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    it.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with it.calls.open("ipv4:10.0.0.1:1"), pytest.raises(grpc.aio.AioRpcError) as refused:
+        await it.ask()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailers = dict(refused.value.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])  # type: ignore[arg-type]  # bytes
+    assert status.details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+    assert await it.ask() == b"hi"
+    await server.stop(None)
+
+
+async def test_connections_beyond_their_number_are_closed_as_they_come() -> None:
+    it = Echo(OpenCalls(max_calls=100))
+    server = new_server(SchedulerConfig(max_connections=3))
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    it.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(http2.connection(it.address))
+            assert await asyncio.to_thread(connection.recv, 1)
+        beyond = stack.enter_context(http2.connection(it.address))
+        assert await asyncio.to_thread(_read, beyond) == b""
+    assert await it.ask() == b"hi"
+    await server.stop(None)
+
+
+def _read(connection: socket.socket) -> bytes:
+    with suppress(ConnectionError):
+        return connection.recv(1)
+    return b""

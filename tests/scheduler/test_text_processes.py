@@ -1,0 +1,199 @@
+"""Text processes: real ones, which hang, die and are killed, while others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import InvalidRequest, NotReady, UnknownName
+from scheduler_svc.served_model import ServedModel
+from scheduler_svc.text.request_checks import TextSettings
+from scheduler_svc.text.request_text import RequestText
+from scheduler_svc.text.text_processes import SMALL_BYTES, TextProcesses
+from scheduler_svc.tokenizer import Tokenizer
+from tests.scheduler.tiny_served_model import tiny_served_model
+
+# Does not end for a content that says so: some 10^10 turns.
+ENDLESS = (
+    "{% for m in messages %}{{ m.content }}{% if m.content.endswith('endless') %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """Its chat template may hang."""
+    model = tiny_served_model(tmp_path_factory.mktemp("tokenizer"))
+    config = json.loads(model.tokenizer.files["tokenizer_config.json"]) | {"chat_template": ENDLESS}
+    files = {**model.tokenizer.files, "tokenizer_config.json": json.dumps(config).encode()}
+    return dataclasses.replace(model, tokenizer=Tokenizer(files), max_model_len=5000)
+
+
+@asynccontextmanager
+async def _processes(model: ServedModel, count: int = 1, time_limit_s: float = 60.0) -> AsyncIterator[TextProcesses]:
+    processes = TextProcesses(lambda: model, TextSettings(), count, time_limit_s)
+    processes.start()
+    try:
+        yield processes
+    finally:
+        pids = processes.pids
+        await processes.stop()
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def _chat(content: str) -> bytes:
+    messages = pb.Messages(messages=[pb.ChatMessage(role="user", content=content)])
+    return pb.GenerateRequest(
+        messages=messages, sampling_params=pb.SamplingParams(bad_words=["a b"])
+    ).SerializeToString()
+
+
+async def _until(is_so: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def test_answers_are_those_of_this_process(model: ServedModel) -> None:
+    here = RequestText(model, TextSettings())
+    async with _processes(model, count=2) as processes:
+        for data in (_chat("hi"), pb.GenerateRequest(prompt="x" * 3000, request_id="a").SerializeToString()):
+            there = await processes.prepare(data)
+            expected = here.prepare(pb.GenerateRequest.FromString(data))
+            assert list(there.token_ids) == list(expected.token_ids)
+            assert [tuple(word) for word in there.bad_words] == [tuple(word) for word in expected.bad_words]
+            expected.request.ClearField("prompt_kind")
+            assert there.request == expected.request
+        tokens = await processes.tokenize(pb.TokenizeRequest(prompt="hey").SerializeToString())
+        assert pb.TokenizeResponse.FromString(tokens) == here.tokenize(pb.TokenizeRequest(prompt="hey"))
+        text = await processes.detokenize(pb.DetokenizeRequest(token_ids=b"hey").SerializeToString())
+        assert pb.DetokenizeResponse.FromString(text).text == "hey"
+        with pytest.raises(InvalidRequest, match=r"prompt: 6000 tokens and 1 to generate .*5000") as refused:
+            await processes.prepare(pb.GenerateRequest(prompt="x" * 6000).SerializeToString())
+        assert refused.value.violations[0].field == "prompt"
+        with pytest.raises(UnknownName):
+            await processes.tokenize(pb.TokenizeRequest(prompt="hey", model="other").SerializeToString())
+        with pytest.raises(InvalidRequest, match="2 bytes are no request of /octavo"):
+            await processes.detokenize(b"\xff\xff")
+        with pytest.raises(InvalidRequest, match="got none or several"):
+            await processes.prepare(_chat("hi") + pb.GenerateRequest(prompt="hi").SerializeToString())
+
+
+async def test_what_takes_too_long_is_killed_and_said_and_others_go_on(model: ServedModel) -> None:
+    async with _processes(model, time_limit_s=0.5) as processes:
+        await processes.prepare(_chat("hi"))
+        (pid,) = processes.pids
+        endless = asyncio.create_task(processes.prepare(_chat("endless")))
+        behind = asyncio.create_task(processes.prepare(_chat("hi")))
+        with pytest.raises(InvalidRequest, match=r"not rendered and tokenised within 0.5 s \(--text-timeout\)"):
+            await endless
+        assert (await behind).token_ids == list(b"hi")
+        assert not psutil.pid_exists(pid) and processes.pids != [pid]
+
+
+async def test_a_process_that_dies_costs_its_request_one_more_try(model: ServedModel) -> None:
+    async with _processes(model) as processes:
+        await processes.prepare(_chat("hi"))
+        for sent, dies in ((_chat("hi"), True), (_chat("hi" * 1000), False)):  # it is idle when it dies, or is not
+            (pid,) = processes.pids
+            if not dies:
+                os.kill(pid, signal.SIGSTOP)  # so that it dies with the request in it
+            asked = asyncio.create_task(processes.prepare(sent))
+            await asyncio.sleep(0 if dies else 0.05)
+            os.kill(pid, signal.SIGKILL)
+            assert len((await asked).token_ids) == len(pb.GenerateRequest.FromString(sent).messages.messages[0].content)
+
+
+async def test_a_request_over_which_two_processes_die_fails_alone(model: ServedModel) -> None:
+    async with _processes(model) as processes:
+        asked = asyncio.create_task(processes.prepare(_chat("endless")))
+        behind = asyncio.create_task(processes.prepare(_chat("hi")))
+        for _ in range(2):
+            await _until(lambda: processes.pids and psutil.Process(processes.pids[0]).cpu_times().user > 0.5)
+            (pid,) = processes.pids
+            os.kill(pid, signal.SIGKILL)
+            await _until(lambda pid=pid: processes.pids and processes.pids != [pid])
+        with pytest.raises(RuntimeError, match="two text processes have died over this request"):
+            await asked
+        assert (await behind).token_ids == list(b"hi")
+
+
+async def test_small_requests_pass_large_ones_and_the_first_large_one_is_served_first(model: ServedModel) -> None:
+    async with _processes(model, count=2) as processes:
+        await processes.prepare(_chat("hi"))
+        large = ("x" * 2000 + " ") * (SMALL_BYTES // 2000 + 1)
+        endless = [asyncio.create_task(processes.prepare(_chat(large + "endless"))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            assert (await processes.prepare(_chat("hi"))).token_ids == list(b"hi")
+        assert not any(each.done() for each in endless)
+        for each in endless:
+            each.cancel()
+
+
+async def test_work_for_a_client_that_has_gone_is_dropped_and_closing_refuses_all_others(model: ServedModel) -> None:
+    async with _processes(model) as processes:
+        endless = asyncio.create_task(processes.prepare(_chat("endless")))
+        gone = [asyncio.create_task(processes.prepare(_chat("endless"))) for _ in range(3)]
+        waits = asyncio.create_task(processes.prepare(_chat("hi")))
+        await _until(lambda: processes._running)
+        for each in gone:
+            each.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        os.kill(processes.pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        processes.close(NotReady("this server is draining"))
+        for each in (endless, waits):
+            with pytest.raises(NotReady, match="draining"):
+                await each
+        with pytest.raises(NotReady, match="draining"):
+            await processes.prepare(_chat("hi"))
+
+
+def test_a_text_process_imports_nothing_heavy() -> None:
+    program = "import sys, scheduler_svc.text.text_process; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"grpc", "numpy", "asyncio", "structlog", "torch", "transformers"} & set(ended.stdout.split())
+
+
+async def test_it_ends_with_its_parent_and_does_not_hear_its_signals(model: ServedModel, tmp_path: Path) -> None:
+    program = """
+import asyncio, sys, time
+from pathlib import Path
+from scheduler_svc.text.request_checks import TextSettings
+from scheduler_svc.text.text_processes import TextProcesses
+async def main():
+    processes = TextProcesses(None, TextSettings(), 1)
+    processes.start()
+    while not processes.pids:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    print(*processes.pids, flush=True)
+    time.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.2)
+        assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        files = [each.fd for each in child.open_files()] + [each.fd for each in child.net_connections()]
+        assert not [number for number in files if number > 2], "files of the parent have leaked"
+        parent.kill()
+        await asyncio.to_thread(psutil.wait_procs, [child], timeout=10)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
