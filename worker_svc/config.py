@@ -101,7 +101,9 @@ class WorkerConfig:
     cpu_pinning: str = option(
         "none", "cores for the threads that compute, such as 0-3,8, or auto", group=COMPUTE, metavar="CORES"
     )
-    batch_invariant: bool = option(False, "a row's logits depend on nothing in its batch, bit for bit", group=COMPUTE)
+    batch_invariant: bool = option(
+        False, "a row's logits depend on nothing in its batch, bit for bit, on a GPU, too", group=COMPUTE
+    )
     enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps", group=COMPUTE)
     max_loras: int = option(0, "adapters in one step, at most", hidden=True)  # none can be loaded yet
 

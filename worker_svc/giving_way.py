@@ -13,7 +13,6 @@ from octavo.cores import allowed_cores
 from worker_svc.busy_cores import CoreTimes, read_core_times, used_by_others
 from worker_svc.config import WorkerConfig
 from worker_svc.models import ModelConfig
-from worker_svc.models.packed_linear import PackedLinear
 
 log = structlog.get_logger()
 
@@ -28,9 +27,7 @@ GIVE_WAY, COME_BACK = 0.75, 0.5
 def may_give_way(config: WorkerConfig, model: ModelConfig, device: torch.device) -> bool:
     """Whether the number of threads may change from step to step: where it changes no bit of what they compute, and
     cores have not been set aside for them. To be called on the thread that runs the model."""
-    if device.type != "cpu" or config.cpu_pinning != "none" or model.impl == "transformers" or _is_bound():
-        return False
-    return model.is_batch_invariant or PackedLinear.is_fastest(torch.empty(0, dtype=model.dtype))
+    return device.type == "cpu" and config.cpu_pinning == "none" and model.impl == "octavo" and not _is_bound()
 
 
 def _is_bound() -> bool:

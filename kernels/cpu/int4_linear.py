@@ -140,7 +140,7 @@ def items_of_panels(num_out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
-    """See `registers.num_asking_inputs`; by weights of four bits, of which a group asks for several lines."""
+    """See `streamed_panels.num_asking_inputs`; by weights of four bits, of which a group asks for several lines."""
     return max(rows // TILE_ROWS - 1, 0) * num_weights // (PANEL * GROUP) * _LINES_A_GROUP
 
 

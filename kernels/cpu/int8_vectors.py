@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from kernels.cpu.processor import features
 from kernels.cpu.registers import CACHE_LINE_BYTES
 from kernels.int8_weight import PANEL, QUAD
 
@@ -27,10 +28,9 @@ _SHORTS, _HALF_FLOATS = ir.VectorType(ir.IntType(16), PANEL), ir.VectorType(ir.H
 
 def dot_kind_of_this_cpu() -> str:
     """The fastest of `DOT_KINDS` that the processor has."""
-    features = binding.get_host_cpu_features()
-    if features.get("avx512vnni"):
+    if "avx512vnni" in features():
         return "512 bits"
-    return "256 bits" if features.get("avxvnni") else "portable"
+    return "256 bits" if "avxvnni" in features() else "portable"
 
 
 def dot(builder: Any, kind: Any, sums: Any, weights: Any, inputs: Any) -> Any:

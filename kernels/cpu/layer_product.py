@@ -21,8 +21,8 @@ from kernels.cpu.int8_linear import multiply_panels as multiply_int8_panels
 from kernels.cpu.int8_rows import items_of_rows, quantize_rows, rows_in
 from kernels.cpu.matmul import items_of, multiply_panels
 from kernels.cpu.packed_weight import ELEMENTS, packed_shape
-from kernels.cpu.registers import num_asking_inputs as num_inputs_of_floats
 from kernels.cpu.shared_work import wait
+from kernels.cpu.streamed_panels import num_asking_inputs as num_inputs_of_floats
 
 PRODUCT = np.dtype(
     [

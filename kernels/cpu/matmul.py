@@ -51,7 +51,8 @@ _ZEROS = np.zeros(PANEL, dtype=np.float32)  # where sums start without a bias
 def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """out [T, out_features] = x [T, in_features] W^T + bias [out_features]; all float32 but `packed`, of `pack`.
 
-    out and x may be strided in their first dimension. Raises ValueError for shapes that do not fit.
+    out and x may be strided in their first dimension. Of a weight of `pack_pairs` x is [T, in_features / 2], rows of
+    bfloat16 seen as float32. Raises ValueError for shapes that do not fit.
     """
     (count, size), depth = out.shape, x.shape[1]
     if x.shape[0] != count or packed.shape != packed_shape(packed.dtype, size, depth):

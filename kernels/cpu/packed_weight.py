@@ -4,6 +4,10 @@
 
 A weight that was quantised once is kept as it was then, in records of 48 outputs and 32 inputs (`few_bits`); one whose
 numbers all fit bfloat16, as those of most checkpoints do, as bfloat16. The type of a packed tensor says which it is.
+
+For rows of bfloat16 and a processor that multiplies pairs of such numbers, two inputs are one element (`pack_pairs`):
+
+    packed [panels, in_features / 2, 48]     u32: W[48 p + c, 2 k], and above it W[48 p + c, 2 k + 1]
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ ELEMENTS = {
 }
 
 
+_PAIRS = np.uint32(0)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """`weight` [out_features, in_features], float32 or bfloat16, packed; its type and shape: see above."""
     if weight.dtype == torch.float32:
@@ -35,8 +42,17 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         # A weight that does not fit shows so in its first row, nearly always: the load need not look at all of it.
         if _fits_bfloat16(weight[:1]) and _fits_bfloat16(weight):
             weight = weight.to(torch.bfloat16)
+    return _in_panels(weight)
+
+
+def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [out_features, in_features] bfloat16, `in_features` even, as u32[panels, in_features / 2, 48]."""
+    return _in_panels(weight.contiguous().view(torch.int32)).view(torch.uint32)
+
+
+def _in_panels(weight: torch.Tensor) -> torch.Tensor:
     out_features, in_features = weight.shape
-    packed = torch.zeros(packed_shape(weight.dtype, out_features, in_features), dtype=weight.dtype)
+    packed = torch.zeros(-(-out_features // PANEL), in_features, PANEL, dtype=weight.dtype)
     whole = out_features // PANEL
     packed[:whole] = weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2)
     if whole < len(packed):
@@ -45,7 +61,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tuple[int, ...]:
-    """Of a weight packed as `dtype`; few bits come in whole groups of inputs, other `in_features` give no shape."""
+    """Of a weight packed as `dtype`; for uint32 `in_features` are pairs. Few bits come in whole groups of inputs, other
+    `in_features` give no shape."""
     num_panels = -(-out_features // PANEL)
     few = FORMATS.get(dtype)
     if few is None:
@@ -57,6 +74,8 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
 
 def element_of_packed(packed: torch.Tensor) -> Any:
     """The number whose type says in a kernel how a weight is packed. Raises TypeError for what `pack` never gives."""
+    if packed.dtype == torch.uint32:
+        return _PAIRS
     try:
         return ELEMENTS[packed.dtype]
     except KeyError:

@@ -5,7 +5,8 @@ Why not plain loops: LLVM keeps no block of accumulators in registers across an 
 over `depth` in order, one fused multiply-add after the other, however many rows are computed at once.
 
 What is multiplied by or transposed may be of half precision (see `numbers`) and becomes float32 on its way into a
-register.
+register. Where B is of pairs of bfloat16 (uint32), so is A, whose float32 are 32 bits and nothing else, and an element
+of depth is two inputs (`packed_weight.pack_pairs`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import cgutils
 
-from kernels.cpu.cache_prefetch import NONE, WHOLE, next_lines
+from kernels.cpu.cache_prefetch import WHOLE
+from kernels.cpu.processor import features
 from kernels.cpu.vector_code import CACHE_LINE_BYTES as CACHE_LINE_BYTES
 from kernels.cpu.vector_code import LANES as LANES
 from kernels.cpu.vector_code import (
@@ -28,6 +30,7 @@ from kernels.cpu.vector_code import (
     load,
     load_wide,
     multiply_add,
+    multiply_add_pairs,
     pinned,
     prefetch_bytes,
     splat,
@@ -36,14 +39,14 @@ from kernels.cpu.vector_code import (
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
-HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 of 16 numbers; else 16 of 8 or fewer
+HAS_WIDE_REGISTERS = "avx512f" in features()  # 32 of 16 numbers; else 16 of 8 or fewer
+HAS_PAIRS = HAS_WIDE_REGISTERS and "avx512bf16" in features()  # products of two bfloat16 numbers at a time
 STREAMED_VECTORS = 3  # columns of a panel that is streamed, in vectors: 8 x 3 accumulators, 3 of B, of 32 registers
 PANEL = STREAMED_VECTORS * LANES
 STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
-LEAST_ASKING_ROWS = 4  # of a tile, and it is not the first: that one waits for the weight's own bytes
 
 
-def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
+def compile_multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
     """Compiles C = S + A[rows, depth] . B[depth, 16 vectors] with C in registers; sums run over depth.
 
     The function takes each matrix as (flat array, offset, row stride), S before C, then depth, then `ahead`. S may be
@@ -86,8 +89,8 @@ def _multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) -> Any:
     return add_product
 
 
-def _multiply_add_and_ask(rows: int, vectors: int) -> Any:
-    """As `_multiply_add`, but what is asked for are lines of `cache_prefetch.next_lines`."""
+def compile_multiply_add_and_ask(rows: int, vectors: int) -> Any:
+    """As `compile_multiply_add`, but what is asked for are lines of `cache_prefetch.next_lines`."""
 
     @intrinsic
     def add_product(
@@ -197,7 +200,11 @@ def _sum_products(
             a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
             a_value = splat(builder, builder.load(a_place))
             for v in range(vectors):
-                total = builder.call(fma, [a_value, b_values[v], builder.load(sums[r][v])])
+                before = builder.load(sums[r][v])
+                if kind == types.uint32:
+                    total = multiply_add_pairs(builder, a_value, b_values[v], before)
+                else:
+                    total = builder.call(fma, [a_value, b_values[v], before])
                 builder.store(pinned(builder, total) if is_full else total, sums[r][v])
     for r in range(rows):
         for v in range(vectors):
@@ -243,16 +250,10 @@ def prefetch(typing_context: Any, line: Any) -> Any:
     return types.void(line), generate
 
 
-_add_1x1, _add_2x1, _add_3x1, _add_4x1 = (_multiply_add(rows, 1) for rows in (1, 2, 3, 4))
-_add_1x2, _add_2x2, _add_3x2, _add_4x2 = (_multiply_add(rows, 2) for rows in (1, 2, 3, 4))
-_add_1x3, _add_2x3, _add_3x3, _add_4x3 = (_multiply_add(rows, 3) for rows in (1, 2, 3, 4))
-_add_1x4, _add_2x4, _add_3x4, _add_4x4 = (_multiply_add(rows, 4) for rows in (1, 2, 3, 4))
-_stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6, _stream_7, _stream_8 = (
-    _multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in range(1, 9)
-)
-_stream_and_ask_4, _stream_and_ask_5, _stream_and_ask_6, _stream_and_ask_7, _stream_and_ask_8 = (
-    _multiply_add_and_ask(rows, STREAMED_VECTORS) for rows in range(LEAST_ASKING_ROWS, 9)
-)
+_add_1x1, _add_2x1, _add_3x1, _add_4x1 = (compile_multiply_add(rows, 1) for rows in (1, 2, 3, 4))
+_add_1x2, _add_2x2, _add_3x2, _add_4x2 = (compile_multiply_add(rows, 2) for rows in (1, 2, 3, 4))
+_add_1x3, _add_2x3, _add_3x3, _add_4x3 = (compile_multiply_add(rows, 3) for rows in (1, 2, 3, 4))
+_add_1x4, _add_2x4, _add_3x4, _add_4x4 = (compile_multiply_add(rows, 4) for rows in (1, 2, 3, 4))
 
 
 @njit(nogil=True)
@@ -260,7 +261,7 @@ def matmul_add(  # type: ignore[no-untyped-def]
     rows, a, a_offset, a_stride, b, b_offset, b_stride, s, s_offset, s_stride, c, c_offset, c_stride, depth, width
 ):
     """C[rows, width] = S + A[rows, depth] . B[depth, width] for up to 4 rows; width is a multiple of 16, S as in
-    `_multiply_add`."""
+    `compile_multiply_add`."""
     column = 0
     while column < width:
         factors, others = (a, a_offset, a_stride), (b, b_offset + column, b_stride)
@@ -303,68 +304,3 @@ def matmul_add(  # type: ignore[no-untyped-def]
             else:
                 _add_1x1(*factors, *others, *start, *sums, depth, 0)
         column += vectors * LANES
-
-
-@njit(nogil=True)
-def stream_add(  # type: ignore[no-untyped-def]
-    rows, a, a_offset, a_stride, panel, offset, s, s_offset, s_stride, c, c_offset, c_stride, depth, ahead, cursor
-):
-    """C[rows, 48] = S + A[rows, depth] . panel[depth, 48]; S as in `_multiply_add`.
-
-    The first rows ask for what lies `ahead` elements further, the others for what the cursor of `cache_prefetch` says.
-    """
-    row, whole = 0, rows // 8 * 8 if STREAMED_ROWS >= 8 else 0
-    while row < whole:  # by itself: together with the smaller tiles below each began 150 cycles later
-        factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
-        start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
-        lines = next_lines(cursor, depth) if cursor != NONE and (row > 0 or ahead == 0) else (0, 0, 0, 0, 0)
-        if lines[-1] > 0:
-            _stream_and_ask_8(*factors, *weight, *start, *sums, depth, *lines)
-        else:
-            _stream_8(*factors, *weight, *start, *sums, depth, ahead)
-        row += 8
-    while row < rows:
-        left = rows - row
-        factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
-        start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
-        lines = (0, 0, 0, 0, 0)
-        if cursor != NONE and STREAMED_ROWS >= 8 and left >= LEAST_ASKING_ROWS and (row > 0 or ahead == 0):
-            lines = next_lines(cursor, depth)
-        if lines[-1] > 0:
-            if left == 7:
-                _stream_and_ask_7(*factors, *weight, *start, *sums, depth, *lines)
-            elif left == 6:
-                _stream_and_ask_6(*factors, *weight, *start, *sums, depth, *lines)
-            elif left == 5:
-                _stream_and_ask_5(*factors, *weight, *start, *sums, depth, *lines)
-            else:
-                _stream_and_ask_4(*factors, *weight, *start, *sums, depth, *lines)
-            row = rows
-        elif left == 7 and STREAMED_ROWS >= 8:
-            _stream_7(*factors, *weight, *start, *sums, depth, ahead)
-            row += 7
-        elif left == 6 and STREAMED_ROWS >= 8:
-            _stream_6(*factors, *weight, *start, *sums, depth, ahead)
-            row += 6
-        elif left == 5 and STREAMED_ROWS >= 8:
-            _stream_5(*factors, *weight, *start, *sums, depth, ahead)
-            row += 5
-        elif left >= 4 and STREAMED_ROWS >= 4:
-            _stream_4(*factors, *weight, *start, *sums, depth, ahead)
-            row += 4
-        elif left == 3 and STREAMED_ROWS >= 4:
-            _stream_3(*factors, *weight, *start, *sums, depth, ahead)
-            row += 3
-        elif left >= 2:
-            _stream_2(*factors, *weight, *start, *sums, depth, ahead)
-            row += 2
-        else:
-            _stream_1(*factors, *weight, *start, *sums, depth, ahead)
-            row += 1
-
-
-@njit(nogil=True)
-def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
-    """How many inputs of tiles ask for something, while so many rows are multiplied by so many float weights."""
-    num_tiles = rows // STREAMED_ROWS - 1 + (1 if rows % STREAMED_ROWS >= LEAST_ASKING_ROWS else 0)
-    return max(num_tiles, 0) * num_weights // PANEL

@@ -19,6 +19,22 @@ WORDS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
+class _BFloat16(ir.Type):
+    """LLVM's type of that name, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+
+
 def element(context: Any, builder: Any, signature: Any, arguments: Any, position: int) -> Any:
     """Pointer to element `arguments[position + 1]` of the array `arguments[position]`."""
     array = context.make_array(signature.args[position])(context, builder, arguments[position])
@@ -34,8 +50,8 @@ def load(builder: Any, place: Any) -> Any:
 
 
 def load_wide(builder: Any, place: Any, kind: Any) -> Any:
-    """16 elements of a numba type as float32."""
-    if kind == types.float32:
+    """16 elements of a numba type as float32; pairs of bfloat16, which are uint32, as they are."""
+    if kind in (types.float32, types.uint32):
         return load(builder, place)
     halves = builder.load(builder.bitcast(place, _HALVES.as_pointer()), align=2)
     if kind == types.int16:
@@ -67,6 +83,16 @@ def multiply_add(builder: Any) -> Any:
     """The function a * b + c of vectors, rounded once."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+
+
+def multiply_add_pairs(builder: Any, a: Any, b: Any, sums: Any) -> Any:
+    """sums + a * b of vectors of 16 pairs of bfloat16, both products of a pair; for processors with AVX512-BF16.
+
+    The instruction takes denormal numbers for 0, and rounds to nearest whatever the thread has set.
+    """
+    kind = ir.FunctionType(VECTOR, [VECTOR, _PAIRS, _PAIRS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [sums, builder.bitcast(a, _PAIRS), builder.bitcast(b, _PAIRS)])
 
 
 def pinned(builder: Any, vector: Any) -> Any:

@@ -28,8 +28,9 @@ from kernels.cpu.int8_rows import room_bytes
 from kernels.cpu.layer_product import PHASES, PRODUCT, Product, multiply
 from kernels.cpu.numbers import FLOAT32
 from kernels.cpu.packed_weight import pack
-from kernels.cpu.registers import LEAST_ASKING_ROWS, PANEL, STREAMED_ROWS, num_asking_inputs, stream_add
+from kernels.cpu.registers import PANEL, STREAMED_ROWS
 from kernels.cpu.shared_work import counters
+from kernels.cpu.streamed_panels import LEAST_ASKING_ROWS, num_asking_inputs, stream_add
 
 LINE = 64
 _STEP = np.dtype([("room", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])

@@ -8,7 +8,8 @@ import pytest
 
 from octavo.cores import allowed_cores
 from worker_svc.busy_cores import read_core_times
-from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models import linear
+from worker_svc.models.float_linear import FloatLinear
 
 
 @pytest.fixture
@@ -25,4 +26,4 @@ def core_times_are_counted() -> None:
 @pytest.fixture
 def without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense layers take the form that pads nothing: panels of 48 columns are a sixth of the tiny models' bytes."""
-    monkeypatch.setattr(PackedLinear, "is_fastest", lambda weight: False)
+    monkeypatch.setattr(linear, "dense", lambda weight, bias=None, **_: FloatLinear(weight, bias))

@@ -227,22 +227,21 @@ def test_a_busy_process_is_seen_and_the_own_time_is_not_counted():
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "is_batch_invariant", "impl", "may"),
+    ("config", "device", "impl", "may"),
     [
-        (WorkerConfig(), CPU, True, "octavo", True),
-        (WorkerConfig(cpu_pinning="auto"), CPU, True, "octavo", False),
-        (WorkerConfig(), torch.device("cuda"), True, "octavo", False),
-        (WorkerConfig(), CPU, True, "transformers", False),
-        (WorkerConfig(), CPU, False, "octavo", False),
+        (WorkerConfig(), CPU, "octavo", True),
+        (WorkerConfig(cpu_pinning="auto"), CPU, "octavo", False),
+        (WorkerConfig(), torch.device("cuda"), "octavo", False),
+        (WorkerConfig(), CPU, "transformers", False),
     ],
 )
-def test_the_number_changes_only_where_it_changes_no_bit(config, device, is_batch_invariant, impl, may):
-    model = replace(fake_config(), is_batch_invariant=is_batch_invariant, impl=impl, dtype=torch.bfloat16)
+def test_the_number_changes_only_where_it_changes_no_bit(config, device, impl, may):
+    model = replace(fake_config(), impl=impl, dtype=torch.bfloat16)
     assert in_own_thread(lambda: may_give_way(config, model, device)) is may
 
 
 def test_threads_that_are_bound_to_cores_stay():
-    model, allowed = replace(fake_config(), is_batch_invariant=True), allowed_cores()
+    model, allowed = fake_config(), allowed_cores()
     if len(allowed) == 1:
         pytest.skip("a thread on the only core looks like any other")
 

@@ -23,7 +23,7 @@ KINDS = {"Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5}  # bits a number, scales and minim
 
 
 def load(folder: Path) -> Decoder:
-    model = load_model(folder, ModelConfig.from_folder(folder, "float32", is_batch_invariant=True), "cpu")
+    model = load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu")
     assert isinstance(model, Decoder)
     return model
 

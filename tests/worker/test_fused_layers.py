@@ -31,8 +31,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, weights: str = "float", dtype: str = "float32") -> Decoder:
-    """With products of the packed form, which not every processor takes unasked, or of eight bits."""
-    options = {"quantization": "int8"} if weights == "int8" else {"is_batch_invariant": True}
+    """With products of float weights, or of eight bits."""
+    options = {"quantization": "int8"} if weights == "int8" else {}
     model = load_model(folder, ModelConfig.from_folder(folder, dtype, **options), "cpu")
     assert isinstance(model, Decoder)
     return model

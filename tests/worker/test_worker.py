@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,7 +129,7 @@ def test_a_lost_device_ends_the_process() -> None:
 def test_steps_beside_busy_neighbours_take_fewer_threads() -> None:
     neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in allowed_cores()]
     try:
-        model = FakeModel(replace(fake_config(), is_batch_invariant=True))
+        model = FakeModel(fake_config())
         worker = Worker(ModelRunner(model, model.config, CONFIG.block_size), CONFIG)
         worker.thread.call(lambda: torch.set_num_threads(2)).result(DEADLINE_S)
         worker.initialize(worker.bounds).result(DEADLINE_S)

@@ -14,12 +14,12 @@ from worker_svc.attention import AttentionMetadata
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
+from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.norm_behind import NormBehindLayer
-from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.weights import Weights
 
@@ -65,9 +65,8 @@ class Decoder:
             self._head = tied_linear(weights, names.head, self._embedding)
         else:
             self._head = take_linear(weights, [names.head], [config.vocab_size], width)
-        # One row may round differently from the same row among others: see FloatLinear, which experts are chosen by.
-        is_packed = style.experts is None if config.quantization else isinstance(self._head, PackedLinear)
-        self._least_rows = 1 if is_packed else 2
+        # A GPU's library takes other code for one row than for two, which then round differently.
+        self._least_rows = 2 if isinstance(self._head, FloatLinear) else 1
 
     @property
     def weights_bytes(self) -> int:

@@ -17,10 +17,8 @@ def dense(
     is_batch_invariant: bool = False,
     memory: HugePages | None = None,
 ) -> FloatLinear | PackedLinear | TiledLinear:
-    """The fastest form for the weight's device and type, of those that give a row the same bits in any company where
-    `is_batch_invariant`; weight [out_features, in_features]. `memory`: where a packed form is kept; None: anywhere."""
-    if weight.device.type != "cpu":
-        return TiledLinear(weight, bias) if is_batch_invariant else FloatLinear(weight, bias)
-    if is_batch_invariant or PackedLinear.is_fastest(weight):
+    """The form for the weight's device; weight [out_features, in_features]. On a CPU a row has the same bits in any
+    company, on a GPU where `is_batch_invariant`. `memory`: where a packed form is kept; None: anywhere."""
+    if weight.device.type == "cpu":
         return PackedLinear(weight, bias, memory)
-    return FloatLinear(weight, bias)
+    return TiledLinear(weight, bias) if is_batch_invariant else FloatLinear(weight, bias)

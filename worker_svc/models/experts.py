@@ -13,7 +13,7 @@ from worker_svc.models.style import ExpertStyle
 
 
 class Experts:
-    """Calls map x [T, hidden], T at least 2, to [T, hidden]; every expert computes its rows in one product."""
+    """Calls map x [T, hidden] to [T, hidden]; every expert computes its rows in one product."""
 
     def __init__(self, router: Linear, experts: list[Mlp], style: ExpertStyle) -> None:
         self._router, self._experts, self._style = router, experts, style
@@ -30,10 +30,5 @@ class Experts:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():  # in order, so that a row's sum does not depend on others
             rows, places = torch.where(chosen == expert)
-            out[rows] += _in_company(self._experts[expert], x[rows]) * shares[rows, places, None]
+            out[rows] += self._experts[expert](x[rows]) * shares[rows, places, None]
         return out
-
-
-def _in_company(expert: Mlp, x: torch.Tensor) -> torch.Tensor:
-    """One row is computed as two: see `FloatLinear`."""
-    return expert(x) if x.shape[0] > 1 else expert(x.repeat(2, 1))[:1]

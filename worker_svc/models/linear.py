@@ -12,7 +12,7 @@ from worker_svc.models.weights import Weights
 
 
 class Linear(Protocol):
-    """A dense layer. A row's result depends on nothing beside it, where there are at least two rows."""
+    """A dense layer. On a CPU a row's result depends on nothing beside it, bit for bit."""
 
     @property
     def weight_bytes(self) -> int:

@@ -13,14 +13,29 @@ if TYPE_CHECKING:
 
 
 class PackedLinear:
-    """See `Linear`; on a CPU. Of bfloat16 rows the sums are float32, too, and rounded once."""
+    """See `Linear`; on a CPU. Of bfloat16 rows the sums are float32, too, and rounded once.
+
+    One Zen 5 core, bfloat16 weights out of memory, us; oneDNN: `mkldnn._linear_pointwise` with its own packing. Where
+    it is told that there are no instructions for bfloat16 it takes 2 to 10 times as long as this from 2 rows on:
+
+        weight, rows                1      2      8     32    128    512
+        3072 x 576, oneDNN        111    116    147    338   1025   3891
+        packed                    106    106    129    283    996   3997
+        576 x 1536, oneDNN         62     64     80    169    519   1890
+        packed                     53     57     67    145    502   1857
+
+    With AMX oneDNN has faster products for many rows, but gives a row other bits in some numbers of rows than in
+    others: so it is not taken there either.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> None:
         from kernels.cpu.matmul import matmul  # here, so that a worker with a GPU waits for no compiler of CPU code
-        from kernels.cpu.packed_weight import pack
+        from kernels.cpu.packed_weight import pack, pack_pairs
+        from kernels.cpu.registers import HAS_PAIRS
 
         self._matmul = matmul
-        packed = pack(weight)
+        self._has_pairs = HAS_PAIRS and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        packed = pack_pairs(weight) if self._has_pairs else pack(weight)
         self._packed = packed if memory is None else memory.keep(packed)
         self._bias = None if bias is None else bias.float()
         self._out_features = weight.shape[0]
@@ -28,7 +43,8 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self._out_features, dtype=torch.float32)
-        self._matmul(out, x.float(), self._packed, self._bias)
+        rows = x.contiguous().view(torch.float32) if self._has_pairs else x.float()
+        self._matmul(out, rows, self._packed, self._bias)
         return out.to(x.dtype)
 
     def compiled(self, in_features: int) -> Product:
@@ -36,12 +52,3 @@ class PackedLinear:
         from kernels.cpu.layer_product import Product
 
         return Product.of_floats(self._packed, self._bias, self._out_features, in_features)
-
-    @staticmethod
-    def is_fastest(weight: torch.Tensor) -> bool:
-        """Whether this form is worth while: with registers of 16 numbers; bfloat16 has instructions of its own."""
-        if weight.device.type != "cpu" or weight.dtype != torch.float32:
-            return False
-        from kernels.cpu.registers import HAS_WIDE_REGISTERS
-
-        return HAS_WIDE_REGISTERS
