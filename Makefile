@@ -11,7 +11,7 @@ DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: setup model demo test lint kernels protos bench chaos clean
+.PHONY: setup model demo test isa lint kernels protos locks bench chaos clean
 
 setup: .venv/.installed .venv/.warm
 
@@ -40,6 +40,10 @@ demo: model
 test: model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+# The tests of numbers as other processors would compute them, as far as this one can: about ten minutes each.
+isa: model
+	$(BIN)/python -m tests.isa all $(PYTEST_ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,6 +57,10 @@ kernels: setup
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protos/inference.proto protos/worker.proto protos/frontend.proto
+
+# What images install, by hash: after a change of pyproject.toml or constraints.txt.
+locks:
+	bash deploy/lock.sh
 
 bench: model
 	$(BIN)/python -m benchmarks.readme_figures

@@ -6,14 +6,19 @@ compiled loop that follows a product finds torch's threads awake. Measured on tw
 then a parallel loop, median: 92 + 3 us with `omp`, 91 + 62 us with numba's own `workqueue`.
 
 Cache. numba recompiles a kernel whose own file has changed, but not when a file that it calls into has. So compiled
-code is kept under a hash of all files of this package, and of what it takes sizes from.
+code is kept under a hash of all files of this package, and of what it takes sizes from. Where that folder cannot be
+written to, as one that containers share, a process works on a copy of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
+import shutil
+import stat
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -49,8 +54,28 @@ def _configure() -> None:
     files = [*sorted(here.glob("*.py")), here.parent / "int8_weight.py"]  # its sizes are compiled in
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
     folder = Path(_settings.CACHE_DIR or here / "__pycache__")
-    if os.access(folder if folder.exists() else folder.parent, os.W_OK):  # else numba finds a folder of the user's
-        _settings.CACHE_DIR = str(folder / f"kernels-{digest}")
+    compiled = folder / f"kernels-{digest}"
+    if os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        _settings.CACHE_DIR = str(compiled)
+    elif compiled.is_dir():  # numba reads from no folder that it cannot write to; where there is none it finds another
+        _settings.CACHE_DIR = str(_own_copy(compiled))
+
+
+def _own_copy(compiled: Path) -> Path:
+    """A copy of the folder that belongs to this user alone; of an earlier process where there is one."""
+    own = Path(tempfile.gettempdir()) / f"octavo-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    status = own.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        own = Path(tempfile.mkdtemp(prefix="octavo-"))  # somebody else was there first
+    copy = own / compiled.name
+    if not copy.exists():
+        part = Path(tempfile.mkdtemp(dir=own))
+        shutil.copytree(compiled, part / compiled.name)
+        with contextlib.suppress(OSError):  # another process was faster
+            (part / compiled.name).rename(copy)
+        shutil.rmtree(part)
+    return copy
 
 
 _configure()
