@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.worker.exact_logits import truth_of_folder
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig, ModelError
@@ -25,23 +27,12 @@ def load(folder: Path, dtype: str = "float32", max_model_len: int | None = None)
     return load_model(folder, ModelConfig.from_folder(folder, dtype, max_model_len), "cpu")
 
 
-def expected_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """f32[length, vocab] for each sequence, by transformers, each alone and without a cache."""
-    from transformers import AutoModelForCausalLM
-
-    # Plain code for experts: the grouped products that are the default need inner sizes that fit their alignment.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    with torch.inference_mode():
-        return [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
     model, sequences = load(folder), [tokens(length) for length in LENGTHS]
     together = Stepper(model, sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})
-    for i, expected in enumerate(expected_logits(folder, sequences)):
-        torch.testing.assert_close(together[i], expected, rtol=1e-4, atol=1e-4)
+    truth_of_folder(folder, sequences).check_whole([together[i] for i in range(len(sequences))])
 
     # From here on the model is held to itself, bit for bit: chunks and single tokens, alone and beside others.
     pieces, done = Stepper(model, sequences), [0] * len(sequences)
@@ -52,6 +43,26 @@ def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(nam
         for i, logits in pieces.step(step).items():
             assert torch.equal(logits, together[i][slice(*step[i])]), (i, step[i])
             done[i] = step[i][1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 * (1 + 1.5e-6)}}, {"rms_norm_eps": 1.15e-6}],
+    ids=["angles", "norm"],
+)
+def test_a_model_that_is_slightly_another_is_found(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The bounds can fail: these are the two mistakes that change least, and 1e-4 of a logit lets both of them pass."""
+    folder, sequences = make_family("mistral-all", tmp_path / "model"), [tokens(length) for length in LENGTHS]
+    truth, path = truth_of_folder(folder, sequences), folder / "config.json"
+    for change in ({}, changes):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        found = Stepper(load(folder), sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})
+        assert max(float((found[i] - truth.library[i]).abs().max()) for i in found) < 1e-4
+        if change:
+            with pytest.raises(AssertionError):
+                truth.check_whole(list(found.values()))
+        else:
+            truth.check_whole(list(found.values()))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "bloom", "mixtral"])
@@ -66,10 +77,9 @@ def test_longrope_serves_the_length_of_training_unless_asked_for_more(tmp_path: 
     folder, sequence = make_family("phi3", tmp_path / "model"), tokens(250)
     model = load(folder)
     assert model.config.max_model_len == 192
-    expected = expected_logits(folder, [sequence, sequence[:192]])
-    for limit, length, logits in ((256, 250, expected[0]), (192, 192, expected[1])):
+    for limit, length in ((256, 250), (192, 192)):
         got = Stepper(load(folder, max_model_len=limit), [sequence]).step({0: (0, length)})[0]
-        torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
+        truth_of_folder(folder, [sequence[:length]]).check_whole([got])
     with pytest.raises(ModelError, match="max_model_len 257 is not within 1 and 256"):
         load(folder, max_model_len=257)
 
@@ -81,7 +91,7 @@ def test_yarn_may_be_asked_for_the_length_that_it_stretches_to(tmp_path: Path) -
     assert load(folder).config.max_model_len == 64
     sequence = tokens(200)
     got = Stepper(load(folder, max_model_len=256), [sequence]).step({0: (0, 200)})[0]
-    torch.testing.assert_close(got, expected_logits(folder, [sequence])[0], rtol=1e-4, atol=1e-4)
+    truth_of_folder(folder, [sequence]).check_whole([got])
 
 
 def test_dynamic_rope_may_be_asked_for_the_length_that_it_grows_to(tmp_path: Path) -> None:
@@ -90,7 +100,7 @@ def test_dynamic_rope_may_be_asked_for_the_length_that_it_grows_to(tmp_path: Pat
     assert load(folder).config.max_model_len == 256
     sequence = tokens(400)
     got = Stepper(load(folder, max_model_len=400), [sequence]).step({0: (0, 400)})[0]
-    torch.testing.assert_close(got, expected_logits(folder, [sequence])[0], rtol=1e-4, atol=1e-4)
+    truth_of_folder(folder, [sequence]).check_whole([got])
     with pytest.raises(ModelError, match="max_model_len 513 is not within 1 and 512"):
         load(folder, max_model_len=513)
 

@@ -16,6 +16,7 @@ import torch
 
 from octavo.models.errors import GGUFError
 from octavo.models.gguf_convert import read_tensors
+from tests.worker.exact_logits import Truth, truth_of, truth_of_folder
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
@@ -95,28 +96,21 @@ def logits(folder: Path) -> torch.Tensor:
     return Stepper(model, [tokens()]).step({0: (0, len(tokens()))})[0]
 
 
-def expected(folder: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    return _computed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager"))
-
-
-def read_by_transformers(path: Path, original: Path) -> torch.Tensor:
+def read_by_transformers(path: Path, original: Path) -> Truth:
     """With the weights as the library reads them; of sizes and windows it leaves much to defaults."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = AutoConfig.from_pretrained(original)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
-    state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    report = model.load_state_dict(state, strict=False)
-    assert not report.unexpected_keys and set(report.missing_keys) <= {"lm_head.weight"}
-    return _computed(model)
 
+    def make(dtype: torch.dtype) -> Any:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager").eval()
+        state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+        report = model.load_state_dict(state, strict=False)
+        assert not report.unexpected_keys and set(report.missing_keys) <= {"lm_head.weight"}
+        return model
 
-def _computed(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([tokens()]), use_cache=False).logits[0]
+    return truth_of(make, [tokens()])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,15 +120,14 @@ def test_logits_are_those_of_the_model_that_the_file_was_made_of(name: str, tmp_
             ["LlamaForCausalLM"] if name == "mistral-all"
             else json.loads((original / "config.json").read_text())["architectures"]
         )  # fmt: skip
-        torch.testing.assert_close(logits(read), expected(original), rtol=1e-4, atol=1e-4)
+        truth_of_folder(original, [tokens()]).check_whole([logits(read)])
 
 
 @pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
 def test_transformers_reads_the_same_out_of_these_files(name: str, tmp_path: Path) -> None:
     """So that the order of their rows is llama.cpp's, and not one that writer and reader here agree upon."""
     with case(name, tmp_path) as (original, read):
-        oracle = read_by_transformers(tmp_path / f"{name}.gguf", original)
-        torch.testing.assert_close(logits(read), oracle, rtol=1e-4, atol=1e-4)
+        read_by_transformers(tmp_path / f"{name}.gguf", original).check_whole([logits(read)])
 
 
 _TYPES = [

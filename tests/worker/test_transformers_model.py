@@ -15,6 +15,7 @@ import torch
 from octavo import LLM, SamplingParams
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_model
+from tests.worker.exact_logits import truth_of_folder
 from tests.worker.families import make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig, ModelError
@@ -72,28 +73,21 @@ def tokens(length: int) -> list[int]:
     return random.Random(length).choices(range(VOCAB_SIZE), k=length)
 
 
-def expected_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        return [model(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences]
-
-
 def check(model: Model, folder: Path) -> None:
     """Whole prompts together, then random pieces in random company, against whole prompts alone in transformers."""
     sequences = [tokens(length) for length in LENGTHS]
-    expected = expected_logits(folder, sequences)
+    truth = truth_of_folder(folder, sequences)
     together = Stepper(model, sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})
-    for i, logits in together.items():
-        torch.testing.assert_close(logits, expected[i], rtol=1e-4, atol=1e-4)
+    truth.check_whole([together[i] for i in range(len(sequences))])
+    found = []
     pieces, done, numbers = Stepper(model, sequences), [0] * len(sequences), random.Random(3)
     while unfinished := [i for i, length in enumerate(LENGTHS) if done[i] < length]:
         chosen = numbers.sample(unfinished, numbers.randint(1, len(unfinished)))
         step = {i: (done[i], min(LENGTHS[i], done[i] + numbers.choice([1, 1, 3, 40]))) for i in chosen}
         for i, logits in pieces.step(step).items():
-            torch.testing.assert_close(logits, expected[i][slice(*step[i])], rtol=1e-4, atol=1e-4)
+            found.append((i, slice(*step[i]), logits))
             done[i] = step[i][1]
+    truth.check(found)
 
 
 @pytest.mark.parametrize("kind", [*LIBRARY, *MORE])
