@@ -32,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(folder: Path, weights: str = "float", dtype: str = "float32") -> Decoder:
     """With products of float weights, or of eight bits."""
-    options = {"quantization": "int8"} if weights == "int8" else {}
-    model = load_model(folder, ModelConfig.from_folder(folder, dtype, **options), "cpu")
+    quantization = "int8" if weights == "int8" else ""
+    model = load_model(folder, ModelConfig.from_folder(folder, dtype, quantization=quantization), "cpu")
     assert isinstance(model, Decoder)
     return model
 
