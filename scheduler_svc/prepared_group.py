@@ -32,7 +32,8 @@ def encode_group(
         replaces=replaces,
         bad_words=[pb.TokenIds(ids=word) for word in group.bad_words],
     )
-    if any(sequence.num_tokens > num_prompt_tokens for sequence in group.sequences):
+    finished = SequenceStatus.FINISHED  # an output may have ended without a token: its client says so
+    if any(each.num_tokens > num_prompt_tokens or each.status is finished for each in group.sequences):
         for sequence in group.sequences:
             message.resumed.add(
                 token_ids_i32=sequence.token_ids[num_prompt_tokens:].astype("<i4").tobytes(),

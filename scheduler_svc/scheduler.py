@@ -426,7 +426,8 @@ class Scheduler:
         for sequence in [sequence for sequence in self.groups.prefilling if sequence.group is group]:
             if plan.budget.is_spent:
                 return
-            self._add_chunk(plan, sequence)
+            if sequence.slot >= 0:  # else it gave way to one before it
+                self._add_chunk(plan, sequence)
 
     @names_group
     def can_admit(self, group: SequenceGroup, plan: StepPlan | None = None) -> AllocStatus:

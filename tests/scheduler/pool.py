@@ -88,8 +88,11 @@ class PoolWorker:
     def close(self) -> None:
         self.is_closed = True
 
-    def run(self, fails: str | None = None) -> None:
-        self.results.append(self.worker.run(self.received.popleft(), fails))
+    def run(self, fails: str | None = None, is_out_of_memory: bool = False) -> None:
+        result = self.worker.run(self.received.popleft(), fails)
+        if result.HasField("error") and is_out_of_memory:
+            result.error.code = worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY
+        self.results.append(result)
 
 
 @dataclass(slots=True)

@@ -80,6 +80,9 @@ class History:
             if draw.random() < 0.7:  # else several events are taken at once
                 pool.turn()
         pool.run_to_end(self.size())
+        for prompt in self.recent[-6:]:  # who finds what is cached by now reads it
+            pool.submit(prompt, min(len(prompt) + 4, MAX_MODEL_LEN))
+        pool.run_to_end(self.size())
         pool.check_outputs()
         pool.check_nothing_left()
         for group, told in pool.told.items():
@@ -149,7 +152,8 @@ class History:
     def run_one(self, worker: PoolWorker) -> None:
         draw = self.random
         if worker.received and draw.random() < 0.8:
-            worker.run(draw.choice(["before", "after"]) if draw.random() < self.failure_rate else None)
+            fails = draw.choice(["before", "after"]) if draw.random() < self.failure_rate else None
+            worker.run(fails, is_out_of_memory=draw.random() < 0.5)
         if worker.results and draw.random() < 0.8:
             self.pool.answer(worker)
         if draw.random() < self.loss_rate:

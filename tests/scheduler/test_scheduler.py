@@ -356,6 +356,25 @@ def test_an_output_whose_sibling_is_ended_while_it_is_computed_goes_on():
     simulation.check_nothing_left()
 
 
+def test_a_trial_lasts_until_each_output_that_runs_is_past_where_it_was():
+    """The one that comes first draws while its sibling, which may be the reason, is still computed."""
+    simulation = Simulation(max_num_batched_tokens=4, depth=1, num_blocks=60, enable_prefix_caching=False)
+    group = simulation.add([5] * 9, 40, eos_token_id=None, n=2)
+    while group.sequences[0].num_tokens < 15:
+        simulation.send()
+        simulation.answer()
+    simulation.send()
+    before = [sequence.num_tokens for sequence in group.sequences]
+    simulation.lose_worker()
+    while group.is_on_trial:
+        simulation.send()
+        assert group in simulation.scheduler.on_trial
+        simulation.answer()
+    assert all(sequence.num_tokens >= length + 2 for sequence, length in zip(group.sequences, before, strict=True))
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
 def test_a_half_computed_sequence_gives_way_alone():
     simulation = Simulation(max_num_batched_tokens=3, depth=1, num_blocks=40, enable_prefix_caching=False)
     prompt = [5] * 9
