@@ -132,10 +132,12 @@ class Scheduler:
 
     def can_ever_run(self, group: SequenceGroup) -> bool:
         """Whether this worker, empty, could hold what there is of the group, and every length that it may reach."""
+        num_blocks = self.blocks.allocator.num_blocks
         return (
             group.max_num_tokens <= self.columns.max_model_len
+            and group.num_prompt_tokens <= num_blocks * self.blocks.block_size  # quick to say, of all that wait
             and group.num_slots <= self.columns.max_num_seqs
-            and self.blocks.num_blocks_of(group) <= self.blocks.allocator.num_blocks
+            and self.blocks.num_blocks_of(group) <= num_blocks
         )
 
     # ---- deciding a step --------------------------------------------------------------------------------------------
