@@ -7,7 +7,7 @@ with the same begin are kept together, under a polynomial hash of the begin take
 
 so that one running sum over the end of a history, from its last token back, is the hash of each of its ends. Those
 that are found are compared token by token: equal hashes cost time and no correctness. Memory is 4 bytes a token and
-about 32 a word; a look costs as much as the longest begin has tokens, however many words there are.
+about 300 a word; a look costs as much as the longest begin has tokens, however many words there are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from worker_svc.step_columns import Ints, ragged_offsets
 
 BASE = np.uint64(0x9E3779B97F4A7C15)
-_NONE: Ints = np.zeros(0, np.int64)
 Tokens = npt.NDArray[np.uint32]
 
 
@@ -47,7 +46,7 @@ class BadWords:
         self._hashes = hashes[order]
         self._begins = [begins[entry] for entry in order.tolist()]
         ends = list(ends_of.values())
-        self._ends = [np.unique(np.array(ends[entry], np.int64)) for entry in order.tolist()]
+        self._ends = [np.array(sorted(set(ends[entry])), np.int64) for entry in order.tolist()]
         self._lengths: Ints = np.unique(lengths)  # of begins, rising
 
     def __bool__(self) -> bool:
@@ -67,9 +66,9 @@ class BadWords:
         sums = np.cumsum(_terms(last[::-1], np.arange(len(last))))
         hashes = sums[lengths - 1]
         firsts = np.searchsorted(self._hashes, hashes)
+        is_found = self._hashes[np.minimum(firsts, len(self._hashes) - 1)] == hashes
         found = [self._always]
-        for hash_, first in zip(hashes, firsts.tolist(), strict=True):
-            entry = first
+        for hash_, entry in zip(hashes[is_found], firsts[is_found].tolist(), strict=True):
             while entry < len(self._begins) and self._hashes[entry] == hash_:
                 begin = self._begins[entry]
                 if len(begin) <= len(last) and np.array_equal(last[len(last) - len(begin) :], begin):
