@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -91,6 +92,20 @@ def _configure_structlog(number: int, processors: list[Any]) -> None:
 def is_terminal() -> bool:
     """Whether people read what this process writes to standard error, as it comes."""
     return sys.stderr.isatty() or TERMINAL in os.environ
+
+
+def trace(error: BaseException) -> str:
+    """Where an exception came from, and its notes, without its message, which may quote a client.
+
+    For `exception=` of a line about a request.
+    """
+    parts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        parts.append("".join([*traceback.format_tb(cause.__traceback__), type(cause).__name__]))
+        parts += reversed(getattr(cause, "__notes__", []))
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\n".join(reversed(parts))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -18,10 +18,11 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
 from scheduler_svc.request_states import RequestCopy, RequestPage
 from scheduler_svc.serving import Serving
-from scheduler_svc.step_watch import watch_steps
+from scheduler_svc.step_watch import StepWatchers
 from scheduler_svc.worker_client import WorkerClient
 from scheduler_svc.worker_handle import WorkerHandle
 
+SERVICE = "octavo.v1.Control"
 T = TypeVar("T")
 
 
@@ -38,6 +39,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self._config = config
         self._drain = drain
         self._started_ns = time.monotonic_ns()
+        self._step_watchers = StepWatchers(serving.engine)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
         model = self._serving.pool.served_model
@@ -86,9 +88,9 @@ class ControlService(inference_pb2_grpc.ControlServicer):
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.StepSummary]:
+    ) -> AsyncIterator[bytes]:
         await self._between_steps(lambda: self._serving.engine.workers_at(request.worker))
-        async for summary in watch_steps(self._serving.engine, request.worker):
+        async for summary in self._step_watchers.watch(request.worker):
             yield summary
 
     async def FlushPrefixCache(
@@ -130,6 +132,14 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     def _workers(self) -> list[pb.WorkerState]:
         handles = {worker.link.address: worker for worker in self._serving.engine.workers}
         return [_worker(client, handles.get(client.address)) for client in list(self._serving.pool.clients.values())]
+
+
+def add_to_server(service: ControlService, server: grpc.aio.Server) -> None:
+    """As the generated function does, with a `WatchSteps` whose messages are bytes already."""
+    watch = grpc.unary_stream_rpc_method_handler(service.WatchSteps, pb.WatchStepsRequest.FromString, None)
+    # The handler that was added first answers; the generated ones after it are for every other method.
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"WatchSteps": watch})])
+    inference_pb2_grpc.add_ControlServicer_to_server(service, server)
 
 
 def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 
+from octavo import log as logging
 from protos import frontend_pb2, frontend_pb2_grpc
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import RequestRefused
@@ -62,7 +63,7 @@ async def _read(messages: AsyncIterator[frontend_pb2.FrontendMessage], link: Fro
         async for message in messages:
             for event in message.events:
                 link.take(event)
-    except Exception:
-        log.exception("a frontend's message failed")
+    except Exception as error:
+        log.error("a frontend's message failed", exception=logging.trace(error))
     finally:
         link.outbox.close()

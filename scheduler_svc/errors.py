@@ -58,5 +58,9 @@ class QueueFull(RequestRefused):
         self.retry_after_s = retry_after_s
 
 
+class TooMany(RequestRefused):
+    """As many of these as there may be at once are there."""
+
+
 class NotReady(RequestRefused):
     """There never was a worker, or the server drains."""

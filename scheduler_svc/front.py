@@ -10,7 +10,7 @@ from typing import Protocol
 import grpc
 
 from octavo.rpc import Health, bind
-from protos import inference_pb2_grpc
+from scheduler_svc import control_service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
 from scheduler_svc.core import EngineCore
@@ -66,8 +66,7 @@ class InProcessFront:
         admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
         core = EngineCore(serving.engine)
         self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission)
-        control = ControlService(serving, self._config, drain)
-        add_control = partial(inference_pb2_grpc.add_ControlServicer_to_server, control)
+        add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
         self._server, self._health = public_server(self._config, self._inference, add_control)
         port = bind(self._server, self._config.host, self._config.port)
         await self._server.start()

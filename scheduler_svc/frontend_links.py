@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from octavo import log as logging
 from protos import frontend_pb2, worker_pb2
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.core import EngineCore
@@ -140,7 +141,7 @@ class FrontendLink:
             self.outbox.put(frontend_pb2.CoreEvent(admitted=frontend_pb2.Admitted(number=number)))
         except Exception as error:
             if not isinstance(error, RequestRefused):
-                log.exception("request failed", request_id=prepared.request_id)
+                log.error("request failed", request_id=prepared.request_id, exception=logging.trace(error))
             self._groups.pop(number, None)
             self.outbox.put(frontend_pb2.CoreEvent(refused=encode_refusal(number, error)))
         finally:

@@ -83,11 +83,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     await _write_all(stream, box, context)
                 except RequestRefused:
                     raise  # it was never taken
-                except BaseException:
+                except BaseException as error:
                     self._core.abandon(group)
                     if self._is_broken_off:
                         raise NotReady("this server is shutting down; another can go on with `resume`") from None
-                    log.info("client is gone")
+                    if isinstance(error, asyncio.CancelledError):
+                        log.info("client is gone")
                     raise
                 else:
                     self._core.forget(group)
@@ -133,6 +134,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         pieces = stream.catch_up()
         is_done = False
         while not is_done:
+            if self.is_draining:
+                raise NotReady("this server is draining")
             async with self._catching_up:
                 is_done = next(pieces, _DONE) is _DONE
                 await asyncio.sleep(0)

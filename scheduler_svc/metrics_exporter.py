@@ -1,4 +1,4 @@
-"""The metrics of a scheduler over HTTP, in the format that Prometheus reads, under the names its dashboards expect.
+"""The metrics of a scheduler under the names that dashboards expect, for `metrics_server` to tell.
 
 Read from the step loop's own state at the moment they are asked for; nothing is kept twice.
 """
@@ -6,10 +6,9 @@ Read from the step loop's own state at the moment they are asked for; nothing is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from scheduler_svc.engine import Engine
 from scheduler_svc.histogram import Histogram
@@ -18,8 +17,8 @@ from scheduler_svc.load import Load
 PREFIX = "octavo:"
 
 
-class EngineCollector:
-    """A collector of prometheus_client's kind over one engine."""
+class EngineCollector(Collector):
+    """Over one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -74,22 +73,6 @@ class EngineCollector:
         for phase, histogram in list(metrics.phase_s.items()):
             phases.add_metric([phase], *_buckets(histogram))
         yield phases
-
-
-class MetricsServer:
-    """Serves `GET /metrics` on a thread of its own from now on. Raises OSError when it cannot listen there."""
-
-    def __init__(self, engine: Engine, host: str, port: int) -> None:
-        registry = CollectorRegistry()
-        registry.register(EngineCollector(engine))
-        server, self._thread = start_http_server(port, host, registry)
-        self._server: WSGIServer = server
-        self.port: int = server.server_port
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:

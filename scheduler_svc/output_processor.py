@@ -16,6 +16,7 @@ from functools import partial
 
 import structlog
 
+from octavo import log as logging
 from protos import inference_pb2 as pb
 from protos import worker_pb2
 from scheduler_svc.beam_search import BeamHypothesis
@@ -35,8 +36,8 @@ def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutp
     stream: RequestStream = group.output
     try:
         stream.take_prompt_logprobs(LogprobColumns(logprobs))
-    except Exception:
-        log.exception("output failed", request_id=group.request_id)
+    except Exception as error:
+        log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
         stream.fail()
     return [stream] if stream.is_finished else []
 
@@ -53,8 +54,8 @@ def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs, came_ns:
                 logprobs = logprobs or LogprobColumns(outputs)
                 stream.take_logprobs(sequence, logprobs, entry)
             stream.take(sequence, token_id, reason, came_ns)
-        except Exception:
-            log.exception("output failed", request_id=stream.group.request_id)
+        except Exception as error:
+            log.error("output failed", request_id=stream.group.request_id, exception=logging.trace(error))
             stream.fail()
         if stream.is_finished or (stream.is_ready and not was_ready):
             ready.append(stream)
@@ -65,8 +66,8 @@ def take_beams(group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis
     stream: RequestStream = group.output
     try:
         stream.take_beams(hypotheses)
-    except Exception:
-        log.exception("output failed", request_id=group.request_id)
+    except Exception as error:
+        log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
         stream.fail()
     return [stream]
 
@@ -75,8 +76,8 @@ def take_end(group: SequenceGroup, reason: FinishReason, message: str) -> list[R
     stream: RequestStream = group.output
     try:
         stream.end(reason, message)
-    except Exception:
-        log.exception("output failed", request_id=group.request_id)
+    except Exception as error:
+        log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
         stream.fail()
     return [stream]
 
@@ -153,5 +154,5 @@ class OutputProcessor:
             streams = work()
             if delivery := [(stream, message) for stream in streams for message in iter(stream.next_message, None)]:
                 self._deliver(delivery)
-        except Exception:
-            log.exception("the output thread failed")
+        except Exception as error:
+            log.error("the output thread failed", exception=logging.trace(error))

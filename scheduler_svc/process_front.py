@@ -16,7 +16,8 @@ import grpc
 from octavo.options import to_arguments
 from octavo.ports import reserve_port
 from octavo.rpc import SERVER_OPTIONS
-from protos import frontend_pb2, frontend_pb2_grpc, inference_pb2_grpc
+from protos import frontend_pb2, frontend_pb2_grpc
+from scheduler_svc import control_service
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
 from scheduler_svc.core_service import CoreService
@@ -53,7 +54,7 @@ class ProcessFront:
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         address = f"unix:{self._folder}/core"
         frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, self._links), self._server)
-        inference_pb2_grpc.add_ControlServicer_to_server(ControlService(serving, config, drain), self._server)
+        control_service.add_to_server(ControlService(serving, config, drain), self._server)
         self._server.add_insecure_port(address)
         await self._server.start()
         options = to_arguments(dataclasses.replace(config, port=port))

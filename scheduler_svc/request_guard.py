@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -69,7 +70,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        deserialize = handler.request_deserializer if handler.request_streaming else None
+        # Messages of a stream are read wherever the method asks for one.
+        deserialize = partial(parse, handler.request_deserializer, method=method) if handler.request_streaming else None
         return wrap(guarded, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
     def _guarded_coroutine(self, behave: Behave, read: _Reader) -> Behave:

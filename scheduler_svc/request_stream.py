@@ -14,6 +14,7 @@ from collections.abc import Sequence as AbstractSequence
 
 import structlog
 
+from octavo import log as logging
 from protos import inference_pb2 as pb
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.errors import FieldViolation, InvalidRequest
@@ -216,8 +217,8 @@ class RequestStream:
     def _write(self, output: OutputStream, delta: pb.OutputDelta, max_tokens: int) -> int:
         try:
             return output.write(delta, max_tokens)
-        except Exception:
-            log.exception("output failed", request_id=self.group.request_id)
+        except Exception as error:
+            log.error("output failed", request_id=self.group.request_id, exception=logging.trace(error))
             if not output.finish_reason:
                 self._note_end()
                 self._finish_sequence(self.group.sequences[self._outputs.index(output)])

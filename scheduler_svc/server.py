@@ -13,7 +13,8 @@ from octavo.options import OptionError
 from octavo.ports import BindError
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.front import Front, InProcessFront
-from scheduler_svc.metrics_exporter import MetricsServer
+from scheduler_svc.metrics_exporter import EngineCollector
+from scheduler_svc.metrics_server import MetricsServer
 from scheduler_svc.process_front import ProcessFront
 from scheduler_svc.serving import Serving
 from scheduler_svc.statistics import log_statistics
@@ -91,7 +92,7 @@ def _serve_metrics(serving: Serving, config: SchedulerConfig) -> MetricsServer |
     """Raises BindError for a port that was asked for and cannot be had."""
     port = METRICS_PORT if config.metrics_port is None else config.metrics_port
     try:
-        server = MetricsServer(serving.engine, config.host, port)
+        server = MetricsServer(EngineCollector(serving.engine), config.host, port)
     except OSError as error:
         if config.metrics_port is not None:
             raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None

@@ -12,6 +12,7 @@ import structlog
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from octavo import log as logging
 from scheduler_svc.errors import (
     DuplicateRequest,
     InvalidRequest,
@@ -20,6 +21,7 @@ from scheduler_svc.errors import (
     QueueFull,
     RequestRefused,
     RequestTimeout,
+    TooMany,
     UnknownName,
     Unsupported,
     WorkerFailed,
@@ -36,6 +38,7 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     NameTaken: grpc.StatusCode.ALREADY_EXISTS,
     WorkerFailed: grpc.StatusCode.FAILED_PRECONDITION,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TooMany: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
 }
 MAX_TEXT_BYTES = 500
@@ -45,17 +48,20 @@ DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Sta
 
 @asynccontextmanager
 async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Turns a RequestRefused into its status, a fault of our own into INTERNAL; only the log gets the traceback."""
+    """Turns a RequestRefused into its status, a fault of our own into INTERNAL; only the log gets the traceback.
+
+    What the client wrote goes back to it, and never into the log.
+    """
     try:
         yield
     except RequestRefused as error:
         code, message = STATUS_CODES[type(error)], _shortened(str(error))
-        log.info("request refused", code=code.name, why=message)
+        log.info("request refused", code=code.name, **_loggable(error))
         await _abort(context, code, message, ((DETAILS_KEY, _details(code, message, error)),))
     except (grpc.aio.AbortError, grpc.RpcError):
         raise
-    except Exception:
-        log.exception("request failed")
+    except Exception as error:
+        log.error("request failed", exception=logging.trace(error))
         await _abort(context, grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
 
 
@@ -72,6 +78,13 @@ async def _abort(
         log.debug("client is gone before its refusal")
         raise asyncio.CancelledError from None
     raise AssertionError("aborted calls do not come here")
+
+
+def _loggable(error: RequestRefused) -> dict[str, object]:
+    """Why, but for what the client wrote: a message quotes what is wrong with a request, a field's name does not."""
+    if isinstance(error, InvalidRequest):
+        return {"fields": [violation.field.partition("[")[0] for violation in error.violations[:MAX_VIOLATIONS]]}
+    return {"why": str(error) if isinstance(error, QueueFull | TooMany | NotReady) else type(error).__name__}
 
 
 def _shortened(text: str) -> str:

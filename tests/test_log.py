@@ -9,7 +9,6 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -22,16 +21,6 @@ from octavo import log
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.reset_defaults()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_lines_are_json_off_a_terminal_and_carry_what_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from worker_svc.errors import StartupError
 from worker_svc.failures import is_out_of_memory
 from worker_svc.graph_backend import CudaGraphBackend
 from worker_svc.memory import GIB
+from worker_svc.message_guard import MessageGuard
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
 from worker_svc.models import ModelConfig
@@ -52,7 +53,7 @@ class WorkerServer:
         """To be made on the event loop that will serve. Raises BindError: nothing is listened to before `start`."""
         self.service = WorkerService(worker, model_config, files)
         self._worker = worker
-        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(MessageGuard(),))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         self._health = add_introspection(self._server, [SERVICE_NAME])
         self.port = bind(self._server, worker.config.host, worker.config.port)

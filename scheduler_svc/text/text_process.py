@@ -9,9 +9,9 @@ import json
 import os
 import signal
 import sys
-import traceback
 from typing import BinaryIO
 
+from octavo.log import trace
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import RequestRefused
@@ -59,8 +59,8 @@ class _Text:
             return Answer.OK, self._answer(kind, data)
         except RequestRefused as error:
             return Answer.REFUSED, frames.encode_refusal(error)
-        except Exception:
-            return Answer.FAILED, traceback.format_exc().encode(errors="replace")
+        except Exception as error:
+            return Answer.FAILED, trace(error).encode(errors="replace")
 
     def _answer(self, kind: Ask, data: bytes) -> bytes:
         if kind is Ask.LOAD:

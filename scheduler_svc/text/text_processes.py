@@ -193,7 +193,9 @@ class TextProcesses:
         elif answer is Answer.REFUSED:
             job.fail(frames.decode_refusal(payload))
         else:
-            job.fail(RuntimeError(f"a text process failed over a request:\n{payload.decode(errors='replace')}"))
+            failure = RuntimeError("a text process failed over a request")
+            failure.add_note(payload.decode(errors="replace"))
+            job.fail(failure)
         return True
 
     def _lose(self, job: _Job) -> None:

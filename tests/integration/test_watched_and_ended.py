@@ -131,3 +131,26 @@ async def test_a_drained_worker_is_given_back_and_its_requests_move():
             assert states[busy]["health"] == "WORKER_HEALTH_REFUSED" and "drained" in states[busy]["problem"]
             unknown = await it.call("octavo.v1.Control/Drain", {"worker": "nowhere:1"})
             assert unknown.code == 64 + NOT_FOUND and busy not in unknown.stderr
+
+
+async def test_clients_that_resume_with_much_hold_up_neither_the_others_nor_the_end():
+    """Most of a million tokens, looked through for long stop strings: seconds of work, in pieces that end with it."""
+    num_tokens = 900_000
+    request = pb.GenerateRequest(prompt="say|", resume=[pb.ResumedOutput(index=0, token_ids=[97] * num_tokens)])
+    request.sampling_params.seed = 5
+    request.sampling_params.stop.extend("a" * 1000 + letter for letter in "bcdefghijklmnop")
+    size = {"max_model_len": 1_000_000, "num_blocks": 1000, "block_size": 1024, "max_num_seqs": 2}
+    with (
+        FakeWorker(delay_s=0.02, **size) as worker,
+        scheduler(f"--worker={worker.address}") as it,
+    ):
+        it.wait_until_ready()
+        async with stub_of(it) as stub:
+            calls = [stub.Generate(request) for _ in range(3)]
+            await asyncio.sleep(1)
+            calls[0].cancel()
+            last = await asyncio.wait_for(read_last(stub.Generate(REQUEST)), 20)
+            assert last.usage.completion_tokens == 40
+            assert not any(call.done() for call in calls[1:]), "it was less work than was meant"
+            it.process.terminate()
+            assert await asyncio.to_thread(it.process.wait, 5) == 0

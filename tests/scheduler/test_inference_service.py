@@ -175,6 +175,13 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
         await asyncio.sleep(0)
     assert pieces.count("a") == num_done < 40_000 // TOKENS_A_PIECE
     turns = "".join(pieces).split("-")
+    late = asyncio.create_task(_prepare(service, request("c", 40_000)))
+    while "c" not in pieces:
+        await asyncio.sleep(0)
+    service.is_draining = True
+    monkeypatch.setattr(core, "refused", lambda refusal: None)
+    with pytest.raises(NotReady, match="draining"):
+        await late
     assert pieces.count("b") == -(-900 // TOKENS_A_PIECE) and max(map(len, turns)) == 1
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc import step_watch
-from scheduler_svc.step_watch import watch_steps
+from scheduler_svc.errors import TooMany
+from scheduler_svc.step_statistics import AnsweredStep
+from scheduler_svc.step_watch import MAX_WATCHERS, StepWatchers
+from scheduler_svc.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 
@@ -21,13 +25,19 @@ class Watched:
         self.link: FakeLink = self.loop.join("here:1")
         self.loop.submit("one")
         self.loop.turn()
+        self.watchers = StepWatchers(self.loop.engine)
 
     async def watch(self, address: str = "") -> tuple[AsyncIterator[pb.StepSummary], asyncio.Task[pb.StepSummary]]:
         """A watcher that waits for its first step."""
-        steps = watch_steps(self.loop.engine, address)
+        steps = self._read(address)
         first = asyncio.ensure_future(anext(steps))
         await asyncio.sleep(0)
         return steps, first
+
+    async def _read(self, address: str) -> AsyncIterator[pb.StepSummary]:
+        async with contextlib.aclosing(self.watchers.watch(address)) as steps:  # type: ignore[type-var]  # a generator
+            async for data in steps:
+                yield pb.StepSummary.FromString(data)
 
     async def step(self) -> None:
         self.loop.answer(self.link)
@@ -78,3 +88,26 @@ async def test_a_slow_watcher_misses_steps_and_holds_nobody_up(monkeypatch: pyte
     assert [step.step_id for step in seen] == sorted({step.step_id for step in seen}) and seen[0].step_id == 1
     assert not failed
     assert watched.loop.token_ids["one"] == [7] * 6
+
+
+async def test_watchers_are_few_and_a_step_is_made_into_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    summary = step_watch._summary
+
+    def counted(worker: WorkerHandle, answered: AnsweredStep) -> pb.StepSummary:
+        nonlocal made
+        made += 1
+        return summary(worker, answered)
+
+    monkeypatch.setattr(step_watch, "_summary", counted)
+    watched = Watched()
+    watching = [await watched.watch() for _ in range(MAX_WATCHERS)]
+    _, refused = await watched.watch()
+    with pytest.raises(TooMany, match=f"at most {MAX_WATCHERS} may"):
+        await refused
+    await watched.step()
+    assert [(await first).step_id for _, first in watching] == [1] * MAX_WATCHERS and made == 1
+    await watching[0][0].aclose()  # type: ignore[attr-defined]  # an iterator, and a generator in truth
+    _, late = await watched.watch()
+    await watched.step()
+    assert (await late).step_id == 2 and made == 2 and len(watched.loop.engine._step_observers) == 1

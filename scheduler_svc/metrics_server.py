@@ -1,0 +1,102 @@
+"""`GET /metrics` over HTTP/1, on one thread, for a bounded number of connections of bounded length.
+
+Whoever connects has to ask at once and gets one answer. A connection that dawdles is closed after a while, or as soon
+as its place is wanted: it holds neither a thread nor anybody else up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from http import HTTPStatus
+
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+log = structlog.get_logger()
+
+MAX_CONNECTIONS = 32  # Prometheus needs one
+MAX_HEAD_BYTES = 8192
+TIMEOUT_S = 5.0  # for the whole of a connection, the answer's way included
+PATHS = ("/metrics", "/")
+
+
+class MetricsServer:
+    """Serves what `collector` tells, from now on. Raises OSError when it cannot listen there."""
+
+    def __init__(self, collector: Collector, host: str, port: int) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(collector)
+        self._socket = _listening_socket(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # the oldest first
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_HEAD_BYTES)
+        await self._stopping.wait()
+        server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest, its_writer = next(iter(self._connections.items()))
+            del self._connections[oldest]
+            its_writer.transport.abort()
+            oldest.cancel()
+        self._connections[task] = writer
+        try:
+            with contextlib.suppress(TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+                async with asyncio.timeout(TIMEOUT_S):
+                    writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        except asyncio.CancelledError:
+            pass  # its place was wanted, or the server ends
+        except Exception:
+            log.exception("metrics could not be told")
+        finally:
+            self._connections.pop(task, None)
+            writer.transport.abort()  # does nothing to one that is closed
+
+    def _answer(self, head: bytes) -> bytes:
+        request, *lines = head.decode("latin-1").split("\r\n")
+        method, path, *_ = [*request.split(), "", ""]
+        if method not in ("GET", "HEAD"):
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET is answered\n")
+        if path.partition("?")[0] not in PATHS:
+            return _response(HTTPStatus.NOT_FOUND, "text/plain", b"the metrics are at /metrics\n")
+        fields = (line.partition(":") for line in lines)
+        accept = next((value for name, _, value in fields if name.strip().lower() == "accept"), "")
+        encode, content_type = choose_encoder(accept)
+        return _response(HTTPStatus.OK, content_type, encode(self._registry), is_head=method == "HEAD")
+
+
+def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool = False) -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if is_head else body)
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=MAX_CONNECTIONS)

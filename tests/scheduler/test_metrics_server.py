@@ -1,0 +1,106 @@
+"""Metrics over HTTP: what Prometheus gets, and what those get who connect and do not ask."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from scheduler_svc import metrics_server
+from scheduler_svc.metrics_server import MAX_CONNECTIONS, MetricsServer
+
+
+class OneCounter(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("octavo:things", "Things", value=7)
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = MetricsServer(OneCounter(), "127.0.0.1", 0)
+    yield server
+    server.stop()
+    assert not server._thread.is_alive()
+
+
+def read(server: MetricsServer, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as response:
+        return str(response.read().decode())
+
+
+def connect(server: MetricsServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def test_what_prometheus_reads(server: MetricsServer) -> None:
+    for path in ("/metrics", "/", "/metrics?name%5B%5D=x"):
+        (family,) = text_string_to_metric_families(read(server, path))
+        assert [(sample.name, sample.value) for sample in family.samples] == [("octavo:things_total", 7)]
+
+
+def test_what_else_is_asked(server: MetricsServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    for method, path, status in (("GET", "/x", 404), ("POST", "/metrics", 405), ("HEAD", "/metrics", 200)):
+        connection.request(method, path)
+        response = connection.getresponse()
+        body = response.read()
+        assert response.status == status and (method == "HEAD") == (not body)
+    connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert connection.getresponse().read().endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize("head", [b"\r\n\r\n", b"\xff\xfe \x00\r\n\r\n", b"GET\r\n\r\n"])
+def test_what_is_no_request_gets_an_answer_and_harms_nobody(server: MetricsServer, head: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(head)
+        assert client.recv(100).startswith(b"HTTP/1.1 40")
+    assert "octavo:things" in read(server)
+
+
+def test_connections_that_do_not_ask_hold_no_threads_and_nobody_up(server: MetricsServer) -> None:
+    num_threads = threading.active_count()
+    halves = [connect(server) for _ in range(4 * MAX_CONNECTIONS)]
+    for half in halves:
+        half.sendall(b"GET /metrics HTTP/1.1\r\nHost")
+    assert "octavo:things" in read(server)
+    assert threading.active_count() == num_threads
+    assert len(server._connections) <= MAX_CONNECTIONS
+    for half in halves[: 2 * MAX_CONNECTIONS]:
+        assert not _is_open(half)  # closed for those that came later
+        half.close()
+    assert "octavo:things" in read(server)
+    for half in halves:
+        half.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\n", b"x" * 20_000])
+def test_a_connection_that_dawdles_is_closed(
+    server: MetricsServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "TIMEOUT_S", 0.05)
+    with connect(server) as client:
+        client.sendall(sent)
+        assert not _is_open(client)
+
+
+def test_a_port_that_is_taken(server: MetricsServer) -> None:
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer(OneCounter(), "127.0.0.1", server.port)
+
+
+def _is_open(client: socket.socket) -> bool:
+    """Waits for the other side's end up to the socket's timeout."""
+    try:
+        return client.recv(1) != b""
+    except ConnectionError:
+        return False
+    except TimeoutError:
+        return True
