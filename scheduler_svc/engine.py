@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from octavo.log import trace
 from protos import worker_pb2
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.beam_search import BeamHypothesis
@@ -272,7 +273,7 @@ class Engine:
             if is_deciding or not isinstance(fault, GroupFault):
                 self._start_over(worker, fault, {*scheduler.groups_at_work(), *view.taken}, besides=view.taken)
             else:  # nothing was changed, only asked
-                log.exception("a fault over a request", request_id=fault.group.request_id)
+                log.error("a fault over a request", request_id=fault.group.request_id, exception=trace(fault))
                 self._queue_again((), {fault.group}, FAULTS_OVER)
             return None
 
@@ -283,7 +284,8 @@ class Engine:
         try:
             step, data = encode_request(outputs, worker.epoch, worker.next_step_id, resume_after)
         except UnsendableGroup as fault:
-            log.exception("a step cannot be sent", worker=worker.link.address, request_id=fault.group.request_id)
+            request_id, where = fault.group.request_id, trace(fault)
+            log.error("a step cannot be sent", worker=worker.link.address, request_id=request_id, exception=where)
             worker.unsent = outputs.rows
             self._on_end(fault.group, FinishReason.ERROR, f"no step with it can be sent: {fault}")
             self._take_back_unsent(worker)
@@ -331,7 +333,8 @@ class Engine:
         """
         charged = {fault.group} if isinstance(fault, GroupFault) else at_work
         requests = sorted(group.request_id for group in charged)
-        log.exception("a fault over requests", worker=worker.link.address, requests=requests[:MAX_LOGGED])
+        where = trace(fault)
+        log.error("a fault over requests", worker=worker.link.address, requests=requests[:MAX_LOGGED], exception=where)
         worker.num_faults += 1
         if worker.num_faults > MAX_FAULTS_IN_A_ROW:
             self._on_lost(worker.link, f"{worker.num_faults} faults in a row over its requests", before)
@@ -358,8 +361,9 @@ class Engine:
         try:
             groups = scheduler.evacuate()
             broken = before.restore() if before is not None else set()
-        except Exception:
-            log.exception("requests cannot be taken back from a worker", worker=worker.link.address, requests=len(held))
+        except Exception as fault:
+            what, where = "requests cannot be taken back from a worker", trace(fault)
+            log.error(what, worker=worker.link.address, requests=len(held), exception=where)
             groups, broken = [], set(held)
         for group in {*held, *besides} - broken:
             is_elsewhere = group in self._waiting or any(other.scheduler.holds(group) for other in self.workers)
@@ -529,7 +533,7 @@ class Engine:
                 self._waiting.push(group)
                 self._stranded.look([group], time.monotonic_ns())
             except Exception as fault:
-                log.exception("a fault over a request", request_id=group.request_id)
+                log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
                 self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
         self.live.arrived(group)
 

@@ -139,11 +139,8 @@ async def test_clients_that_resume_with_much_hold_up_neither_the_others_nor_the_
     request = pb.GenerateRequest(prompt="say|", resume=[pb.ResumedOutput(index=0, token_ids=[97] * num_tokens)])
     request.sampling_params.seed = 5
     request.sampling_params.stop.extend("a" * 1000 + letter for letter in "bcdefghijklmnop")
-    size = {"max_model_len": 1_000_000, "num_blocks": 1000, "block_size": 1024, "max_num_seqs": 2}
-    with (
-        FakeWorker(delay_s=0.02, **size) as worker,
-        scheduler(f"--worker={worker.address}") as it,
-    ):
+    worker = FakeWorker(delay_s=0.02, max_model_len=1_000_000, num_blocks=1000, block_size=1024, max_num_seqs=2)
+    with worker, scheduler(f"--worker={worker.address}") as it:
         it.wait_until_ready()
         async with stub_of(it) as stub:
             calls = [stub.Generate(request) for _ in range(3)]

@@ -71,7 +71,7 @@ def test_connections_that_do_not_ask_hold_no_threads_and_nobody_up(server: Metri
     for half in halves:
         half.sendall(b"GET /metrics HTTP/1.1\r\nHost")
     assert "octavo:things" in read(server)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads  # of other tests some may end meanwhile
     assert len(server._connections) <= MAX_CONNECTIONS
     for half in halves[: 2 * MAX_CONNECTIONS]:
         assert not _is_open(half)  # closed for those that came later
