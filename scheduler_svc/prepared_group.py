@@ -64,7 +64,7 @@ def decode_group(message: frontend_pb2.PreparedGroup, vocab_size: int) -> Sequen
         tenant=message.tenant,
         adapter=message.adapter,
         cache_salt=message.cache_salt,
-        bad_words=[tuple(word.ids) for word in message.bad_words],
+        bad_words=[word.ids for word in message.bad_words],
         resumed_token_ids=[np.frombuffer(each.token_ids_i32, "<i4").tolist() for each in message.resumed],
     )
     for sequence, resumed in zip(group.sequences, message.resumed, strict=False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from functools import cached_property
@@ -258,7 +259,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.adapter = adapter
         self.cache_salt = cache_salt
-        self.bad_words = tuple(tuple(word) for word in bad_words)
+        self.bad_words = tuple(array("I", word) for word in bad_words)  # 4 bytes a token: there may be many
         self.hash_root = root_hash(adapter, "", cache_salt)
         self._prompt_hashes: list[bytes] | None = None  # of the prompt's full blocks, once somebody asked
         self._num_blocks: tuple[object, int] = (None, 0)  # what `num_distinct_blocks` said last, and of what
