@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from array import array
 from functools import partial
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_whatever_a_group_brings_counts_towards_the_size_of_a_step(monkeypatch):
         group = simulation.add([number] * 8, 6, eos_token_id=None, n=2 if number % 4 == 3 else 1)
         match number % 4:
             case 0:
-                group.bad_words = tuple((token_id, token_id) for token_id in ids)
+                group.bad_words = tuple(array("I", [token_id, token_id]) for token_id in ids)
             case 1:
                 group.stop_token_ids, group.sampling_params.min_tokens = frozenset(ids), 1
             case 2:
