@@ -56,6 +56,8 @@ class PrefixFinder:
         if not most or not len(self._cache) or group.awaits_prompt_logprobs:
             return NO_BLOCKS
         of_prompt = self._find_of_prompt(group, most)
+        if most <= group.num_prompt_tokens // self._block_size:
+            return of_prompt
         found = [self._find_own(s, (s.num_tokens - 1) // self._block_size, len(of_prompt)) for s in sequences]
         own = [blocks for blocks in found if len(blocks)]
         return np.concatenate([of_prompt, np.unique(np.concatenate(own))]) if own else of_prompt

@@ -99,7 +99,8 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        columns = self._columns
+        return len(self._own_token_ids) if columns is None else int(columns.num_tokens[self.slot])
 
     @property
     def introduction_bytes(self) -> int:

@@ -84,7 +84,8 @@ def _loggable(error: RequestRefused) -> dict[str, object]:
     """Why, but for what the client wrote: a message quotes what is wrong with a request, a field's name does not."""
     if isinstance(error, InvalidRequest):
         return {"fields": [violation.field.partition("[")[0] for violation in error.violations[:MAX_VIOLATIONS]]}
-    return {"why": str(error) if isinstance(error, QueueFull | TooMany | NotReady) else type(error).__name__}
+    quotes_nothing = isinstance(error, QueueFull | TooMany | NotReady | RequestTimeout)
+    return {"why": str(error) if quotes_nothing else type(error).__name__}
 
 
 def _shortened(text: str) -> str:
