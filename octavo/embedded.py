@@ -71,6 +71,7 @@ class Embedded:
         from scheduler_svc.output_processor import OutputProcessor
         from scheduler_svc.serving import Serving
         from scheduler_svc.statistics import StatisticsLine, log_statistics_until
+        from scheduler_svc.vital_parts import VitalParts
 
         self._logs_statistics = not read.scheduler.disable_log_stats
         log.configure_library("info" if self._logs_statistics and not shows_level else read.scheduler.log_level)
@@ -80,8 +81,9 @@ class Embedded:
             tokenizer=None,  # that of the worker, which finds it by name, too
         )
         self.max_waiting_tokens = config.max_waiting_tokens
-        self._outputs = OutputProcessor(deliver)
-        self.serving = Serving(config, self._outputs)
+        vital = VitalParts()
+        self._outputs = OutputProcessor(deliver, vital)
+        self.serving = Serving(config, self._outputs, vital)
         self.engine, self.frontend = self.serving.engine, self.serving.frontend
         self._statistics_line = StatisticsLine(self.engine)
         if not self._runs_itself:
@@ -156,6 +158,8 @@ class Embedded:
             raise Closed("it was shut down")
         if os.getpid() != self._pid:
             raise Closed("it was made in another process, whose threads are not here: make it where it is used")
+        if failure := self.serving.vital.failure:
+            raise Closed(f"the scheduler in it has failed: {failure}")
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps (`StepStatistics`)."""

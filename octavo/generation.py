@@ -118,6 +118,12 @@ class Generation:
         # Ranked outputs come at the end, long ones in several messages, and begin anew after a loss between these.
         self._is_ranked = params.use_beam_search or params.best_of > max(params.n, 1)
         self._ranked = pb.GenerateResponse()
+        self._model_fingerprint = ""
+        # A template may render another prompt tomorrow: what goes on has to go on after the same tokens.
+        self._shows_prompt = request.return_prompt_token_ids
+        streams = not request.HasField("stream") or request.stream
+        if request.WhichOneof("prompt_kind") == "messages" and streams and not self._is_ranked:
+            request.return_prompt_token_ids = True
 
     @property
     def request(self) -> pb.GenerateRequest:
@@ -129,8 +135,8 @@ class Generation:
         self._failures, self._first_loss = 0, None
         if response.HasField("admission"):
             self._admitted = True
-            self._model = response.model
-            self._prompt_token_ids = tuple(response.prompt_token_ids)
+            self._model, self._model_fingerprint = response.model, response.model_fingerprint
+            self._prompt_token_ids = tuple(response.prompt_token_ids) or self._prompt_token_ids
             self._metrics.num_prompt_tokens = response.admission.num_prompt_tokens
         if self._is_ranked:
             self._ranked.MergeFrom(response)
@@ -144,7 +150,7 @@ class Generation:
         return RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt or None,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids if self._shows_prompt else (),
             outputs=[_completion(delta, self._cumulative_logprob(delta)) for delta in response.outputs],
             finished=self.finished,
             metrics=self._metrics,
@@ -174,7 +180,18 @@ class Generation:
         self._request.attempt += 1
         del self._request.resume[:]
         self._request.resume.extend(self._held[index] for index in sorted(self._held))
+        if self._held and not self._is_ranked:
+            self._pin()
         return max(self._policy.delay_s(self._failures), failure.retry_after_s or 0.0)
+
+    def _pin(self) -> None:
+        """What goes on goes on with the model, and after the very prompt, that it began with, or is refused."""
+        request = self._request
+        request.model, request.model_fingerprint = self._model, self._model_fingerprint
+        if request.WhichOneof("prompt_kind") == "messages" and self._prompt_token_ids:
+            request.prompt_token_ids.ids[:] = self._prompt_token_ids
+            request.ClearField("truncate_prompt_tokens")  # they are what was left
+            request.return_prompt_token_ids = self._shows_prompt
 
     def _hold(self, delta: pb.OutputDelta, now_ns: int) -> None:
         held = self._held.setdefault(delta.index, pb.ResumedOutput(index=delta.index))

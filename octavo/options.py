@@ -375,3 +375,11 @@ def check_port(name: str, port: int | None) -> None:
     """Raises ValueError for what is no TCP port; gRPC would take it modulo 65,536."""
     if port is not None and not 0 <= port <= 65535:
         raise ValueError(f"{name} is {port}; 0 to 65535 is accepted")
+
+
+def is_host(name: str) -> bool:
+    """Whether it may be looked up: each part between two dots has 1 to 63 characters, as names on the net have."""
+    try:
+        return bool(name) and bool(name.encode("idna"))
+    except UnicodeError:
+        return False

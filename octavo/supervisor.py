@@ -82,6 +82,8 @@ class Supervisor:
         for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0)):
             loop.add_signal_handler(number, self._on_signal, code)
         keepers = [asyncio.create_task(self._keep(life)) for life in self._lives]
+        for keeper in keepers:
+            keeper.add_done_callback(self._on_keeper_ended)
         readiness = asyncio.create_task(self._wait_until_ready())
         try:
             either: list[asyncio.Future[Any]] = [readiness, self._exit_code]
@@ -110,6 +112,12 @@ class Supervisor:
         if not self._exit_code.done():
             self._exit_code.set_result(code)
             self.reason = reason
+
+    def _on_keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        """A child that cannot even be started, or a fault of our own, is no reason to wait for ever."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            log.error("a child cannot be kept", exc_info=error)
+            self._end_with(1, f"a child cannot be kept: {type(error).__name__}: {error}")
 
     async def _keep(self, life: _Life) -> None:
         """Starts a child, and again after each end, for as long as that makes sense."""

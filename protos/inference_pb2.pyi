@@ -62,7 +62,7 @@ REQUEST_PHASE_SWAPPED: RequestPhase
 REQUEST_PHASE_FINISHED: RequestPhase
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "messages", "add_special_tokens", "truncate_prompt_tokens", "sampling_params", "stream", "adapter", "priority", "tenant", "cache_salt", "resume", "attempt", "return_prompt_token_ids")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "messages", "add_special_tokens", "truncate_prompt_tokens", "sampling_params", "stream", "adapter", "priority", "tenant", "cache_salt", "resume", "attempt", "return_prompt_token_ids", "model_fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -95,7 +96,8 @@ class GenerateRequest(_message.Message):
     resume: _containers.RepeatedCompositeFieldContainer[ResumedOutput]
     attempt: int
     return_prompt_token_ids: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: bool = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedOutput, _Mapping]]] = ..., attempt: _Optional[int] = ..., return_prompt_token_ids: bool = ...) -> None: ...
+    model_fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: bool = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedOutput, _Mapping]]] = ..., attempt: _Optional[int] = ..., return_prompt_token_ids: bool = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -218,7 +220,7 @@ class GuidedDecoding(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[GuidedDecoding.Choice, _Mapping]] = ..., grammar: _Optional[str] = ..., json_object: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("admission", "outputs", "prompt_logprobs", "usage", "timings", "request_id", "seed", "model", "prompt_token_ids")
+    __slots__ = ("admission", "outputs", "prompt_logprobs", "usage", "timings", "request_id", "seed", "model", "prompt_token_ids", "model_fingerprint")
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +230,7 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     admission: Admission
     outputs: _containers.RepeatedCompositeFieldContainer[OutputDelta]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -237,7 +240,8 @@ class GenerateResponse(_message.Message):
     seed: int
     model: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, admission: _Optional[_Union[Admission, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[OutputDelta, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    model_fingerprint: str
+    def __init__(self, admission: _Optional[_Union[Admission, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[OutputDelta, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Admission(_message.Message):
     __slots__ = ("num_prompt_tokens",)
@@ -346,7 +350,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "vocab_size", "max_model_len", "dtype", "model_hash", "eos_token_ids", "has_chat_template", "adapters", "kv_cache_dtype", "quantization")
+    __slots__ = ("model", "architecture", "vocab_size", "max_model_len", "dtype", "model_hash", "eos_token_ids", "has_chat_template", "adapters", "kv_cache_dtype", "quantization", "model_fingerprint")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +362,7 @@ class ModelInfo(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     vocab_size: int
@@ -369,7 +374,8 @@ class ModelInfo(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     kv_cache_dtype: str
     quantization: str
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., model_hash: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: bool = ..., adapters: _Optional[_Iterable[str]] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
+    model_fingerprint: str
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., model_hash: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: bool = ..., adapters: _Optional[_Iterable[str]] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "prompt", "messages", "add_special_tokens")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.log import LEVELS
-from octavo.options import COMMON, LOGGING, check_port, option
+from octavo.options import COMMON, LOGGING, check_port, is_host, option
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
 from scheduler_svc.text.request_checks import TextSettings
@@ -114,7 +114,7 @@ class SchedulerConfig:
         check_port("metrics_port", self.metrics_port)
         for address in self.worker:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
-            if not host or not port.isdecimal():
+            if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
         self.weights()  # raises for what is none
         if self.scheduler_delay_factor < 0:

@@ -8,7 +8,6 @@ messages travel.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -38,6 +37,7 @@ from scheduler_svc.step_encoder import UnsendableGroup, decode, encode_request
 from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.stranded_groups import StrandedGroups
+from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_claims import check_result
 from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
@@ -49,6 +49,7 @@ CHECK_SPACING_NS = 100_000_000  # between those at two workers: 64 of them toget
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 MAX_FAULTS_IN_A_ROW = 16  # of our own over one worker's groups; then it may be the worker after all
 FAULTS_OVER = "the scheduler failed over it, or a worker was lost, {} times"
+OTHER_MODEL = "its model is not served here any more: no worker of it was left, and one with another model has come"
 MAX_LOGGED = 8  # request ids of one fault
 STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
@@ -84,7 +85,7 @@ class EngineSettings:
 class Engine:
     """Start it, let workers join, submit groups. Methods of the first two sections may be called from any thread."""
 
-    def __init__(self, settings: EngineSettings, sink: OutputSink) -> None:
+    def __init__(self, settings: EngineSettings, sink: OutputSink, vital: VitalParts | None = None) -> None:
         self.settings = settings
         self.sink = sink
         self.metrics = Metrics(counts_prefixes=settings.enable_prefix_caching)
@@ -101,10 +102,12 @@ class Engine:
         self._dispatcher = Dispatcher(self._waiting)
         self._stranded = StrandedGroups(self._waiting, self.workers)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        vital = vital or VitalParts()
+        self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
         self._watched_ns = self._awake_since_ns = time.monotonic_ns()
+        self._model = ""  # fingerprint of the one that is served
         self._checked_ns = 0  # when the integrity of any worker's state was looked at last
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
         self.adapters = Adapters(self._inbox.put)
@@ -121,8 +124,11 @@ class Engine:
         self._inbox.put(self._on_stop)
         if self._thread.is_alive():
             self._thread.join()
-        else:
-            self.take_events()
+            return
+        try:
+            self.take_events()  # of a loop that somebody else turned, or that has ended before its time
+        except Exception:
+            log.exception("the step loop cannot be ended in order")
 
     def submit(self, group: SequenceGroup) -> None:
         """Queues a group. Raises what `Adapters.use` and `LiveRequests.add` raise."""
@@ -206,6 +212,10 @@ class Engine:
     ) -> None:
         settings, is_caching = self._scheduler_settings, self.settings.enable_prefix_caching
         self._inbox.put(partial(self._on_joined, WorkerHandle(link, info, sizes, lease, settings, is_caching)))
+
+    def use_model(self, fingerprint: str) -> None:
+        """Workers that join from now on serve this model; requests that were prepared for another one end."""
+        self._inbox.put(partial(self._on_model, fingerprint))
 
     def worker_said(self, link: WorkerLink, data: bytes) -> None:
         """A `StepResponse`, still in bytes, so that the thread which reads the socket does nothing else."""
@@ -528,6 +538,8 @@ class Engine:
     def _on_submitted(self, group: SequenceGroup) -> None:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._forget(group, FinishReason.STOP)
+        elif not self._is_of_model(group):
+            self._on_end(group, FinishReason.ERROR, OTHER_MODEL)
         else:
             try:
                 self._waiting.push(group)
@@ -536,6 +548,15 @@ class Engine:
                 log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
                 self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
         self.live.arrived(group)
+
+    def _on_model(self, fingerprint: str) -> None:
+        self._model = fingerprint
+        for group in self.live.all():
+            if not self._is_of_model(group):
+                self._on_end(group, FinishReason.ERROR, OTHER_MODEL)
+
+    def _is_of_model(self, group: SequenceGroup) -> bool:
+        return not (group.model and self._model) or group.model == self._model
 
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)

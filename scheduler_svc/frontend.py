@@ -68,6 +68,8 @@ class Frontend:
         """
         model = self.model(prepared.request.model)
         request, token_ids = prepared.request, prepared.token_ids
+        if request.model_fingerprint != model.fingerprint:
+            raise NotReady("another model has come to be served here meanwhile; try again")
         params = request.sampling_params
         limits = GroupLimits(
             max_model_len=model.max_model_len,
@@ -99,6 +101,7 @@ class Frontend:
             tenant=request.tenant,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
+            model=model.fingerprint,
             bad_words=prepared.bad_words,
             resumed_token_ids=resumed,
         )

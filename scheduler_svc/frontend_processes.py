@@ -11,6 +11,7 @@ import structlog
 from octavo.end_with_parent import ends_with_parent
 from octavo.options import environment_without_options
 from scheduler_svc.public_server import GRACE_S
+from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
 
@@ -22,15 +23,19 @@ STOP_GRACE_S = GRACE_S + 0.3  # what a frontend's clients have, and its own end
 class FrontendProcesses:
     """They end by themselves when the core closes their link; `stop` waits for that."""
 
-    def __init__(self, command: Sequence[str], count: int) -> None:
+    def __init__(self, command: Sequence[str], count: int, vital: VitalParts) -> None:
         self._command = list(command)
         self._count = count
+        self._vital = vital
         self._keepers: list[asyncio.Task[None]] = []
         self._running: set[asyncio.subprocess.Process] = set()
         self._is_stopping = False
 
     def start(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep()) for _ in range(self._count)]
+        self._keepers = [
+            self._vital.task(f"keeper of frontend {number}", self._keep(), lambda: self._is_stopping)
+            for number in range(self._count)
+        ]
 
     async def stop(self) -> None:
         """To be called when their links are closed. Who does not end in time is killed."""
@@ -50,15 +55,19 @@ class FrontendProcesses:
         pause_s = FIRST_PAUSE_S
         while True:
             started_s = time.monotonic()
-            process = await self._start()
-            self._running.add(process)
-            code = await process.wait()
-            self._running.discard(process)
-            if self._is_stopping:
-                return
-            if time.monotonic() - started_s > GOOD_LIFE_S:
-                pause_s = FIRST_PAUSE_S
-            log.error("a frontend has ended; starting it again", pid=process.pid, exit_code=code, in_s=pause_s)
+            try:
+                process = await self._start()
+            except OSError as error:  # no memory for another process, or no descriptors; there may be later
+                log.error("a frontend cannot be started; trying again", why=str(error), in_s=pause_s)
+            else:
+                self._running.add(process)
+                code = await process.wait()
+                self._running.discard(process)
+                if self._is_stopping:
+                    return
+                if time.monotonic() - started_s > GOOD_LIFE_S:
+                    pause_s = FIRST_PAUSE_S
+                log.error("a frontend has ended; starting it again", pid=process.pid, exit_code=code, in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -168,6 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             adapters=await self._core.adapters(),
             kv_cache_dtype=model.kv_cache_dtype,
             quantization=model.quantization,
+            model_fingerprint=model.fingerprint,
         )
 
     async def Tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 from http import HTTPStatus
 
 import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+
+from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
 
@@ -28,7 +29,7 @@ PATHS = ("/metrics", "/")
 class MetricsServer:
     """Serves what `collector` tells, from now on. Raises OSError when it cannot listen there."""
 
-    def __init__(self, collector: Collector, host: str, port: int) -> None:
+    def __init__(self, collector: Collector, host: str, port: int, vital: VitalParts | None = None) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         self._socket = _listening_socket(host, port)
@@ -36,11 +37,14 @@ class MetricsServer:
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # the oldest first
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._was_stopped = False
+        self._thread = (vital or VitalParts()).thread("metrics", self._run, lambda: self._was_stopped)
         self._thread.start()
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._was_stopped = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended before its time
+            self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
     def _run(self) -> None:

@@ -7,7 +7,6 @@ ends, and no other does.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from scheduler_svc.logprob_columns import LogprobColumns
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_plan import NewTokens
+from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
 
@@ -94,19 +94,21 @@ class OutputProcessor:
             for its end: the thread is then woken every so many tokens, not every step.
     """
 
-    def __init__(self, deliver: Callable[[Delivery], None]) -> None:
+    def __init__(self, deliver: Callable[[Delivery], None], vital: VitalParts | None = None) -> None:
         self.patience = 1
         self._deliver = deliver
         self._work: deque[Callable[[], list[RequestStream]]] = deque()
         self._num_waiting = 0  # tokens of the work since the bell was rung
         self._waits_since_ns = 0  # the first of them
         self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is work; False: and no more will come
-        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._was_told_to_end = False
+        self._thread = (vital or VitalParts()).thread("output", self._run, lambda: self._was_told_to_end)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
+        self._was_told_to_end = True
         if self._thread.is_alive():
             self._bell.put(False)
             self._thread.join()

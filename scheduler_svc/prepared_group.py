@@ -28,6 +28,7 @@ def encode_group(
         priority=group.priority,
         adapter=group.adapter,
         cache_salt=group.cache_salt,
+        model_fingerprint=group.model,
         reads_logprobs=reads_logprobs,
         replaces=replaces,
         bad_words=[pb.TokenIds(ids=word) for word in group.bad_words],
@@ -64,6 +65,7 @@ def decode_group(message: frontend_pb2.PreparedGroup, vocab_size: int) -> Sequen
         tenant=message.tenant,
         adapter=message.adapter,
         cache_salt=message.cache_salt,
+        model=message.model_fingerprint,
         bad_words=[word.ids for word in message.bad_words],
         resumed_token_ids=[np.frombuffer(each.token_ids_i32, "<i4").tolist() for each in message.resumed],
     )

@@ -59,13 +59,13 @@ class ProcessFront:
         await self._server.start()
         options = to_arguments(dataclasses.replace(config, port=port))
         command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
-        self._processes = FrontendProcesses(command, config.frontends)
+        self._processes = FrontendProcesses(command, config.frontends, serving.vital)
         self._processes.start()
         return port
 
     async def show(self, is_ready: bool, model: ServedModel | None) -> None:
-        tokenizer_folder = self._folder / "tokenizer"
         if model is not None:
+            tokenizer_folder = self._folder / f"tokenizer-{model.fingerprint}"
             if not tokenizer_folder.exists():
                 await asyncio.to_thread(model.tokenizer.save, tokenizer_folder)
             self._state.model.CopyFrom(encode_model(model, tokenizer_folder))

@@ -85,6 +85,7 @@ class RequestStream:
             request_id=group.request_id,
             seed=params.seed,
             model=model,
+            model_fingerprint=group.model,
             admission=pb.Admission(num_prompt_tokens=group.num_prompt_tokens),
             prompt_token_ids=group.sequences[0].token_ids[: group.num_prompt_tokens].tolist() if returns_prompt else [],
         )

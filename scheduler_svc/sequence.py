@@ -218,6 +218,7 @@ class SequenceGroup:
         num_outputs: sequences that the client gets (`n`).
         best_of: sequences that are drawn, of which it gets the best; the default is `num_outputs`.
         beam_search: ranks the group's beams, if it is of beams.
+        model: fingerprint of the one whose tokens these are, where several may come and go.
         cache_salt: shares cached prefixes only with groups of the same salt.
         bad_words: the token ids of each word that must not be drawn.
         resumed_token_ids: tokens that output i has from an earlier life, for all outputs or none; they count as drawn.
@@ -241,6 +242,7 @@ class SequenceGroup:
         tenant: str = "",
         adapter: str = "",
         cache_salt: str = "",
+        model: str = "",
         bad_words: AbstractSequence[AbstractSequence[int]] = (),
         resumed_token_ids: AbstractSequence[AbstractSequence[int]] = (),
         output: Any = None,
@@ -260,6 +262,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.adapter = adapter
         self.cache_salt = cache_salt
+        self.model = model
         self.bad_words = tuple(array("I", word) for word in bad_words)  # 4 bytes a token: there may be many
         self.hash_root = root_hash(adapter, "", cache_salt)
         self._prompt_hashes: list[bytes] | None = None  # of the prompt's full blocks, once somebody asked

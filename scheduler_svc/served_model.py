@@ -1,7 +1,9 @@
-"""The one model that a scheduler serves: what its workers said of it, with its tokenizer. Fixed by the first worker."""
+"""The one model that a scheduler serves: what its workers said of it, with its tokenizer. Another takes its place only
+once no worker of it is left, see `WorkerPool`."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from protos import worker_pb2
@@ -65,6 +67,12 @@ class ServedModel:
         if info.block_size != self.block_size:
             return f"its cache blocks hold {info.block_size} tokens, the pool's {self.block_size}"
         return None
+
+    @property
+    def fingerprint(self) -> str:
+        """The same where a request goes on with the same tokens: weights, arithmetic and text. 32 hex digits."""
+        parts = (self.model_hash, self.dtype, self.kv_cache_dtype, self.quantization, self.tokenizer_sha256)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def with_worker(self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse) -> ServedModel:
         """What the pool takes with one more worker in it."""

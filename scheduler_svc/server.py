@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 import time
 
 import structlog
@@ -19,26 +21,38 @@ from scheduler_svc.process_front import ProcessFront
 from scheduler_svc.serving import Serving
 from scheduler_svc.statistics import log_statistics
 from scheduler_svc.stopping import Stopping
+from scheduler_svc.vital_parts import ServiceBroken
 
 log = structlog.get_logger()
 
 METRICS_PORT = 9464
+BROKEN_END_S = 10.0  # that a scheduler with a broken part has to end in order
 READINESS_INTERVAL_S = 0.05
 SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a busy one waits this long, not 5 ms
 
 
 def main(config: SchedulerConfig) -> int:
-    """Serves until SIGINT or SIGTERM; returns the process's exit code. Raises OptionError, BindError."""
+    """Serves until SIGINT or SIGTERM; returns the exit code: 1 where a part broke that it needs, told in the last line.
+
+    Raises OptionError, BindError.
+    """
     if not config.worker:
         raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
     logging.configure(config.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(serve(config))
+    try:
+        asyncio.run(serve(config))
+    except ServiceBroken as error:
+        log.critical("scheduler has ended", why=str(error))
+        return 1
     return 0
 
 
 async def serve(config: SchedulerConfig) -> None:
-    """Runs the service in the current event loop until it is told to stop."""
+    """Runs the service in the current event loop until it is told to stop.
+
+    Raises BindError, and ServiceBroken when a part has ended that it cannot live without.
+    """
     front: Front = ProcessFront(config) if config.frontends > 1 else InProcessFront(config)
     serving = Serving(config, front.outputs)
     stopping = Stopping()
@@ -49,18 +63,26 @@ async def serve(config: SchedulerConfig) -> None:
     log.info("scheduler is listening", host=config.host, port=port, workers=list(config.worker))
     told = asyncio.create_task(stopping.told())
     readiness = asyncio.create_task(_follow_readiness(serving, front))
-    watches = [told, readiness]
+    broken = asyncio.create_task(serving.vital.broken())
+    watches = [told, readiness, broken]
     if not config.disable_log_stats:
         watches.append(asyncio.create_task(log_statistics(serving.engine)))
     try:
-        await asyncio.wait([told, readiness], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([told, readiness, broken], return_when=asyncio.FIRST_COMPLETED)
         if readiness.done():
             readiness.result()  # raises: nobody would be told of a worker any more
+        if broken.done():
+            await front.drain()  # not ready, and nobody is let in
+            await broken  # raises
         log.info("scheduler is draining", requests=len(serving.engine.live))
         await front.drain()
-        await _drained(front, stopping, config.drain_timeout)
+        await _drained(front, stopping, serving, config.drain_timeout)
+        if serving.vital.failure:
+            await broken
     finally:
         log.info("scheduler is stopping")
+        if serving.vital.failure:
+            _end_anyway_after(BROKEN_END_S)
         for watch in watches:
             watch.cancel()
         serving.engine.live.close()  # before those who wait are sent away: who comes now is, too, and not aborted
@@ -81,18 +103,30 @@ async def _follow_readiness(serving: Serving, front: Front) -> None:
         await asyncio.sleep(READINESS_INTERVAL_S)
 
 
-async def _drained(front: Front, stopping: Stopping, seconds: float) -> None:
-    """Returns when nobody waits for an answer any more, and after `seconds` anyway."""
+async def _drained(front: Front, stopping: Stopping, serving: Serving, seconds: float) -> None:
+    """Returns when nobody waits for an answer any more, or would in vain, and after `seconds` anyway."""
     deadline_s = time.monotonic() + seconds
-    while not (front.is_idle or stopping.is_urgent) and time.monotonic() < deadline_s:
+    while not (front.is_idle or stopping.is_urgent or serving.vital.failure) and time.monotonic() < deadline_s:
         await stopping.wait_no_longer(READINESS_INTERVAL_S)
+
+
+def _end_anyway_after(seconds: float) -> None:
+    """What is broken may keep the rest from ending: then the process ends without it."""
+
+    def end() -> None:
+        log.critical("ending by force", after_s=seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _serve_metrics(serving: Serving, config: SchedulerConfig) -> MetricsServer | None:
     """Raises BindError for a port that was asked for and cannot be had."""
     port = METRICS_PORT if config.metrics_port is None else config.metrics_port
     try:
-        server = MetricsServer(EngineCollector(serving.engine), config.host, port)
+        server = MetricsServer(EngineCollector(serving.engine), config.host, port, serving.vital)
     except OSError as error:
         if config.metrics_port is not None:
             raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None

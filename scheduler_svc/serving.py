@@ -10,6 +10,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine import Engine, EngineSettings, OutputSink
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.output_processor import Delivery, OutputProcessor
+from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_pool import WorkerPool
 
 
@@ -27,8 +28,14 @@ class Serving:
     `outputs` takes what the step loop hands out; a function in its place gets messages, on a thread that makes them.
     """
 
-    def __init__(self, config: SchedulerConfig, outputs: Outputs | Callable[[Delivery], None]) -> None:
-        self.outputs: Outputs = OutputProcessor(outputs) if callable(outputs) else outputs
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        outputs: Outputs | Callable[[Delivery], None],
+        vital: VitalParts | None = None,
+    ) -> None:
+        self.vital = vital or VitalParts()
+        self.outputs: Outputs = OutputProcessor(outputs, self.vital) if callable(outputs) else outputs
         self.engine = Engine(
             EngineSettings(
                 scheduling_policy=config.scheduling_policy,
@@ -44,10 +51,13 @@ class Serving:
                 max_worker_losses=config.max_worker_losses,
             ),
             self.outputs,
+            self.vital,
         )
+        self.vital.on_failure(self.engine.live.close)
         self.pool = WorkerPool(
             self.engine,
             config.worker,
+            self.vital,
             max_workers=config.max_workers,
             bounds=worker_pb2.InitializeRequest(
                 max_num_seqs=config.max_num_seqs or 0,
@@ -56,6 +66,7 @@ class Serving:
             ),
             tokenizer_folder=config.tokenizer,
             served_model_name=config.served_model_name,
+            replace_after_s=config.worker_wait_timeout,
         )
         self.frontend = Frontend(
             lambda: self.pool.served_model,
@@ -77,6 +88,6 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        return self.pool.served_model is not None and any(
-            not worker.is_draining for worker in list(self.engine.workers)
-        )
+        if self.vital.failure or self.pool.served_model is None:
+            return False
+        return any(not worker.is_draining for worker in list(self.engine.workers))

@@ -19,6 +19,7 @@ import structlog
 from octavo.rpc import WORKER_CHANNEL_OPTIONS
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_claims import (
     MAX_TOKENIZER_BYTES,
     MAX_TOKENIZER_FILES,
@@ -57,7 +58,7 @@ class Members(Protocol):
 
     def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest: ...
 
-    def needs_tokenizer(self) -> bool: ...
+    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool: ...
 
     def accept(
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
@@ -167,7 +168,7 @@ def _problem(call: grpc.Future) -> str:
 class WorkerClient:
     """Keeps one address connected until `close`."""
 
-    def __init__(self, address: str, members: Members) -> None:
+    def __init__(self, address: str, members: Members, vital: VitalParts) -> None:
         self.address = address
         self.state = ConnectionState()
         self._members = members
@@ -176,7 +177,7 @@ class WorkerClient:
         self._told = ""  # the problem that the log has
         self._num_distrusted = 0  # times in a row that what it said was wrong
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"worker-{address}", daemon=True)
+        self._thread = vital.thread(f"worker-{address}", self._run, self._closed.is_set)
 
     def start(self) -> None:
         self._thread.start()
@@ -226,7 +227,7 @@ class WorkerClient:
         self._now(inference_pb2.WORKER_HEALTH_INITIALIZING, "")
         initializing = stub.Initialize.future(settings, timeout=INITIALIZE_TIMEOUT_S)
         # Made while the worker measures its first steps: SmolLM2's takes 0.1 to 0.2 s.
-        tokenizer = self._fetch_tokenizer(stub, info) if self._members.needs_tokenizer() else None
+        tokenizer = self._fetch_tokenizer(stub, info) if self._members.needs_tokenizer(info) else None
         sizes = initializing.result()
         check_sizes(info, settings, sizes)
         self._members.accept(info, sizes, tokenizer)

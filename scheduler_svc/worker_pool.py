@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from protos import inference_pb2, worker_pb2
 from scheduler_svc.engine import Engine
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_client import StepStream, WorkerClient, WorkerRefused
 
 log = structlog.get_logger()
@@ -26,7 +28,10 @@ DNS_INTERVAL_S = 1.0
 
 
 class WorkerPool:
-    """Connects workers to an engine. All workers serve the model of the first one.
+    """Connects workers to an engine. All workers serve one model: that of the first, until none of them is left.
+
+    Then a worker with another model may define it anew: at once where no request waits, and otherwise once those have
+    had the time that they are given for a worker of their own (`replace_after_s`). Who then still waits ends.
 
     Args:
         addresses: `HOST:PORT` or `dns:///NAME:PORT`.
@@ -38,15 +43,20 @@ class WorkerPool:
         self,
         engine: Engine,
         addresses: Sequence[str],
+        vital: VitalParts | None = None,
         *,
         max_workers: int = 64,
         bounds: worker_pb2.InitializeRequest | None = None,
         tokenizer_folder: Path | None = None,
         served_model_name: str = "",
+        replace_after_s: float = 0.0,
     ) -> None:
         self.engine = engine
+        self._vital = vital or VitalParts()
         self.model: ServedModel | None = None  # of the first worker that was accepted, which may never join
         self._has_served = False
+        self._replace_after_s = replace_after_s
+        self._last_left_s = time.monotonic()
         self.clients: dict[str, WorkerClient] = {}
         self._names = [address[len(DNS_PREFIX) :] for address in addresses if address.startswith(DNS_PREFIX)]
         self._fixed = [address for address in addresses if not address.startswith(DNS_PREFIX)]
@@ -68,7 +78,7 @@ class WorkerPool:
         for address in self._fixed:
             self._add(address)
         if self._names:
-            threading.Thread(target=self._follow_names, name="worker-names", daemon=True).start()
+            self._vital.thread("worker-names", self._follow_names, self._closed.is_set).start()
 
     def drain(self, address: str) -> int:
         """Gives a worker back once it has answered what it has; a new instance at the address may join again.
@@ -88,7 +98,9 @@ class WorkerPool:
     # ---- what a WorkerClient asks and tells -------------------------------------------------------------------------
 
     def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest:
-        """The worker's bounds, lowered where this scheduler wants less."""
+        """The worker's bounds, lowered where this scheduler wants less. Raises WorkerRefused for another model."""
+        with self._accepting:
+            self._check_model(info)
         num_tokens = _lower(info.max_num_batched_tokens, self._bounds.max_num_batched_tokens)
         return worker_pb2.InitializeRequest(
             max_num_seqs=min(_lower(info.max_num_seqs, self._bounds.max_num_seqs), num_tokens),
@@ -96,8 +108,9 @@ class WorkerPool:
             max_model_len=_lower(info.max_model_len, self._bounds.max_model_len),
         )
 
-    def needs_tokenizer(self) -> bool:
-        return self.model is None and self._tokenizer_folder is None
+    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool:
+        model = self.model
+        return self._tokenizer_folder is None and (model is None or model.tokenizer_sha256 != info.tokenizer_sha256)
 
     def accept(
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
@@ -108,22 +121,49 @@ class WorkerPool:
         with self._accepting:
             if self._num_accepted >= self._max_workers:
                 raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
-            if self.model is None:
-                if self._tokenizer_folder is not None:
-                    tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
-                assert tokenizer is not None, "the first worker's is needed"
-                self.model = ServedModel.from_worker(info, sizes, tokenizer, self._served_model_name)
-                log.info("model is known", model=self.model.name, max_model_len=self.model.max_model_len)
-            elif (difference := self.model.difference(info)) is not None:
-                raise WorkerRefused(difference)
+            if self._check_model(info):
+                self._define_model(info, sizes, tokenizer)
             else:
+                assert self.model is not None, "it would be defined now"
                 self.model = self.model.with_worker(info, sizes)
             self._num_accepted += 1
+
+    def _check_model(self, info: worker_pb2.WorkerInfo) -> bool:
+        """Whether a worker that joins defines the model. Raises WorkerRefused where its own cannot be served now."""
+        if self.model is None:
+            return True
+        if (difference := self.model.difference(info)) is None:
+            return False
+        if self._num_accepted:
+            raise WorkerRefused(difference)
+        waited_s, num_waiting = time.monotonic() - self._last_left_s, len(self.engine.live)
+        if num_waiting and waited_s < self._replace_after_s:
+            until = f"until then or for {self._replace_after_s:g} s they wait for a worker of theirs"
+            raise WorkerRefused(f"{difference}; {num_waiting} requests are for that one, {until}")
+        return True
+
+    def _define_model(
+        self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
+    ) -> None:
+        former = self.model
+        if self._tokenizer_folder is not None:
+            tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
+        elif tokenizer is None and former is not None and former.tokenizer_sha256 == info.tokenizer_sha256:
+            tokenizer = former.tokenizer
+        if tokenizer is None:
+            raise WorkerRefused("its model became the pool's while it was asked for less; it is asked again")
+        self.model = model = ServedModel.from_worker(info, sizes, tokenizer, self._served_model_name)
+        self._has_served = False
+        log.info("model is known", model=model.name, max_model_len=model.max_model_len)
+        if former is not None:
+            log.warning("another model is served from now on", model=model.name, before=former.name)
+        self.engine.use_model(model.fingerprint)
 
     def left(self) -> None:
         """A worker that was accepted is connected no more, or could not be: another one may take its place."""
         with self._accepting:
             self._num_accepted -= 1
+            self._last_left_s = time.monotonic()
 
     def joined(
         self,
@@ -144,7 +184,7 @@ class WorkerPool:
     # ---- addresses --------------------------------------------------------------------------------------------------
 
     def _add(self, address: str) -> None:
-        client = self.clients[address] = WorkerClient(address, self)
+        client = self.clients[address] = WorkerClient(address, self, self._vital)
         client.start()
 
     def _follow_names(self) -> None:
@@ -166,11 +206,14 @@ def _lower(bound: int, wanted: int) -> int:
 
 
 def _resolve(name: str) -> set[str]:
-    """`HOST:PORT` of every address of the name; none while the name is unknown."""
+    """`HOST:PORT` of every address of the name; none while the name is unknown, or the resolver fails."""
     host, _, port = name.rpartition(":")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:
+        return set()
+    except Exception as error:  # a name that is none, or whatever a resolver of this system comes up with
+        log.warning("a name cannot be looked up", name=name, why=f"{type(error).__name__}: {error}")
         return set()
     hosts = {f"[{where[0]}]" if family == socket.AF_INET6 else where[0] for family, _, _, _, where in found}
     return {f"{host}:{port}" for host in hosts}

@@ -125,6 +125,16 @@ async def test_an_essential_child_that_ends_well_ends_all_well(capfd: pytest.Cap
     assert "error" not in "".join(capfd.readouterr())
 
 
+async def test_a_command_that_cannot_be_run_ends_all_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(child: Child) -> asyncio.subprocess.Process:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("octavo.supervisor._start", start)
+    supervisor = Supervisor([child("scheduler", SLEEP, True)], never_ready)
+    assert await asyncio.wait_for(supervisor.run(lambda _: None), 10) == 1
+    assert "Cannot allocate memory" in supervisor.reason
+
+
 async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     log = tmp_path / "starts"
     program = """if True:

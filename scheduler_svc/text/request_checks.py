@@ -54,6 +54,9 @@ def check_model(name: str, model: ServedModel) -> None:
 
 def check_request(request: pb.GenerateRequest, model: ServedModel, settings: TextSettings) -> None:
     check_model(request.model, model)
+    if request.model_fingerprint and request.model_fingerprint != model.fingerprint:
+        theirs, ours = request.model_fingerprint[:32], model.fingerprint
+        raise UnknownName(f"model {model.name!r} is {ours} here; the request began with {theirs!r}")
     _check_sizes(request, model)
     _check_known_fields(request)
     _check_resume(request, model)

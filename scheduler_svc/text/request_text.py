@@ -53,6 +53,7 @@ class RequestText:
         if request.HasField("truncate_prompt_tokens"):
             token_ids = token_ids[-request.truncate_prompt_tokens :]
         check_fits(len(token_ids), model.max_model_len)
+        request.model_fingerprint = model.fingerprint  # of the one whose tokens these are
         return PreparedText(request, token_ids, self._bad_words(request.sampling_params))
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
