@@ -81,8 +81,10 @@ async def serve(config: SchedulerConfig) -> None:
             await broken
     finally:
         log.info("scheduler is stopping")
+        anyway = threading.Timer(BROKEN_END_S, _end_by_force)
+        anyway.daemon = True
         if serving.vital.failure:
-            _end_anyway_after(BROKEN_END_S)
+            anyway.start()  # what is broken may keep the rest from ending
         for watch in watches:
             watch.cancel()
         serving.engine.live.close()  # before those who wait are sent away: who comes now is, too, and not aborted
@@ -90,6 +92,7 @@ async def serve(config: SchedulerConfig) -> None:
         ending = [serving.stop] if metrics is None else [serving.stop, metrics.stop]
         await asyncio.gather(*map(asyncio.to_thread, ending))
         await front.close()
+        anyway.cancel()
 
 
 async def _follow_readiness(serving: Serving, front: Front) -> None:
@@ -110,16 +113,9 @@ async def _drained(front: Front, stopping: Stopping, serving: Serving, seconds: 
         await stopping.wait_no_longer(READINESS_INTERVAL_S)
 
 
-def _end_anyway_after(seconds: float) -> None:
-    """What is broken may keep the rest from ending: then the process ends without it."""
-
-    def end() -> None:
-        log.critical("ending by force", after_s=seconds)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+def _end_by_force() -> None:
+    log.critical("ending by force", after_s=BROKEN_END_S)
+    os._exit(1)
 
 
 def _serve_metrics(serving: Serving, config: SchedulerConfig) -> MetricsServer | None:
