@@ -675,14 +675,12 @@ class Engine:
     def _end_those_that_waited_in_vain(self, now_ns: int, last_lost_ns: int) -> None:
         """Each request has the whole time: from its arrival, or from the loss where it was there already."""
         timeout_s = self.settings.worker_wait_timeout_s
-        latest_ns = now_ns - timeout_s * 1e9
-        earliest_ns = self._waiting.earliest_arrival_ns()
-        if earliest_ns is None or max(earliest_ns, last_lost_ns) > latest_ns:
+        latest_ns = now_ns - int(timeout_s * 1e9)
+        if last_lost_ns > latest_ns:
             return
-        for group in self.live.all():
-            if group in self._waiting and group.arrival_ns <= latest_ns:
-                message = f"all workers are lost, and none came back within {timeout_s:g} s (--worker-wait-timeout)"
-                self._on_end(group, FinishReason.ERROR, message)
+        for group in self._waiting.arrived_until(latest_ns):
+            message = f"all workers are lost, and none came back within {timeout_s:g} s (--worker-wait-timeout)"
+            self._on_end(group, FinishReason.ERROR, message)
 
     def workers_at(self, address: str) -> list[WorkerHandle]:
         """The worker of an address; all of them for "". Raises UnknownName."""

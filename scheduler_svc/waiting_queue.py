@@ -160,6 +160,11 @@ class WaitingQueue:
         """When the group that has waited longest arrived; None when nothing waits."""
         return self._arrivals.first()[1].arrival_ns if self._arrivals else None
 
+    def arrived_until(self, latest_ns: int) -> list[SequenceGroup]:
+        """Those that wait since then or longer, the earliest first; no look at any other but one."""
+        arrivals = (group for _, group in self._arrivals)
+        return list(itertools.takewhile(lambda group: group.arrival_ns <= latest_ns, arrivals))
+
     def check_integrity(self) -> None:
         """Raises AssertionError when lanes, turns and counts contradict one another. Reads every group."""
         waiting = [group for _, group in self._first]

@@ -96,6 +96,17 @@ def test_the_earliest_arrival_is_of_what_waits_not_of_what_is_next():
 # ---- lanes ----------------------------------------------------------------------------------------------------------
 
 
+def test_those_that_arrived_by_a_time_are_told_in_order_and_no_others_looked_at():
+    queue = WaitingQueue(POLICIES["fair"])
+    groups = [group(tenant=str(at % 3), arrival_ns=at) for at in (5, 1, 9, 3, 7)]
+    for each in groups:
+        queue.push(each)
+    assert [each.arrival_ns for each in queue.arrived_until(5)] == [1, 3, 5]
+    queue.remove(groups[1])
+    assert [each.arrival_ns for each in queue.arrived_until(4)] == [3]
+    assert queue.arrived_until(2) == [] and len(queue.arrived_until(9)) == 4
+
+
 def test_tenants_take_turns_by_the_tokens_that_they_were_served():
     queue = WaitingQueue(POLICIES["fair"])
     for size, tenant in [(10, "a")] * 4 + [(20, "b")] * 2 + [(5, "c")] * 2:
