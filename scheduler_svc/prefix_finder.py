@@ -17,6 +17,7 @@ from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints
 
 NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
+MAX_HELD = 262_144  # blocks, and 16 for each look: some 4 MB, after which everything is looked up once more
 Hashes = Callable[[int, int], list[bytes]]  # of the blocks [first, last)
 
 
@@ -35,6 +36,7 @@ class PrefixFinder:
         self._cache = cache
         self._block_size = block_size
         self._found: WeakKeyDictionary[SequenceGroup | Sequence, _Found] = WeakKeyDictionary()
+        self._num_held = 0  # at most, as far as that is known
 
     def find(self, sequence: Sequence) -> BlockIds:
         """The longest cached prefix of a sequence: at least one token is left to compute, or nothing could be drawn.
@@ -84,8 +86,16 @@ class PrefixFinder:
             more = self._cache.find(hashes(len(blocks), most))
             if more or known is None or len(blocks) < len(known.blocks):
                 blocks = np.append(blocks, np.array(more, np.int32))
-                self._found[owner] = _Found(group.hash_root, blocks, self._cache.times_forgotten[blocks])
+                self._remember(owner, _Found(group.hash_root, blocks, self._cache.times_forgotten[blocks]))
         return blocks[:most]
+
+    def _remember(self, owner: SequenceGroup | Sequence, found: _Found) -> None:
+        """Also of groups that run by now, or wait for another worker: all is forgotten where it becomes much."""
+        self._num_held += len(found.blocks) + 16
+        if self._num_held > MAX_HELD:
+            self._found.clear()
+            self._num_held = 0
+        self._found[owner] = found
 
     def _still_there(self, known: _Found) -> BlockIds:
         is_gone = self._cache.times_forgotten[known.blocks] != known.times_forgotten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
+from scheduler_svc import prefix_finder
 from scheduler_svc import sequence as sequence_module
 from scheduler_svc.prefix_cache import PrefixCache, extend_hashes
-from scheduler_svc.prefix_finder import PrefixFinder
+from scheduler_svc.prefix_finder import MAX_HELD, PrefixFinder
 from scheduler_svc.sequence import SequenceGroup
 from tests.scheduler.simulation import Simulation
 
@@ -117,11 +119,12 @@ def naive(cache: PrefixCache, group: SequenceGroup, index: int) -> list[int]:
     return cache.find(hashes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_what_is_found_again_is_what_a_new_search_finds(data: Any):
     cache = PrefixCache(NUM_BLOCKS)
     finder = PrefixFinder(cache, 2)
+    finder._num_held = data.draw(st.sampled_from([0, MAX_HELD - 50]))  # about to become too much
     token_ids = st.lists(st.integers(0, 1), max_size=6)
     groups = [
         SequenceGroup(
@@ -216,3 +219,19 @@ def test_more_outputs_than_the_worker_has_slots_take_turns():
     simulation.check_outputs()
     assert group.num_preemptions == 0
     simulation.check_nothing_left()
+
+
+def test_what_was_found_is_forgotten_where_it_becomes_much(monkeypatch: pytest.MonkeyPatch):
+    """Requests that run, or wait for another worker, are looked at by every worker, and live for long."""
+    monkeypatch.setattr(prefix_finder, "MAX_HELD", 1600)
+    cache = PrefixCache(NUM_BLOCKS)
+    finder = PrefixFinder(cache, 2)
+    groups = [SequenceGroup("g", [1] * 9, pb.SamplingParams(), max_num_tokens=9, arrival_ns=0) for _ in range(250)]
+    cache.publish([b"another's"], np.array([0], np.int32), np.array([-1]))
+    for group in groups:
+        assert not len(finder.find(group.sequences[0]))
+    assert len(finder._found) <= 1600 // 16 < len(groups)
+    live = len(finder._found)
+    del groups[-live:], group
+    gc.collect()
+    assert not len(finder._found), "it keeps alive who has ended"
