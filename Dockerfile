@@ -57,7 +57,7 @@ RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo
 USER 10001
 # GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
-ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000 \
+ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache HF_HOME=/cache/huggingface NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000 \
     TRITON_CACHE_DIR=/cache/triton
 VOLUME /cache
 EXPOSE 50061

@@ -1,7 +1,8 @@
 """Where models live on this machine, and how a name given by a user becomes a folder.
 
 `OCTAVO_CACHE` names the cache; without it the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`) + `/octavo`.
-Models are folders under `models/`, in the layout of the Hugging Face hub. Nothing here writes or downloads.
+Models are folders under `models/`, in the layout of the Hugging Face hub; those of the hub lie in its own cache, too
+(`octavo.models.hub_cache`). Nothing here writes or downloads.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ def models_dir(download_dir: str | Path | None = None) -> Path:
     return Path(download_dir).expanduser() if download_dir else cache_dir() / "models"
 
 
-def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = None) -> Path:
+def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = None, load_format: str = "auto") -> Path:
     """The folder of a model, or its GGUF file.
 
     A path to a folder or to a GGUF file is taken as it is. A name is looked up in `download_dir` (where given), then in
-    the cache. Raises `ModelNotFound`.
+    the cache, then in the hub's cache, where it counts if all that `load_format` needs is there. Raises
+    `ModelNotFound`.
     """
     folder = Path(name_or_dir).expanduser()
     name = str(name_or_dir)
@@ -43,6 +45,22 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
     for parent in dict.fromkeys((models_dir(download_dir), models_dir())):
         if (parent / name / "config.json").is_file():
             return parent / name
+    from octavo.models.hub_cache import find, hub_name_of
+
+    hub_name = hub_name_of(name)
+    if hub_name and (found := find(hub_name, load_format, download_dir)):
+        return found
+    if hub_name:
+        raise ModelNotFound(f"model {name!r} is not here: run `octavo model fetch {name}` first")
     raise ModelNotFound(
-        f"model {name!r} is neither a folder nor in {models_dir(download_dir)}: run `octavo model fetch {name}` first"
+        f"model {name!r} is neither a folder nor in {models_dir(download_dir)}, and no OWNER/NAME of the hub"
+        f"{_nearest(name, download_dir)}"
     )
+
+
+def _nearest(name: str, download_dir: str | Path | None) -> str:
+    """`; did you mean X?` for a model that is here or known."""
+    from octavo.command_line import did_you_mean
+    from octavo.models.catalog import list_models
+
+    return did_you_mean(name, [entry.name for entry in list_models(download_dir)])

@@ -48,9 +48,11 @@ class Embedded:
     def __init__(
         self, model: str, options: dict[str, Any], deliver: Callable[[Delivery], None], *, runs_itself: bool = True
     ) -> None:
+        from octavo.commands.serve import fetch_models
         from octavo.worker_process import WorkerProcess
 
         read = read_options(model, options)
+        fetch_models(read.worker)
         self.seeds = RequestSeeds(read.seed)
         self._pid = os.getpid()
         self._ended = threading.Event()

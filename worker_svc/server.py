@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -18,7 +19,8 @@ import grpc
 import structlog
 
 from octavo import log as logging
-from octavo.cache import resolve_model
+from octavo.models.fetch import available
+from octavo.models.hub_cache import TOKENIZER, served_name
 from octavo.ports import check_port_is_free
 from octavo.rpc import WORKER_SERVER_OPTIONS, add_introspection, bind
 from protos import worker_pb2_grpc
@@ -101,7 +103,8 @@ def main(config: WorkerConfig) -> int:
 
 
 def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
-    """The model of `config`, its weights loaded. Raises ModelNotFound, ModelError, StartupError.
+    """The model of `config`, its weights loaded. Raises ModelNotFound, FetchError, ModelError,
+    StartupError.
 
     To be called on the thread that will run the model. Every thread that computes gets an OpenMP pool of its own, and
     with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
@@ -111,7 +114,8 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
     set_threads(config, device)
     of_cache = cache_dtype(config.kv_cache_dtype, device)
     asked, started_s = config.max_model_len, time.monotonic()
-    with model_folder(resolve_model(config.model, config.download_dir or None)) as folder:
+    path = available(config.model, load_format=config.load_format, download_dir=config.download_dir or None)
+    with model_folder(path) as folder:
         model_config = ModelConfig.from_folder(
             folder,
             config.dtype,
@@ -122,6 +126,8 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
             quantization="" if config.quantization == "none" else config.quantization,
             is_batch_invariant=config.batch_invariant,
         )
+        if name := served_name(config.model, path):
+            model_config = dataclasses.replace(model_config, model_name=name)
         model = load_model(folder, model_config, device, config.load_format, config.seed, config.trust_remote_code)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
@@ -135,7 +141,8 @@ def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:
     mode, trusted = config.tokenizer_mode, config.trust_remote_code
     if not config.tokenizer:
         return TokenizerFiles.from_folder(folder, mode, trusted)
-    with model_folder(resolve_model(config.tokenizer, config.download_dir or None)) as other:
+    path = available(config.tokenizer, load_format=TOKENIZER, download_dir=config.download_dir or None)
+    with model_folder(path) as other:
         return TokenizerFiles.from_folder(folder, mode, trusted, other)
 
 

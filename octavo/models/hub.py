@@ -1,107 +1,186 @@
-"""Downloads a model's files from the Hugging Face hub over plain HTTPS.
+"""Fetches models from the Hugging Face hub into its cache, by `huggingface_hub`: resumed where it broke off, with its
+progress bar on a terminal. HF_TOKEN or a login, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to that library.
 
-Only safetensors, JSON and Jinja files are taken: no pickles, no code. Sizes and, where the hub gives them, sha256 sums
-are checked. `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they mean to the hub's own library.
+Of a repository's files only those are taken that the model is loaded from, and no pickles unless they are asked for.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import json
-import os
+import re
+import sys
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
-from http.client import HTTPResponse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from octavo.command_line import did_you_mean
 from octavo.models.errors import FetchError, SourceUnavailable
+from octavo.models.hub_cache import HubName, cache_folder, find, wanted_files
 
-REACH_TIMEOUT_S = 3.0  # for name, connection and listing together: a machine without the hub must not wait
-_READ_TIMEOUT_S = 30.0
-_CHUNK_BYTES = 1 << 20
-_SUFFIXES = (".safetensors", ".json", ".jinja")
-_ONLINE_WORDS = ("", "0", "false", "no", "off")
-
-
-@dataclass(frozen=True)
-class HubFile:
-    name: str
-    size_bytes: int | None
-    sha256: str | None
+_REACH_TIMEOUT_S = 10.0
+_NAMES_LOOKED_AT = 500  # of an owner's models, for one that is nearly what was asked for
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # so a large file is called in the cache; small ones by their hash in git
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """One revision of a repository and the files of it that are wanted."""
+def fetch_from_hub(
+    name: HubName,
+    load_format: str = "auto",
+    download_dir: str | Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    reach_timeout_s: float | None = None,
+) -> Path:
+    """The folder of the model's files, or its GGUF file, newest where no revision is named; what is there stays.
 
-    repo: str
-    revision: str
-    files: tuple[HubFile, ...]
+    Without a hub that answers it is the one in the cache. Raises SourceUnavailable where there is none either, within
+    about `reach_timeout_s` where given, and FetchError.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
-
-def find_snapshot(repo: str, revision: str, timeout_s: float = REACH_TIMEOUT_S) -> Snapshot:
-    """This commit of `repo`. Raises `SourceUnavailable` within about `timeout_s` when the hub is not there, and where
-    it answers with another commit."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() not in _ONLINE_WORDS:
-        raise SourceUnavailable("HF_HUB_OFFLINE is set")
-    url = f"{_endpoint()}/api/models/{repo}/revision/{revision}?blobs=true"
-    listing = _within(timeout_s, lambda: json.load(_open(url, timeout_s)))
-    if listing["sha"] != revision:
-        raise SourceUnavailable(f"{url} answers with {listing['sha']}")
-    # Files in folders of a repository are other formats of the same model (onnx/, runs/).
-    files = tuple(
-        HubFile(file["rfilename"], file.get("size"), (file.get("lfs") or {}).get("sha256"))
-        for file in listing["siblings"]
-        if file["rfilename"].endswith(_SUFFIXES) and "/" not in file["rfilename"]
-    )
-    return Snapshot(repo, revision, files)
-
-
-def download(snapshot: Snapshot, folder: Path, report: Callable[[str], None]) -> None:
-    """All files of `snapshot` into `folder`. Raises `FetchError`."""
-    for file in snapshot.files:
-        size = f" ({file.size_bytes / 1e6:.1f} MB)" if file.size_bytes else ""
-        report(f"  {file.name}{size}")
-        url = f"{_endpoint()}/{snapshot.repo}/resolve/{snapshot.revision}/{file.name}"
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _one_line_errors(name):
         try:
-            _download_file(url, folder / file.name, file)
-        except (OSError, ValueError) as error:
-            raise FetchError(f"{url}: {error}") from error
+            info = _within(
+                reach_timeout_s,
+                lambda: HfApi().model_info(name.repo, revision=name.revision, timeout=_REACH_TIMEOUT_S),
+            )
+        except Exception as error:
+            here = find(name, load_format, download_dir)
+            if here is None or not _is_unreachable(error):
+                raise
+            report(f"The hub cannot be reached; {name} is taken from the cache")
+            return here
+        if _COMMIT.fullmatch(name.revision or "") and info.sha != name.revision:
+            raise SourceUnavailable(f"{_endpoint()} answers with {info.sha} for {name}")
+        files = wanted_files([each.rfilename for each in info.siblings or []], name, load_format)
+        folder = cache_folder(download_dir)
+        blobs = folder / f"models--{name.repo.replace('/', '--')}" / "blobs"
+        before = {path.name for path in blobs.glob("*")}
+        report(f"Fetching {name.repo} at {(info.sha or '')[:12]} from the Hugging Face hub")
+        snapshot = Path(
+            snapshot_download(
+                name.repo,
+                revision=name.revision,
+                cache_dir=folder,
+                allow_patterns=[glob.escape(file) for file in files],
+            )
+        )
+    for file in files:
+        _check_sum(snapshot / file, before)
+    return snapshot / files[0] if files[0].endswith(".gguf") else snapshot
 
 
-def _download_file(url: str, path: Path, file: HubFile) -> None:
-    digest, size_bytes = hashlib.sha256(), 0
-    with _open(url, _READ_TIMEOUT_S) as response, path.open("wb") as out:
-        while chunk := response.read(_CHUNK_BYTES):
-            out.write(chunk)
-            digest.update(chunk)
-            size_bytes += len(chunk)
-    if file.size_bytes is not None and size_bytes != file.size_bytes:
-        raise ValueError(f"got {size_bytes} bytes of {file.size_bytes}")
-    if file.sha256 is not None and digest.hexdigest() != file.sha256:
-        raise ValueError("the sha256 sum is not what the hub says")
+def _check_sum(path: Path, before: set[str]) -> None:
+    """Raises FetchError for a large file that came with another sum than the hub says, and leaves nothing of it."""
+    blob = path.resolve()
+    if blob.name in before or not _SHA256.fullmatch(blob.name):
+        return
+    with blob.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != blob.name:
+            blob.unlink()
+            path.unlink(missing_ok=True)
+            raise FetchError(f"{path.name}: the sha256 sum is not what the hub says")
+
+
+@contextmanager
+def _one_line_errors(name: HubName) -> Iterator[None]:
+    """What the library raises, as a FetchError with one line that says what to do."""
+    import httpx2
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except FetchError:
+        raise
+    except errors.GatedRepoError:
+        raise FetchError(
+            f"{name.repo} is gated: accept its terms on {_endpoint()}/{name.repo}, then set HF_TOKEN to a token of "
+            f"that account, or log in with `hf auth login`"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise FetchError(f"{name.repo} has no revision {name.revision or 'main'!r}") from None
+    except errors.RepositoryNotFoundError:
+        raise FetchError(
+            f"the hub has no model {name.repo}, or shows it only with an HF_TOKEN that may read it{_nearest(name.repo)}"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        code = error.response.status_code if error.response is not None else 0
+        if code in (401, 403):
+            raise FetchError(f"the hub refuses {name.repo} with status {code}: HF_TOKEN is missing or wrong") from None
+        raise SourceUnavailable(f"{_endpoint()} answers with status {code} for {name.repo}") from None
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, _TookTooLong) as error:
+        raise SourceUnavailable(f"{name} is not in the cache, and {_why_unreachable(error)}") from None
+    except (httpx2.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+            raise FetchError(f"cannot write {error.filename or cache_folder()}: {error.strerror}") from None
+        if _is_unreachable(error):
+            raise SourceUnavailable(f"{name} is not in the cache, and {_why_unreachable(error)}") from None
+        raise FetchError(
+            f"fetching {name.repo} broke off: {_one_line(error)}; run it again, and it goes on from there"
+        ) from None
+    except ValueError as error:  # a name that the hub can have nothing under
+        raise FetchError(f"{name}: {_one_line(error)}") from None
+
+
+class _TookTooLong(Exception):
+    """The hub has not answered in time."""
+
+
+def _is_unreachable(error: Exception) -> bool:
+    import httpx2
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response is not None and error.response.status_code >= 500
+    offline = (errors.OfflineModeIsEnabled, _TookTooLong, httpx2.ConnectError, httpx2.TimeoutException)
+    return isinstance(error, offline)
+
+
+def _why_unreachable(error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    return f"{_endpoint()} cannot be reached: {_one_line(error)}"
 
 
 def _endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
 
 
-def _open(url: str, timeout_s: float) -> HTTPResponse:
-    request = urllib.request.Request(url, headers={"User-Agent": "octavo"})
-    if token := os.environ.get("HF_TOKEN"):
-        # Unredirected: large files are redirected to another host, which must not see the token.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
-    return response
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
-    """`call()`, or `SourceUnavailable`. In a thread of its own: looking a host name up knows no timeout."""
+def _nearest(repo: str) -> str:
+    """`; did you mean X?` for a model of the same owner, or of the same name; nothing where the hub does not say."""
+    from huggingface_hub import HfApi
+
+    owner, _, name = repo.partition("/")
+    for query in ({"author": owner}, {"search": name}):
+        try:
+            ids = _within(
+                _REACH_TIMEOUT_S,
+                lambda query=query: [m.id for m in HfApi().list_models(limit=_NAMES_LOOKED_AT, **query)],  # type: ignore[misc]
+            )
+        except Exception:  # only a hint hangs on it
+            return ""
+        if hint := did_you_mean(repo, ids):
+            return hint
+    return ""
+
+
+def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
+    """`call()`; raises `_TookTooLong`. In a thread of its own: looking a host name up knows no timeout."""
+    if timeout_s is None:
+        return call()
     outcome: list[Any] = []
     failure: list[Exception] = []
 
@@ -112,12 +191,8 @@ def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
             failure.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    started = time.monotonic()
     thread.start()
     thread.join(timeout_s)
     if outcome:
         return outcome[0]
-    if not failure:
-        raise SourceUnavailable(f"{_endpoint()} did not answer within {timeout_s:g} s")
-    reason = getattr(failure[0], "reason", failure[0])
-    raise SourceUnavailable(f"{_endpoint()}: {reason} (after {time.monotonic() - started:.1f} s)") from failure[0]
+    raise failure[0] if failure else _TookTooLong(f"no answer within {timeout_s:g} s")

@@ -1,0 +1,220 @@
+"""Models by their names on the hub, against a local one: which files are taken, from where, and what is said else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.models.errors import FetchError
+from octavo.models.hub_cache import HubName, wanted_files
+from tests.fake_hub import TOKEN, FakeHub
+from tests.tiny_models import make_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+REPO = "tiny/Llama-Tiny"
+OTHERS = {"README.md": b"#", "onnx/model.onnx": b"o", "pytorch_model.bin": b"pickle", "run.py": b"boom", "a.h5": b"h"}
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    hub = FakeHub()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def octavo(hub: FakeHub, tmp_path: Path) -> Command:
+    """Runs one command with caches and a hub of its own."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "OCTAVO_"))}
+        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "OCTAVO_CACHE": str(tmp_path / "octavo")}
+        command = [sys.executable, "-m", "octavo", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env={**kept, **own, **variables}, text=True, capture_output=True, timeout=60
+        )
+
+    return run
+
+
+def fetched(done: subprocess.CompletedProcess[str]) -> Path:
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def reason(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line of a command that failed as it should."""
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
+    hub: FakeHub, octavo: Command, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    first = hub.add(REPO, {**files, **OTHERS})
+    done = octavo("model", "fetch", REPO)
+    folder = fetched(done)
+    assert folder == tmp_path / "hf" / "hub" / "models--tiny--Llama-Tiny" / "snapshots" / first
+    assert {path.name for path in folder.iterdir()} == set(files), "no pickle, no code, no other format"
+    assert len(done.stderr.splitlines()) == 1 and "%" not in done.stderr, "a bar is for terminals"
+
+    num_requests = len(hub.requests)
+    found = octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1")
+    assert fetched(found) == folder and len(hub.requests) == num_requests
+    listed = octavo("model", "list").stdout
+    assert f"{first[:8]}" in next(line for line in listed.splitlines() if line.startswith(REPO))
+    assert len(hub.requests) == num_requests, "a list asks nobody"
+
+    second = hub.add(REPO, {**files, "README.md": b"##", "generation_config.json": b"{}"})
+    assert fetched(octavo("model", "fetch", REPO)).name == second
+    assert fetched(octavo("model", "fetch", f"{REPO}@{first}")).name == first
+    shown = octavo("model", "show", REPO).stdout
+    assert f"revision    {second}  main" in shown and f"revision    {first}\n" in shown
+
+    assert octavo("model", "rm", REPO).returncode == 2, "nobody is there to ask"
+    assert octavo("model", "rm", f"{REPO}@{first}", "--yes").returncode == 0
+    assert [path.name for path in folder.parent.iterdir()] == [second]
+    assert octavo("model", "rm", "--yes", REPO).returncode == 0
+    assert REPO not in octavo("model", "list").stdout
+    assert "did you mean" not in reason(octavo("model", "show", REPO))
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files)
+    other = hub.add(REPO, {**files, "generation_config.json": b'{"temperature": 0.5}'}, branch="v2")
+    assert fetched(octavo("model", "fetch", f"{REPO}@v2")).name == other
+    assert reason(octavo("model", "fetch", f"{REPO}@v3")) == f"octavo model: error: {REPO} has no revision 'v3'"
+
+
+def test_a_wrong_name_gets_the_nearest_one(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files)
+    assert reason(octavo("model", "fetch", "tiny/Lama-Tiny")).endswith(f"; did you mean {REPO}?")
+    assert "did you mean" not in reason(octavo("model", "fetch", "nobody/zebra"))
+    said = octavo("serve", "tiny/Lama-Tiny", "--port", "0")
+    assert reason(said).startswith("octavo serve: error: the hub has no model tiny/Lama-Tiny")
+
+
+def test_a_gated_model_says_what_is_needed(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files)
+    hub.gated.add(REPO)
+    for variables in ({}, {"HF_TOKEN": "hf_wrong"}):
+        said = reason(octavo("model", "fetch", REPO, **variables))
+        assert "is gated" in said and "HF_TOKEN" in said and f"{hub.url}/{REPO}" in said
+    fetched(octavo("model", "fetch", REPO, HF_TOKEN=TOKEN))
+
+
+def test_a_login_of_the_hubs_own_tool_counts(
+    hub: FakeHub, octavo: Command, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.add(REPO, files)
+    hub.gated.add(REPO)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text(TOKEN)
+    fetched(octavo("model", "fetch", REPO))
+
+
+def test_a_download_that_broke_off_goes_on(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:
+    large = os.urandom(1 << 20) * 24
+    hub.add(REPO, {**files, "model.safetensors": large})
+    hub.breaks_off.add("model.safetensors")
+    done = octavo("model", "fetch", REPO)
+    if done.returncode:  # versions of the library differ in whether they try again by themselves
+        assert "run it again" in reason(done)
+        done = octavo("model", "fetch", REPO)
+    assert (fetched(done) / "model.safetensors").read_bytes() == large
+    ranges = [range for method, path, range in hub.requests if method == "GET" and path.endswith("model.safetensors")]
+    assert len(ranges) == 2 and ranges[1] == "bytes=10485760-", "all that the library had written of its 10 MiB pieces"
+
+
+def test_a_damaged_file_is_not_kept(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:
+    hub.add(REPO, files)
+    hub.damaged.add("model.safetensors")
+    said = reason(octavo("model", "fetch", REPO))
+    assert said.endswith("model.safetensors: the sha256 sum is not what the hub says")
+    assert "is not in the cache" in reason(octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1"))
+    hub.damaged.clear()
+    assert (fetched(octavo("model", "fetch", REPO)) / "model.safetensors").read_bytes() == files["model.safetensors"]
+
+
+def test_a_model_that_is_not_here_and_no_hub(octavo: Command) -> None:
+    assert reason(octavo("worker", REPO, HF_HUB_OFFLINE="1")).endswith(
+        f"{REPO} is not in the cache, and HF_HUB_OFFLINE is set"
+    )
+    said = reason(octavo("model", "fetch", REPO, HF_ENDPOINT="http://127.0.0.1:9"))
+    assert f"{REPO} is not in the cache, and http://127.0.0.1:9 cannot be reached" in said
+
+
+def test_a_shard_that_is_missing_makes_a_model_incomplete(
+    hub: FakeHub, octavo: Command, files: dict[str, bytes]
+) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    shards = {name: name.encode() for name in index["weight_map"].values()}
+    rest = {name: data for name, data in files.items() if name != "model.safetensors"}
+    hub.add(REPO, {**rest, **shards, "model.safetensors.index.json": json.dumps(index).encode()})
+    folder = fetched(octavo("model", "fetch", REPO))
+    assert set(shards) <= {path.name for path in folder.iterdir()}
+    fetched(octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1"))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "is not in the cache" in reason(octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", HubName("Qwen/Qwen2.5-0.5B-Instruct")),
+        ("a/b@refs/pr/1", HubName("a/b", "refs/pr/1")),
+        ("a/b-GGUF:Q4_K_M", HubName("a/b-GGUF", None, "Q4_K_M")),
+        ("a/b@v1:b.gguf", HubName("a/b", "v1", "b.gguf")),
+        ("gpt2", None), ("a/b/c", None), ("../b", None), ("a/b@", None), ("a/b:", None), ("a b/c", None),
+    ],
+)  # fmt: skip
+def test_names(text: str, expected: HubName | None) -> None:
+    assert HubName.parse(text) == expected
+    if expected:
+        assert str(expected) == text
+
+
+GGUFS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.q8_0.gguf", "mmproj-f16.gguf", "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "load_format", "expected"),
+    [
+        (GGUFS, "a/b", "auto", ["m-Q4_K_M.gguf"]),
+        (GGUFS, "a/b:q2_k", "auto", ["m-Q2_K.gguf"]),
+        (GGUFS, "a/b:Q8_0", "auto", ["m.q8_0.gguf"]),
+        (GGUFS, "a/b:m-Q4_K_S.gguf", "auto", ["m-Q4_K_S.gguf"]),
+        (GGUFS, "a/b:Q4_K", "auto", r"none for 'Q4_K'"),
+        (["x.gguf"], "a/b", "auto", ["x.gguf"]),
+        (["x-Q2_K.gguf", "x-Q3_K.gguf"], "a/b", "auto", "there is several: a/b:FILE names one of x-Q2_K.gguf"),
+        (["x-Q4_K_M-00001-of-00002.gguf", "x-Q4_K_M-00002-of-00002.gguf"], "a/b", "auto", "in parts"),
+        (["config.json", "model.safetensors", "consolidated.safetensors", "x.gguf"], "a/b", "auto",
+         ["config.json", "model.safetensors"]),
+        (["config.json", "model.safetensors", "x.gguf"], "a/b", "gguf", ["x.gguf"]),
+        (["config.json", "pytorch_model.bin"], "a/b", "auto", "--load-format bin"),
+        (["config.json", "pytorch_model.bin"], "a/b", "bin", ["config.json", "pytorch_model.bin"]),
+        (["tokenizer.model", "model.safetensors"], "a/b", "tokenizer", ["tokenizer.model"]),
+        (["README.md"], "a/b", "auto", "no weights as safetensors or GGUF"),
+    ],
+)  # fmt: skip
+def test_which_files_are_wanted(files: list[str], name: str, load_format: str, expected: list[str] | str) -> None:
+    parsed = HubName.parse(name)
+    assert parsed is not None
+    if isinstance(expected, str):
+        with pytest.raises(FetchError, match=expected):
+            wanted_files(files, parsed, load_format)
+    else:
+        assert wanted_files(files, parsed, load_format) == expected
