@@ -61,7 +61,8 @@ class RequestText:
         check_model(request.model, model)
         check_prompt_size(request, model)
         token_ids = self._encode(request, "one of prompt and messages")
-        tokens = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        texts = {token_id: model.tokenizer.token_text(token_id) for token_id in set(token_ids)}  # a long text has few
+        tokens = [texts[token_id] for token_id in token_ids]
         return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens, max_model_len=model.max_model_len)
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
