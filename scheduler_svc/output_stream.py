@@ -99,12 +99,12 @@ class OutputStream:
 
     def _resume_with_stops(self, token_ids: AbstractSequence[int], reason: FinishReason) -> None:
         """One piece of them; `reason`: how the output ended with the last."""
-        for position, token_id in enumerate(token_ids, start=1):
-            is_last = position == len(token_ids)
-            self._look_for_stop(token_id, reason if is_last else FinishReason.NONE)
-            if self.finish_reason and not is_last:
+        assert self._detokenizer is not None  # who wants no text has no stop strings
+        shown = self._detokenizer.update(token_ids, ended_by_stop_token=reason == FinishReason.STOP)
+        if shown.matched_stop is not None:
+            self._matched_stop, self.finish_reason = shown.matched_stop, FinishReason.STOP
+            if shown.num_tokens < len(token_ids):
                 raise ValueError(f"it goes on after {self._matched_stop!r}, which ends it")
-        self._texts.clear()
 
     def take_logprobs(self, columns: LogprobColumns, entry: int) -> None:
         """Those of the token that is taken next."""
