@@ -127,13 +127,25 @@ def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_pa
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt_token_ids": [1, 2], "max_tokens": 3}\n' * 7)
     with FakeServer() as server:
-        flags = ["--address", server.address, "--requests-file", str(path), "--streams", "2", "--repeat", "2"]
+        flags = ["--address", server.address, "--requests-file", str(path), "--streams", "1,3", "--repeat", "2"]
         assert main(["bench", "serve", *flags, "--json"]) == 0
-        sent = server.inference.requests
-        assert server.control.num_flushes == 3  # before the warm-up and each round, or a round would find its prompts
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["over"], row["num_requests"], row["output_tokens"]) for row in rows] == [("Generate", 7, 21)] * 2
+        sent = list(server.inference.requests)
+        assert server.control.num_flushes == 5  # before the warm-up and each round, or a round would find its prompts
+        rows = json.loads(capsys.readouterr().out)
+        assert main(["bench", "serve", *flags]) == 0
+        shown = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [(row["over"], row["num_requests"], row["output_tokens"]) for row in rows] == [("Generate", 7, 21)] * 4
+    assert [row["streams"] for row in rows] == [1, 1, 3, 3]
+    assert [line[2] for line in shown] == ["streams", "---", "1", "1", "3", "3"]
     assert all(r.sampling_params.ignore_eos and r.sampling_params.temperature == 0 for r in sent)
+
+
+def test_a_model_that_is_not_there_is_one_line_and_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", "--model", "./nosuch"]) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("octavo bench: error: the worker has ended with exit code 1: ") and "nosuch" in last
 
 
 def test_bench_serve_with_a_simulated_worker(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ class Figures:
     between_tokens_p99_ms: float
     ready_s: float = math.nan  # from the start of the engine, weights included, to the moment it takes requests
     worker_peak_gib: float = math.nan  # of the process that computes
+    streams: int | None = None  # that ran at once, where so many were asked for
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what was not measured is null."""
@@ -75,6 +76,9 @@ _HEADERS = ("workload", "over", "tokens/s", "first token p50 / p99", "between to
 def table(rows: Sequence[Figures]) -> str:
     """A Markdown table, a row a run."""
     cells = [_HEADERS, tuple("---" for _ in _HEADERS), *map(_cells, rows)]
+    if any(row.streams is not None for row in rows):
+        streams = ["streams", "---", *("-" if row.streams is None else str(row.streams) for row in rows)]
+        cells = [(*row[:2], each, *row[2:]) for row, each in zip(cells, streams, strict=True)]
     if not all(math.isnan(row.ready_s) for row in rows):
         ends = [("ready", "worker's memory"), ("---", "---"), *map(_start_cells, rows)]
         cells = [left + right for left, right in zip(cells, ends, strict=True)]

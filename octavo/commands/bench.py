@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--quantization", default="none", choices=("none", "int8"), help="(default: none)")
     offline.add_argument("--batch-invariant", action="store_true", help="as `octavo worker` takes it")
     serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
-    serve.add_argument("--streams", type=_counts, metavar="N[,N...]", help="default: one a request, at most 64")
+    serve.add_argument(
+        "--streams", type=_counts, metavar="N[,N...]", help="each is measured (default: one a request, at most 64)"
+    )
     serve.add_argument(
         "--simulated-worker",
         action="store_true",
@@ -116,13 +118,16 @@ def _serve(arguments: argparse.Namespace) -> list[Figures]:
     with connection.connect(arguments) as blocking:
         vocab_size = blocking.model_info().vocab_size
     workload = _workload(arguments, vocab_size)
-    streams = max(arguments.streams or [min(64, len(workload.requests))])
+    counts = arguments.streams or [min(64, len(workload.requests))]
 
     async def measure() -> list[Figures]:
         credentials = connection.credentials(arguments)
         async with AsyncClient(arguments.address, api_key=arguments.api_key, credentials=credentials) as client:
             await closed_loop.run(client, workloads.warm_up(vocab_size), 1)
-            return [await closed_loop.run(client, workload, streams) for _ in range(arguments.repeat)]
+            runs = [count for count in counts for _ in range(arguments.repeat)]
+            return [
+                dataclasses.replace(await closed_loop.run(client, workload, count), streams=count) for count in runs
+            ]
 
     return asyncio.run(measure())
 
