@@ -11,7 +11,15 @@ from octavo.commands import connection, sampling
 
 if TYPE_CHECKING:
     from octavo.client import Client
+    from octavo.commands.conversation import Conversation
     from octavo.sampling_params import SamplingParams
+
+HELP = """\
+/help          this text
+/bye, exit     leave, as Ctrl-D does
+Ctrl-C         cuts an answer short
+What is too long for the model is forgotten, the oldest first; it is said when that happens."""
+_LEAVING = frozenset({"/bye", "/exit", "/quit", "exit", "quit", "bye"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from octavo.commands.conversation import Conversation
     from octavo.commands.terminal import read_prompt
     from octavo.options import OptionError
 
@@ -31,53 +40,60 @@ def run(arguments: argparse.Namespace) -> int:
     if question == "":
         raise OptionError("the question is empty")
     with connection.connect(arguments) as client:
-        conversation = Conversation(client, params, arguments.system, arguments.stats)
         if question is not None:
-            conversation.ask(question)
+            _ask(Conversation(client, params, arguments.system), question, arguments.stats)
         else:
-            _converse(conversation, f"{client.model_info().model} at {arguments.address}")
+            _converse(client, params, arguments)
     return 0
 
 
-class Conversation:
-    """Messages so far; each answer is printed and becomes one of them."""
-
-    def __init__(self, client: Client, params: SamplingParams, system: str | None, with_figures: bool) -> None:
-        self._client = client
-        self._params = params
-        self._with_figures = with_figures
-        self._messages = [{"role": "system", "content": system}] if system else []
-
-    def ask(self, question: str) -> None:
-        """Raises KeyboardInterrupt when the answer is cut short; what was printed of it is remembered."""
-        from octavo.commands.terminal import Answer
-
-        asked = [*self._messages, {"role": "user", "content": question}]
-        answer = Answer()
-        stream = self._client.generate(messages=asked, sampling_params=self._params)
-        try:
-            answer.show(stream)
-        finally:
-            stream.close()
-            if answer.text:
-                self._messages = [*asked, {"role": "assistant", "content": answer.text}]
-        if self._with_figures:
-            print(answer.figures(), file=sys.stderr)
+def _ask(conversation: Conversation, question: str, with_figures: bool) -> None:
+    """Raises KeyboardInterrupt when the answer is cut short; what was printed of it is remembered."""
+    answer = conversation.ask(question)
+    if with_figures:
+        print(answer.figures(), file=sys.stderr)
 
 
-def _converse(conversation: Conversation, partner: str) -> None:
+def _converse(client: Client, params: SamplingParams, arguments: argparse.Namespace) -> None:
+    from octavo.commands.conversation import Conversation
+
     with contextlib.suppress(ImportError):  # not on every platform
         import readline  # noqa: F401  # gives input() editing and history by being there
-    print(f"{partner}. Ctrl-C cuts an answer short, Ctrl-D leaves.", file=sys.stderr)
-    while True:
-        try:
-            question = input("> ").strip()
-        except EOFError:
-            print()
-            return
-        if not question:
-            continue
-        try:
-            conversation.ask(question)
-        except KeyboardInterrupt:
-            print()
+    info = client.model_info()
+    conversation = Conversation(client, params, arguments.system, info.max_model_len)
+    print(f"{info.model} at {arguments.address}. /help says more, /bye leaves.", file=sys.stderr)
+    while (question := _read_question()) is not None:
+        if question:
+            _answer(conversation, question, arguments)
+
+
+def _read_question() -> str | None:
+    """What was typed that is meant for the model; empty for what was not; None for the end."""
+    try:
+        line = input("> ").strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:  # while nothing is answered: the line is given up, as in a shell
+        print()
+        return ""
+    if line.lower() in _LEAVING:
+        return None
+    if line.startswith("/") and len(line.split()) == 1 and "/" not in line[1:]:
+        known = line.lower() in ("/help", "/?")
+        print(HELP if known else f"{line} is not known here; /help lists what is", file=sys.stderr)
+        return ""
+    return line
+
+
+def _answer(conversation: Conversation, question: str, arguments: argparse.Namespace) -> None:
+    """What goes wrong with one answer is said, and the conversation goes on."""
+    from octavo.cli import CommandError
+    from octavo.errors import RequestFailed
+
+    try:
+        _ask(conversation, question, arguments.stats)
+    except KeyboardInterrupt:
+        print()
+    except (RequestFailed, CommandError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -53,6 +53,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.refusal: tuple[grpc.StatusCode, str, tuple[Any, ...]] | None = None
         self.script: list[pb.GenerateResponse] = []  # when given, the whole answer
         self.can_resume = True
+        self.max_model_len = 2048
         self.token_delay_s = 0.0
         self.cancelled = threading.Event()
 
@@ -99,7 +100,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         return pb.AbortResponse(found=request.request_id == "known")
 
     def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfo:
-        return pb.ModelInfo(model="fake", vocab_size=1000, max_model_len=2048, has_chat_template=True)
+        return pb.ModelInfo(model="fake", vocab_size=1000, max_model_len=self.max_model_len, has_chat_template=True)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
         text = request.prompt or "".join(message.content for message in request.messages.messages)

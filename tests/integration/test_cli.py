@@ -210,6 +210,63 @@ def test_chat_remembers_the_conversation(
     assert "fake at" in capsys.readouterr().err
 
 
+def converse(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *lines: str) -> list[list[str]]:
+    """Types the lines, then Ctrl-D; what of the conversation each answered question brought along."""
+    left = iter(lines)
+
+    def read(prompt: str) -> str:
+        for line in left:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat", "--address", server.address, "--system", "s", "--max-tokens", "2", "--seed", "9"]) == 0
+    return [[message.content for message in request.messages.messages] for request in server.inference.requests]
+
+
+def test_a_conversation_that_reaches_the_models_length_forgets_the_oldest_and_says_so(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = text_of(expected_tokens(9, 0, 2))
+    server.inference.max_model_len = 100  # a token a byte
+    first, second, third, too_long = "a" * 30, "b" * 30, "c" * 60, "d" * 101
+    assert converse(monkeypatch, server, first, second, third, too_long) == [
+        ["s", first],
+        ["s", first, answer, second],
+        ["s", third],
+        ["s", third, answer, too_long],  # which a server refuses: nothing is forgotten for it
+    ]
+    said = capsys.readouterr().err
+    assert "(the 2 oldest questions are forgotten, with the answer: the model takes 100 tokens)" in said
+
+
+def test_words_that_are_for_the_terminal(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert converse(monkeypatch, server, "/help", "/nonsense", "/etc/hosts", "/help me", "exit", "not read") == [
+        ["s", "/etc/hosts"],
+        ["s", "/etc/hosts", text_of(expected_tokens(9, 0, 2)), "/help me"],
+    ]
+    said = capsys.readouterr().err
+    assert "/bye" in said and "/nonsense is not known here" in said
+    server.inference.requests.clear()
+    assert converse(monkeypatch, server, "/bye", "not read") == []
+
+
+def test_a_conversation_goes_on_after_a_refusal(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Question(str):
+        def strip(self, *_: str | None) -> str:  # as it is read, the server has changed its mind
+            server.inference.refusal = None
+            return "two"
+
+    server.inference.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "too long", ())
+    assert converse(monkeypatch, server, "one", Question()) == [["s", "one"], ["s", "two"]]
+    assert "error: INVALID_ARGUMENT: too long" in capsys.readouterr().err
+
+
 def test_ctrl_c_cuts_an_answer_short_and_ctrl_d_leaves(server: FakeServer) -> None:
     server.inference.token_delay_s = 0.02
     terminal, inside = pty.openpty()
