@@ -99,6 +99,7 @@ class Embedded:
 
     @property
     def model(self) -> ServedModel:
+        self.check()
         return self.frontend.model()
 
     @model.setter
@@ -165,6 +166,7 @@ class Embedded:
 
     def statistics(self) -> dict[str, Any]:
         """Sums since the start over answered steps (`StepStatistics`)."""
+        self.check()
         return dataclasses.asdict(self.engine.workers[0].statistics)
 
     def shutdown(self) -> None:

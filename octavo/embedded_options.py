@@ -31,6 +31,8 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
+    if not str(model):
+        raise OptionError("model: '' is no folder and no name")
     options = {name: value for name, value in options.items() if value is not None}
     names = {cls: {field.name for field in dataclasses.fields(cls)} for cls in (WorkerConfig, SchedulerConfig)}
     known = set().union(*names.values()) - _NOT_EMBEDDED

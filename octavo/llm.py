@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -129,6 +129,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Lets the worker forget what prompts it has computed; how many cache blocks could be found before."""
+        self._embedded.check()
         return self._embedded.engine.flush_prefix_cache()
 
     def worker_peak_bytes(self) -> int:
@@ -158,7 +159,8 @@ class LLM:
 def _one_each(sampling_params: Any, count: int) -> list[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
-    given = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
+    is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, (str, Mapping))
+    given = list(sampling_params) if is_list else [sampling_params]
     for params in given:
         if not isinstance(params, SamplingParams):
             got = type(params).__name__

@@ -39,6 +39,11 @@ def test_a_type_of_torch_is_as_good_as_its_name() -> None:
     assert read_options("tiny", {"dtype": Dtype()}).worker.dtype == "float16"
 
 
+def test_a_model_has_a_name() -> None:
+    with pytest.raises(OptionError, match="model: '' is no folder"):
+        read_options("", {})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -117,7 +117,7 @@ def test_a_prompt_is_the_same_in_every_shape(llm, shape: Callable[[str, list[int
         ([5], SamplingParams(logprobs=21), "logprobs"),
         (["x" * 256, "x"], SamplingParams(logprobs=21), "logprobs"),
         (["x", "y"], [GREEDY], "1 sampling_params for 2 prompts"),
-        ("x", {"temperature": 0}, "got str; accepted: one SamplingParams"),
+        ("x", {"temperature": 0}, "got dict; accepted: one SamplingParams"),
         ([3.5], GREEDY, "prompt 0 is 3.5"),
     ],
 )
@@ -307,8 +307,9 @@ def test_after_its_end_it_says_so(folder):
     with LLM(str(folder), **SIZES) as llm:
         pass
     llm.shutdown()
-    with pytest.raises(Closed, match="shut down"):
-        llm.generate("x", use_tqdm=False)
+    for use in (partial(llm.generate, "x"), llm.get_tokenizer, llm.statistics, llm.reset_prefix_cache):
+        with pytest.raises(Closed, match="shut down"):
+            use()
 
 
 SCRIPT = """
