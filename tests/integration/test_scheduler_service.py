@@ -135,6 +135,11 @@ BAD_INPUT = {
     "a priority": ({"prompt": "x", "priority": 3}, UNIMPLEMENTED, "only with --scheduling-policy priority"),
     "no role": ({"messages": {"messages": [{"content": "x"}]}}, INVALID, "messages[0].role"),
     "an adapter": ({"prompt": "x", "adapter": "pirate"}, UNIMPLEMENTED, "no worker of this server takes adapters"),
+    "what another model began": (
+        {"prompt": "x", "model_fingerprint": "f00d"},
+        NOT_FOUND,
+        "the request began with 'f00d'",
+    ),
     "resume without its seed": (
         {"prompt": "x", "resume": [{"index": 0, "token_ids": [1]}]},
         INVALID,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from protos import inference_pb2 as pb
@@ -180,3 +181,38 @@ def test_a_stream_that_does_not_begin_with_its_lease_is_given_up(first: str, mon
         until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
         assert "lease" in client.state.problem or "without a word" in client.state.problem
         assert not _serving(pool) and not pool.engine.workers
+
+
+def test_a_wrong_first_worker_gives_way_to_the_right_ones_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.02)
+    with FakeWorker(model_hash="wrong") as wrong, FakeWorker() as right, pool_of(wrong.address) as pool:
+        until(lambda: _serving(pool) == {wrong.address})
+        pool._add(right.address)
+        refused = pool.clients[right.address]
+        until(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
+        assert "it serves fake-model (fake), this pool fake-model (wrong)" in refused.state.problem
+        time.sleep(0.1)  # five more tries
+        assert _serving(pool) == {wrong.address}, "who serves is not pushed aside"
+        before = pool.served_model
+        wrong.kill()
+        until(lambda: _serving(pool) == {right.address})
+        until(lambda: pool.served_model is not None and pool.served_model.model_hash == "fake")
+        assert before is not None and pool.served_model is not None
+        assert before.fingerprint != pool.served_model.fingerprint
+
+
+def test_a_worker_that_could_never_join_defines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another scheduler holds it: its model is not this pool's."""
+    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.02)
+
+    class Held(FakeWorker):
+        def Execute(self, request_iterator: Any, context: Any) -> Iterator[Any]:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another scheduler holds the lease")
+            yield
+
+    with Held(model_hash="held") as held, FakeWorker() as right, pool_of(held.address) as pool:
+        until(lambda: "another scheduler" in pool.clients[held.address].state.problem)
+        assert pool.served_model is None
+        pool._add(right.address)
+        until(lambda: _serving(pool) == {right.address})
+        assert pool.served_model is not None and pool.served_model.model_hash == "fake"
