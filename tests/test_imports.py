@@ -141,6 +141,13 @@ def test_protos_import_only_protobuf_and_grpc() -> None:
     assert [str(each) for each in imports_of(ROOT / "protos") if each.module.partition(".")[0] not in allowed] == []
 
 
+def test_the_scheduler_loads_nothing_that_fetches_models() -> None:
+    assert offending("scheduler_svc", "huggingface_hub") == []
+    program = "import sys, scheduler_svc.server, octavo.commands.scheduler; print('huggingface_hub' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == "False", ended.stderr
+
+
 @pytest.mark.parametrize("package", ["scheduler_svc", "octavo"])
 def test_everything_imports_where_torch_triton_and_numba_are_absent(package: str) -> None:
     program = f"""

@@ -17,9 +17,23 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="default: %(default)s")
+    add_address(group)
     group.add_argument("--api-key", metavar="KEY", help="sent as `authorization: Bearer KEY`")
     add_tls_arguments(group)
+
+
+def add_address(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--address", type=address, default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="default: %(default)s"
+    )
+
+
+def address(text: str) -> str:
+    """An address as gRPC takes it. Raises ArgumentTypeError for what has no port, which would be looked up for long."""
+    host, _, port = text.rpartition(":")
+    if not text.startswith("unix:") and not (host and port.isdecimal() and int(port) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+    return text
 
 
 def add_tls_arguments(group: argparse._ActionsContainer) -> None:

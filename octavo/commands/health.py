@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands import connection
+from octavo.options import OptionError
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
 READINESS = "octavo.v1.Inference"
@@ -15,9 +16,8 @@ READINESS = "octavo.v1.Inference"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "exit codes: 0 serving, 1 not serving or no such service, 3 unreachable"
-    parser.add_argument(
-        "address", nargs="?", default=connection.DEFAULT_ADDRESS, metavar="ADDRESS", help="default: %(default)s"
-    )
+    parser.add_argument("position", nargs="?", type=connection.address, metavar="ADDRESS", help="in place of --address")
+    connection.add_address(parser)
     parser.add_argument(
         "--service", default=READINESS, metavar="NAME", help="full name (default: %(default)s); '' asks for liveness"
     )
@@ -31,6 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from octavo.rpc import CHANNEL_OPTIONS
 
+    if arguments.position and arguments.address != connection.DEFAULT_ADDRESS:
+        raise OptionError("the address is given twice: as a position and as --address")
+    arguments.address = arguments.position or arguments.address
     credentials = connection.credentials(arguments)
     channel = (
         grpc.insecure_channel(arguments.address, CHANNEL_OPTIONS)

@@ -67,6 +67,12 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["model", "fetch"],
         ["bench"],
         ["bench", "offline", "--workload", "W9"],
+        ["generate", "hi", "--address", "localhost"],
+        ["chat", "hi", "--address", "localhost:x"],
+        ["health", "localhost"],
+        ["health", "--address", ":50051"],
+        ["bench", "serve", "--address", "127.0.0.1:500510"],
+        ["model", "rm", "smollm2-135m-instruct", "--ye"],
     ],
     ids=" ".join,
 )
@@ -311,6 +317,21 @@ def _end_of_input(lines: Iterator[str]) -> str:
     raise EOFError
 
 
+def test_every_client_takes_an_address_in_the_same_words() -> None:
+    from importlib import import_module
+
+    from octavo.command_line import Parser
+
+    said = set()
+    for name, argv in (("generate", ["hi"]), ("chat", ["hi"]), ("health", []), ("bench", ["serve"])):
+        parser = Parser(prog=name)
+        import_module(f"octavo.commands.{name}").add_arguments(parser)
+        assert parser.parse_args(argv).address == "127.0.0.1:50051"
+        shown = parser.parse_args([*argv, "--address", "[::1]:9"])
+        said.add(shown.address)
+    assert said == {"[::1]:9"}
+
+
 @pytest.mark.parametrize("arguments", [["generate", "hi"], ["chat", "hi"], ["bench", "serve"]], ids=" ".join)
 def test_no_server_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--address", NOWHERE]) == 1
@@ -362,6 +383,10 @@ def test_health_exit_codes(server: FakeServer, capsys: pytest.CaptureFixture[str
     assert main(["health", server.address, "--service", "no.such.Service"]) == 1
     assert main(["health", server.address, "--service", ""]) == 0
     assert main(["health", NOWHERE]) == 3
+    assert main(["health", "--address", NOWHERE]) == 3
+    server.set_ready(True)
+    assert main(["health", "--address", server.address]) == 0
+    assert main(["health", NOWHERE, "--address", server.address]) == 2
 
 
 def test_model_list_and_an_unknown_model(
@@ -383,6 +408,26 @@ def test_error_inside_a_request(server: FakeServer, capsys: pytest.CaptureFixtur
     ]
     assert main(["generate", "hi", "--address", server.address]) == 1
     assert capsys.readouterr() == ("Well\n", "octavo generate: error: the step could not run\n")
+
+
+def test_an_error_of_ours_ends_with_its_reason_after_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise KeyError("a\nb")
+
+    monkeypatch.setattr("octavo.models.catalog.list_models", fail)
+    assert main(["model", "list"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-1].startswith("octavo model: error: unexpected KeyError: ")
+
+
+def test_what_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["model", "fetch", "x.gguf", "--download-dir", str(tmp_path / "file" / "models")]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["scheduler"]) == 2
+    assert capsys.readouterr().err == "octavo scheduler: error: no --worker is given: HOST:PORT or dns:///NAME:PORT\n"
 
 
 def test_a_part_that_is_not_installed_is_one_line() -> None:

@@ -92,6 +92,24 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert "did you mean" not in reason(octavo("model", "show", REPO))
 
 
+def test_a_worker_fetches_what_it_is_to_load_and_is_known_by_its_name(
+    hub: FakeHub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker_svc.config import WorkerConfig
+    from worker_svc.server import load
+
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub.add(REPO, files, branch="v2")
+    runner, tokenizer = load(WorkerConfig(model=f"{REPO}@v2", download_dir=str(tmp_path), num_threads=1))
+    assert runner.config.model_name == REPO and tokenizer.sha256
+    assert (tmp_path / "models--tiny--Llama-Tiny").is_dir()
+    num_requests = len(hub.requests)
+    load(WorkerConfig(model=f"{REPO}@v2", download_dir=str(tmp_path), tokenizer=f"{REPO}@v2", num_threads=1))
+    assert len(hub.requests) == num_requests, "it is here"
+
+
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:
     hub.add(REPO, files)
     other = hub.add(REPO, {**files, "generation_config.json": b'{"temperature": 0.5}'}, branch="v2")
