@@ -105,17 +105,17 @@ class WorkerGroups:
     def seat(self, group: SequenceGroup, most: int) -> None:
         """Gives a group at most so many slots, and at least `group.num_slots`; the others come as slots come free.
 
-        Of sequences that have nothing but the prompt one gets a slot, and computes it for all.
+        Of sequences that have nothing but the prompt one gets a slot, and computes it for all. What lies in host blocks
+        comes back whole.
         """
         sequences = group.unfinished()
         swapped = [sequence for sequence in sequences if sequence.status is SequenceStatus.SWAPPED]
-        if group.begins_as_one:
-            self.unforked.add(group)
-            seated = sequences[:1]
-        elif group.uses_beam_search:
-            seated = sequences
+        if swapped or group.uses_beam_search:
+            seated = swapped or sequences
         else:
-            seated = swapped or sequences[: max(1, most)]
+            seated = sequences[: 1 if group.begins_as_one else max(1, most)]
+        if group.begins_as_one and len(seated) == 1:
+            self.unforked.add(group)
         self.running.add(group)
         if group.uses_beam_search or len(seated) < len(sequences):
             self.expanding.add(group)
