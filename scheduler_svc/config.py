@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.log import LEVELS
 from octavo.options import COMMON, LOGGING, check_port, is_host, option
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
-from scheduler_svc.text.request_checks import TextSettings
+
+if TYPE_CHECKING:
+    from scheduler_svc.text.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
 
@@ -158,6 +160,8 @@ class SchedulerConfig:
             )
 
     def text_settings(self) -> TextSettings:
+        from scheduler_svc.text.request_checks import TextSettings  # and much with it, which no command line needs
+
         return TextSettings(
             max_logprobs=self.max_logprobs,
             max_stop_string_chars=self.max_stop_string_chars,

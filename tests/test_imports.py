@@ -141,6 +141,14 @@ def test_protos_import_only_protobuf_and_grpc() -> None:
     assert [str(each) for each in imports_of(ROOT / "protos") if each.module.partition(".")[0] not in allowed] == []
 
 
+def test_a_command_line_is_read_before_anything_slow_is_imported() -> None:
+    program = "import sys, scheduler_svc.config, worker_svc.config; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    loaded = {name.partition(".")[0] for name in ended.stdout.split()}
+    assert "scheduler_svc" in loaded
+    assert not loaded & {"torch", "numpy", "tokenizers", "grpc", "google", "structlog", "huggingface_hub", "asyncio"}
+
+
 def test_the_scheduler_loads_nothing_that_fetches_models() -> None:
     assert offending("scheduler_svc", "huggingface_hub") == []
     program = "import sys, scheduler_svc.server, octavo.commands.scheduler; print('huggingface_hub' in sys.modules)"

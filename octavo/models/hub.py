@@ -39,7 +39,7 @@ def fetch_from_hub(
     about `reach_timeout_s` where given, and FetchError.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars, tqdm
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -70,6 +70,8 @@ def fetch_from_hub(
                 allow_patterns=[glob.escape(file) for file in files],
             )
         )
+    for bar in list(getattr(tqdm, "_instances", ())):  # or they are drawn once more over what is said next
+        bar.close()
     for file in files:
         _check_sum(snapshot / file, before)
     return snapshot / files[0] if files[0].endswith(".gguf") else snapshot
