@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -19,6 +21,7 @@ from protos import inference_pb2_grpc
 from tests.chaos.memory import MIB, Process
 from tests.fakes import FakeWorker, spell
 from tests.integration.scheduler_process import Service, scheduler
+from tests.tiny_models import write_byte_tokenizer
 
 MOST_SILENCE_S = 1.0
 MOST_GROWTH_BYTES = 256 * MIB  # what is admitted, what gRPC still has of those refused, and what the allocator keeps
@@ -126,3 +129,42 @@ async def _ends(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.Sta
     except grpc.aio.AioRpcError:
         pass
     return await call.code()
+
+
+# Does not end for a content that says so: some 10^10 turns.
+ENDLESS = (
+    "{% for m in messages %}{{ m.content }}{% if m.content == 'endless' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("frontends", ["--frontends=1", "--frontends=2"])
+async def test_sigterm_ends_a_scheduler_at_once_whatever_is_rendered(tmp_path: Path, frontends: str) -> None:
+    """Those whose text is not done are sent elsewhere, and no process stays behind."""
+    write_byte_tokenizer(tmp_path, 400)
+    (tmp_path / "chat_template.jinja").write_text(ENDLESS)
+    flags = (f"--tokenizer={tmp_path}", "--text-timeout=300", frontends, "--log-level=warning")
+    with FakeWorker(spell("fine")) as worker, scheduler(f"--worker={worker.address}", *flags) as service:
+        service.wait_until_ready()
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            calls = [asyncio.create_task(_ends(channel, GENERATE, _chat("endless", 1))) for _ in range(6)]
+            calls.append(asyncio.create_task(_ends(channel, TOKENIZE, _chat_to_tokenize("endless"))))
+            children = psutil.Process(service.process.pid).children(recursive=True)
+            async with asyncio.timeout(20):
+                while sum(each.cpu_times().user > 0.5 for each in children) < 1:
+                    await asyncio.sleep(0.05)
+                    children = psutil.Process(service.process.pid).children(recursive=True)
+            assert not any(call.done() for call in calls)
+            told_s = time.monotonic()
+            service.process.terminate()
+            assert set(await asyncio.gather(*calls)) == {grpc.StatusCode.UNAVAILABLE}
+            await asyncio.to_thread(service.process.wait, 15)
+            took_s = time.monotonic() - told_s
+    assert took_s < 10, "it waited for what nobody wants any more"  # of --drain-timeout's 20 s
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+    assert not alive
+
+
+def _chat_to_tokenize(content: str) -> bytes:
+    messages = pb.Messages(messages=[pb.ChatMessage(role="user", content=content)])
+    return pb.TokenizeRequest(messages=messages).SerializeToString()
