@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 
 from octavo.end_with_parent import ends_with_parent
 from octavo.options import environment_without_options
@@ -53,7 +54,13 @@ class KillableProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.done()
+        """Asked of the system: asyncio hears of it a little later."""
+        if self._ended.done():
+            return True
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
 
     async def load(self, model: ServedModel, settings: bytes) -> None:
         """The tokenizer's files are sent where it does not have them. Raises as `ask`, RuntimeError for what it cannot
@@ -79,6 +86,6 @@ class KillableProcess:
         return Answer(answer), data
 
     async def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        if not self.has_ended:  # else its number may be another's
+            os.kill(self.pid, signal.SIGKILL)
         await self._ended

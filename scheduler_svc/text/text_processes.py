@@ -1,6 +1,6 @@
 """The text processes of a server: a few of them, fed one request at a time, killed when one takes too long.
 
-A request whose process dies goes once more to another; one that takes longer than the limit is refused, and its process
+A request whose process dies goes to another; one that takes longer than the limit is refused, and its process
 is replaced. Where there are several, the last takes small requests alone, so that these never wait behind large ones;
 all others take whatever came first.
 """
@@ -159,8 +159,11 @@ class TextProcesses:
                 finally:
                     self._running.discard(job)
             elif self._model is not None and process.loaded is not self._model:
-                async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    await process.load(self._model, self._settings)
+                try:
+                    async with asyncio.timeout(LOAD_TIMEOUT_S):
+                        await process.load(self._model, self._settings)
+                except (EOFError, ConnectionError):
+                    return
             else:
                 slot.is_idle = True
                 await slot.wake.wait()
@@ -168,6 +171,9 @@ class TextProcesses:
 
     async def _run(self, job: _Job, process: KillableProcess) -> bool:
         """Gives the job its answer; False: the process is of no more use."""
+        if process.has_ended:  # before it had anything of this request
+            self._put_back(job)
+            return False
         try:
             if process.loaded is not job.model:
                 async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -199,13 +205,17 @@ class TextProcesses:
         return True
 
     def _lose(self, job: _Job) -> None:
-        """The first time it is tried again, before all others."""
+        """It is tried again before all others, unless it met more deaths than there were processes: all of these may
+        have been killed at once, by somebody else."""
         job.num_losses += 1
-        if job.num_losses > 1:
-            job.fail(RuntimeError("two text processes have died over this request"))
+        if job.num_losses > len(self._slots):
+            job.fail(RuntimeError(f"{job.num_losses} text processes have died over this request"))
         elif not job.answer.done():
-            self._queue_of(job).appendleft(job)
-            self._wake_for(job)
+            self._put_back(job)
+
+    def _put_back(self, job: _Job) -> None:
+        self._queue_of(job).appendleft(job)
+        self._wake_for(job)
 
 
 class _Job:
