@@ -18,26 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from tests.float64 import InFloat64
 
 FACTOR = 2.0  # of the library's own errors, for sums of a hundred terms
 FACTOR_OF_LONG_SUMS = 5.0
 EPS = torch.finfo(torch.float32).eps
 LEAST_EXACT = 1e-4  # of the logits' size: a library that is further from its own float64 shows nothing
-
-
-class InFloat64(TorchFunctionMode):
-    """What is computed asks for float32 in places, as norms, softmax and angles do, and gets float64."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        named = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return function(*map(_widened, args), **named)
-
-
-def _widened(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""A model of transformers in float64, all of it: what its code computes in float32 of whatever it is given, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class InFloat64(TorchFunctionMode):
+    """Within it what asks for float32, as norms, softmax and angles do, gets float64; for loading, too."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        named = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_widened, args), **named)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
