@@ -20,8 +20,9 @@ from kernels.cpu.few_bits import GROUP
 from kernels.cpu.layer_product import Product
 from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
 from kernels.cpu.matmul import matmul
-from kernels.cpu.packed_weight import pack
+from kernels.cpu.packed_weight import pack, pack_pairs
 from kernels.cpu.pinning import pin_threads
+from kernels.cpu.registers import HAS_PAIRS
 from kernels.cpu.runtime import num_threads
 
 
@@ -47,6 +48,8 @@ def warm_up(dtype: torch.dtype) -> None:
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), out[0])
     _warm_up_int8(dtype, key_cache)
     matmul(torch.empty(2, 2), torch.empty(2, 4), pack(torch.ones(2, 4, dtype=dtype) / 3))
+    if dtype == torch.bfloat16 and HAS_PAIRS:
+        matmul(torch.empty(2, 2), torch.empty(2, 2), pack_pairs(torch.ones(2, 4, dtype=dtype)))
     for few_bits in (torch.zeros(2, GROUP), torch.arange(2.0 * GROUP).view(2, -1) % 16, torch.arange(-32.0, 32)[None]):
         matmul(torch.empty(2, len(few_bits)), torch.empty(2, few_bits.shape[1]), pack(few_bits))
     cpu.int4_linear(torch.empty(2, 2), torch.empty(2, GROUP), pack(torch.zeros(2, GROUP)))

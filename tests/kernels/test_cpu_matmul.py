@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
+from kernels.cpu import warm_up
 from kernels.cpu.matmul import matmul
-from kernels.cpu.packed_weight import pack
-from kernels.cpu.registers import PANEL
+from kernels.cpu.packed_weight import ELEMENTS, pack
+from kernels.cpu.registers import HAS_PAIRS, PANEL
 from tests.kernels.few_bits_weights import KINDS, few_bits_weight, pack_float32
 
 SHAPES = [(960, 576), (576, 1536), (60, 157), (1031, 60), (5, 1), (PANEL, 2049), (2 * PANEL + 1, 4100)]
@@ -145,3 +147,14 @@ def test_what_does_not_fit_is_refused() -> None:
         matmul(torch.empty(2, 50), torch.empty(2, 20), packed.half())
     with pytest.raises(TypeError, match="bfloat16"):
         matmul(torch.empty(2, 50).bfloat16(), torch.empty(2, 20).bfloat16(), packed)
+
+
+def test_set_up_compiles_every_way_in_which_a_weight_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a worker that finds a weight of another kind would compile for half a minute when it starts."""
+    found: set[torch.dtype] = set()
+    monkeypatch.setattr(warm_up, "cpu", mock.MagicMock())
+    monkeypatch.setattr(warm_up, "_warm_up_int8", lambda *_: None)
+    monkeypatch.setattr(warm_up, "matmul", lambda out, x, packed: found.add(packed.dtype))
+    for dtype in (torch.float32, torch.bfloat16):
+        warm_up.warm_up(dtype)
+    assert found == {*ELEMENTS, *([torch.uint32] if HAS_PAIRS else [])}
