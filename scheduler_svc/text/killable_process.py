@@ -77,8 +77,7 @@ class KillableProcess:
 
     async def ask(self, kind: Ask, payload: bytes) -> tuple[Answer, bytes]:
         """Raises EOFError or ConnectionError where it dies meanwhile."""
-        self._stdin.write(frames.HEADER.pack(len(payload), kind))
-        self._stdin.write(payload)
+        self._stdin.writelines((frames.HEADER.pack(len(payload), kind), payload))  # one system call
         await self._stdin.drain()
         length, answer = frames.HEADER.unpack(await self._stdout.readexactly(frames.HEADER.size))
         data = await self._stdout.readexactly(length)
