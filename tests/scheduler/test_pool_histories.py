@@ -137,6 +137,16 @@ class History:
             self.pool.abort(group)
 
     def finish_above(self) -> None:
+        """Anybody, or somebody who is half computed."""
+        half_computed = [
+            sequence
+            for handle in self.pool.engine.workers
+            for sequence in handle.scheduler.groups.prefilling
+            if not sequence.group.uses_beam_search
+        ]
+        if half_computed and self.random.random() < 0.6:
+            self.pool.finish_above(self.random.choice(half_computed))
+            return
         group = self.chosen()
         if group is not None and not group.uses_beam_search:
             self.pool.finish_above(self.random.choice(group.unfinished()))
