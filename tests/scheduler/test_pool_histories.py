@@ -124,7 +124,7 @@ class History:
         for index in range(n):
             whole = expected_tokens(prompt, index, max_num_tokens)[len(prompt) :]
             length = self.random.choice([0, 1, len(whole), self.random.randint(0, len(whole) - 1)])
-            resumed.append(whole[:length][: -1 or None])
+            resumed.append(whole[:length][:-1])
         resumed = [tokens[: max_num_tokens - len(prompt) - 1] for tokens in resumed]
         finished = [index for index in range(n) if n > 1 and index and self.random.random() < 0.15]
         return {"resumed": resumed, "finished": finished}
