@@ -22,7 +22,7 @@ def expected(request: pb.GenerateRequest) -> set[grpc.StatusCode]:
     """Statuses that `Generate` may end with."""
     if request.ByteSize() > MAX_REQUEST_BYTES:
         return {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    if request.model not in ("", MODEL):
+    if request.model not in ("", MODEL) or request.model_fingerprint:  # nobody draws the right one
         return {MISSING}
     is_wrong = _is_wrong(request.sampling_params) or _has_wrong_prompt(request)
     statuses = {INVALID} if is_wrong else {OK}

@@ -93,7 +93,7 @@ BAD_INPUT = {
     "out of range": (
         {"prompt": "x", "sampling_params": {"temperature": 2.5}},
         INVALID,
-        "temperature: got 2.5; accepted: 0 (greedy) to 2",
+        "temperature: got 2.5; accepted: 0 (greedy), or 1e-30 to 2",
     ),
     "zero where one is the least": (
         {"prompt": "x", "sampling_params": {"max_tokens": 0}},

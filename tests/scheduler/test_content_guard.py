@@ -135,7 +135,9 @@ def test_tokens_that_only_the_template_writes_are_control_tokens_and_those_it_lo
     tokenizer = _tokenizer(raw, template)
     assert tokenizer.control_tokens.keys() == {"<s>", "</s>", "<extra>", "<turn>"}
     token_ids, _ = _encode(tokenizer, ["<turn><think>"])
-    assert [token_ids.count(raw.token_to_id(text)) for text in ("<turn>", "<think>")] == [1, 2]
+    turn, think = raw.token_to_id("<turn>"), raw.token_to_id("<think>")
+    assert turn is not None and think is not None
+    assert (token_ids.count(turn), token_ids.count(think)) == (1, 2)
 
 
 @pytest.mark.parametrize("allows", [False, True])

@@ -34,7 +34,11 @@ class Clocked:
     cut: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.calls = OpenCalls(40, cut=lambda peer: bool(self.cut.append(peer)) or True, clock=lambda: self.now_s)
+        self.calls = OpenCalls(40, cut=self._cut, clock=lambda: self.now_s)
+
+    def _cut(self, peer: str) -> bool:
+        self.cut.append(peer)
+        return True
 
     def give_up(self, peer: str, after_s: float = 0.0, is_useful: bool = False) -> None:
         with self.calls.open(peer) as call:
@@ -216,7 +220,7 @@ async def test_whoever_has_too_many_open_is_told_when_to_try_again() -> None:
         await it.ask()
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     trailers = dict(refused.value.trailing_metadata() or ())
-    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])  # type: ignore[arg-type]  # bytes
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     assert status.details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
     assert await it.ask() == b"hi"
     await server.stop(None)

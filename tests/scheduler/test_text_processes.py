@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def _chat(content: str) -> bytes:
     return pb.GenerateRequest(
         messages=messages, sampling_params=pb.SamplingParams(bad_words=["a b"])
     ).SerializeToString()
+
+
+def _has_another(processes: TextProcesses, pid: int) -> bool:
+    return bool(processes.pids) and processes.pids != [pid]
 
 
 async def _until(is_so: Callable[[], Any]) -> None:
@@ -135,7 +140,7 @@ async def test_a_request_over_which_two_processes_die_fails_alone(model: ServedM
             await _until(lambda: processes.pids and psutil.Process(processes.pids[0]).cpu_times().user > 0.5)
             (pid,) = processes.pids
             os.kill(pid, signal.SIGKILL)
-            await _until(lambda pid=pid: processes.pids and processes.pids != [pid])
+            await _until(partial(_has_another, processes, pid))
         with pytest.raises(RuntimeError, match="2 text processes have died over this request"):
             await asked
         assert (await behind).token_ids == list(b"hi")
