@@ -33,7 +33,6 @@ IDS, FOUR = Prompt(None, [1, 2, 3]), Prompt(None, [4])
         ([{"prompt": "hi"}, {"prompt_token_ids": (1, 2, 3)}, "ho", [4]], [Prompt("hi"), IDS, Prompt("ho"), FOUR]),
         ({"prompt": "hi", "prompt_token_ids": [1, 2, 3], "cache_salt": "mine"}, [Prompt("hi", [1, 2, 3], "mine")]),
     ],
-    ids=str,
 )
 def test_accepted(given: Any, expected: list[Prompt]) -> None:
     assert read_prompts(given) == expected
@@ -64,7 +63,6 @@ def test_ids_as_an_argument_of_their_own() -> None:
         ({"prompt_token_ids": 5}, "prompt 0 has 5 (int) where token ids are wanted"),
         ({"prompt_token_ids": "hi"}, "prompt 0 has 'hi' (str) where token ids are wanted"),
     ],
-    ids=str,
 )
 def test_anything_else_is_named_in_one_line_with_what_is_accepted(given: Any, words: str) -> None:
     with pytest.raises(InvalidPrompt) as raised:
