@@ -16,6 +16,7 @@ from scheduler_svc.served_model import ServedModel
 from scheduler_svc.text import frames
 from scheduler_svc.text.frames import Answer, Ask
 
+READ_BYTES = 65_536
 COMMAND = (sys.executable, "-m", "scheduler_svc.text.text_process")
 
 
@@ -24,13 +25,11 @@ class KillableProcess:
 
     Attributes:
         loaded: the model that it has; None until `load`.
-        has_answered: it is no process that dies before it does anything.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, on_end: Callable[[], None]) -> None:
         assert process.stdin is not None and process.stdout is not None
         self.loaded: ServedModel | None = None
-        self.has_answered = False
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self._ended = asyncio.create_task(process.wait())
@@ -81,10 +80,11 @@ class KillableProcess:
         await self._stdin.drain()
         length, answer = frames.HEADER.unpack(await self._stdout.readexactly(frames.HEADER.size))
         data = await self._stdout.readexactly(length)
-        self.has_answered = True
         return Answer(answer), data
 
     async def kill(self) -> None:
         if not self.has_ended:  # else its number may be another's
             os.kill(self.pid, signal.SIGKILL)
+        while await self._stdout.read(READ_BYTES):
+            pass  # asyncio says that it has ended once all that it wrote is read, and reads no more than somebody wants
         await self._ended

@@ -16,7 +16,7 @@ from itertools import count
 
 import structlog
 
-from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestRefused
+from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady, RequestRefused
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.text import frames
 from scheduler_svc.text.frames import Answer, Ask
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 SMALL_BYTES = 16_384  # of a request that is tokenised in milliseconds
 LOAD_TIMEOUT_S = 60.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0  # before a process is started after one that did not get to answer anything
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0  # before a process is started after one that never had a model
 
 
 class TextProcesses:
@@ -65,7 +65,8 @@ class TextProcesses:
     def close(self, refusal: RequestRefused) -> None:
         """Whoever waits or comes is refused so."""
         self._closed_by = refusal
-        for job in [*self._small, *self._large, *self._running]:
+        self._refuse_waiting(refusal)
+        for job in self._running:
             job.fail(refusal)
 
     async def stop(self) -> None:
@@ -135,13 +136,15 @@ class TextProcesses:
                 log.warning("a text process has ended; it is replaced", pid=slot.process.pid)
             except OSError as error:
                 log.error("a text process cannot be started", why=str(error), again_in_s=pause_s)
+                if not self.pids:
+                    self._refuse_waiting(NotReady("no process can be started here to read requests; try another"))
             except Exception:
                 log.exception("a text process failed", again_in_s=pause_s)
             finally:
                 process, slot.process, slot.is_idle = slot.process, None, False
                 if process is not None:
                     await process.kill()
-            if process is not None and process.has_answered:
+            if process is not None and process.loaded is not None:
                 pause_s = FIRST_PAUSE_S
             else:
                 await asyncio.sleep(pause_s)
@@ -212,6 +215,12 @@ class TextProcesses:
             job.fail(RuntimeError(f"{job.num_losses} text processes have died over this request"))
         elif not job.answer.done():
             self._put_back(job)
+
+    def _refuse_waiting(self, refusal: RequestRefused) -> None:
+        for queue in (self._small, self._large):
+            for job in queue:
+                job.fail(refusal)
+            queue.clear()
 
     def _put_back(self, job: _Job) -> None:
         self._queue_of(job).appendleft(job)

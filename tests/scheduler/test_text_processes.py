@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -21,9 +23,11 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest, NotReady, UnknownName
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.text import frames, killable_process, text_processes
+from scheduler_svc.text.frames import Answer, Ask
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import RequestText
-from scheduler_svc.text.text_processes import SMALL_BYTES, TextProcesses
+from scheduler_svc.text.text_processes import FIRST_PAUSE_S, SMALL_BYTES, TextProcesses
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler.tiny_served_model import tiny_served_model
 
@@ -176,6 +180,58 @@ async def test_work_for_a_client_that_has_gone_is_dropped_and_closing_refuses_al
                 await each
         with pytest.raises(NotReady, match="draining"):
             await processes.prepare(_chat("hi"))
+
+
+async def test_one_that_is_killed_while_it_answers_at_length_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe is full, and nobody wants to read it any more."""
+    header = frames.HEADER.pack(1 << 40, Answer.OK)
+    answers_for_ever = f"import os\nos.write(1, {header!r})\nwhile True: os.write(1, bytes(65536))"
+    monkeypatch.setattr(killable_process, "COMMAND", (sys.executable, "-c", answers_for_ever))
+    process = await killable_process.KillableProcess.start(lambda: None)
+    asked = asyncio.create_task(process.ask(Ask.PREPARE, b""))
+    await _until(lambda: len(process._stdout._buffer) > 1 << 18)  # type: ignore[attr-defined]
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await _until(lambda: process._stdout._paused)  # type: ignore[attr-defined]
+    async with asyncio.timeout(10):
+        await process.kill()
+    assert process.has_ended
+
+
+async def test_whoever_waits_is_refused_where_no_process_can_be_started(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = AsyncMock(side_effect=[OSError("no more processes"), await _started()])
+    monkeypatch.setattr(killable_process.KillableProcess, "start", start)
+    async with _processes(model) as processes:
+        with pytest.raises(NotReady, match="no process can be started"):
+            await processes.prepare(_chat("hi"))
+        assert (await processes.prepare(_chat("hi"))).token_ids == list(b"hi")
+
+
+async def _started() -> killable_process.KillableProcess:
+    return await killable_process.KillableProcess.start(lambda: None)
+
+
+async def test_processes_that_cannot_load_a_model_are_started_ever_less_often(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            await asyncio.Event().wait()
+
+    broken = SimpleNamespace(**{**vars(model.tokenizer), "files": {"tokenizer.json": b"{"}, "chat_template": None})
+    wrong = dataclasses.replace(model, tokenizer=cast(Tokenizer, broken))
+    async with _processes(wrong) as processes:
+        monkeypatch.setattr(text_processes, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
+        with pytest.raises(RuntimeError, match="could not load the tokenizer"):
+            await processes.prepare(_chat("hi"))
+        await _until(lambda: len(pauses) == 3)
+    assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
 
 
 def test_a_text_process_imports_nothing_heavy() -> None:
