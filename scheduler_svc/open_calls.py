@@ -24,15 +24,23 @@ QUICK_S = 0.25  # a call that its client ends earlier has had no use of it
 RETRY_AFTER_S = 1.0
 LOG_INTERVAL_S = 1.0
 MAX_QUIET_HOSTS = 1024
+MAX_CUT_PEERS = 64
+CUT_AGAIN_S = 1.0  # the calls of a connection that has been cut end one after the other, and each looks for it
 
 
 class Call:
-    """One open call. `is_useful`: it got what its client wanted, whatever comes now."""
+    """One open call.
 
-    __slots__ = ("is_useful", "started_s")
+    Attributes:
+        has_request: its message has come, or as many as may come are awaited.
+        is_useful: it got what its client wanted or was told why not, whatever comes now.
+    """
+
+    __slots__ = ("has_request", "is_useful", "started_s")
 
     def __init__(self, started_s: float) -> None:
         self.started_s = started_s
+        self.has_request = False
         self.is_useful = False
 
 
@@ -67,6 +75,8 @@ class OpenCalls:
         self._hosts: dict[str, _Host] = {}
         self._num_open = 0
         self._num_cut = 0
+        self._cut_s: dict[str, float] = {}  # when, by peer; the oldest first
+        self._look_at = MAX_QUIET_HOSTS  # hosts, before the quiet ones of them are looked for
         self._logged_s = -LOG_INTERVAL_S
 
     @contextmanager
@@ -89,7 +99,7 @@ class OpenCalls:
             self._num_open -= 1
             if not call.is_useful:
                 self._note_idle(call, host, peer)
-            if not host.num_open and len(self._hosts) > MAX_QUIET_HOSTS:
+            if not host.num_open and len(self._hosts) > self._look_at:
                 self._forget_quiet_hosts()
 
     def _note_idle(self, call: Call, host: _Host, peer: str) -> None:
@@ -102,11 +112,21 @@ class OpenCalls:
         if host.allowance >= 0:
             return
         host.allowance = 0.0
-        self._num_cut += self._cut(peer)
+        self._cut_once(peer, now_s)
         if now_s - self._logged_s >= LOG_INTERVAL_S:
             log.warning("calls are begun and given up; connections are cut", peer=peer, connections=self._num_cut)
             self._logged_s, self._num_cut = now_s, 0
 
+    def _cut_once(self, peer: str, now_s: float) -> None:
+        cut_s = self._cut_s.get(peer)
+        if cut_s is None or now_s - cut_s >= CUT_AGAIN_S:
+            self._num_cut += self._cut(peer)
+            self._cut_s.pop(peer, None)
+            self._cut_s[peer] = now_s
+            if len(self._cut_s) > MAX_CUT_PEERS:
+                del self._cut_s[next(iter(self._cut_s))]
+
     def _forget_quiet_hosts(self) -> None:
         earliest_s = self._clock() - IDLE_CALLS / IDLE_CALLS_PER_S
         self._hosts = {name: host for name, host in self._hosts.items() if host.num_open or host.allowed_s > earliest_s}
+        self._look_at = max(MAX_QUIET_HOSTS, 2 * len(self._hosts))

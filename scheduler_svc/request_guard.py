@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 
-from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestTimeout, Unsupported
-from scheduler_svc.open_calls import OpenCalls
+from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestRefused, RequestTimeout, Unsupported
+from scheduler_svc.open_calls import Call, OpenCalls
 from scheduler_svc.request_reader import parse
 from scheduler_svc.status import refusals
 
@@ -24,6 +24,7 @@ Read = Callable[[bytes], Any]
 Behave = Callable[..., Any]
 
 READ_TIMEOUT_S = 30.0  # for the one message of a call
+REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
@@ -79,7 +80,11 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             async with refusals(context):
                 with self._calls.open(context.peer()) as call:
                     # The request belongs to the method alone: whoever holds it here does so for the call's whole life.
-                    response = await behave(await read(requests, context), context)
+                    try:
+                        response = await behave(await read(requests, context, call), context)
+                    except REFUSED:
+                        call.is_useful = call.has_request and not context.cancelled()
+                        raise
                     call.is_useful = True
                     return response
 
@@ -89,8 +94,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             async with refusals(context):
                 with self._calls.open(context.peer()) as call:
-                    async for response in behave(await read(requests, context), context):
-                        yield response
+                    try:
+                        async for response in behave(await read(requests, context, call), context):
+                            yield response
+                    except REFUSED:
+                        call.is_useful = call.has_request and not context.cancelled()
+                        raise
                     call.is_useful = True
 
         return guarded
@@ -99,10 +108,11 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     def _reader(handler: grpc.RpcMethodHandler, method: str) -> _Reader:
         deserialize = handler.request_deserializer or _as_it_is
 
-        async def read_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+        async def read_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
+            call.has_request = True
             return requests
 
-        async def read_one(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+        async def read_one(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
             try:
                 async with asyncio.timeout(READ_TIMEOUT_S):
                     data = await context.read()
@@ -110,12 +120,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
                 raise RequestTimeout(f"the request was not here within {READ_TIMEOUT_S:g} s") from None
             if data is grpc.aio.EOF:
                 raise InvalidRequest(FieldViolation("request", f"got none; accepted: one of {method}"))
+            call.has_request = True
             return parse(deserialize, data, method)
 
         return read_stream if handler.request_streaming else read_one
 
 
-_Reader = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[Any]]
+_Reader = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, Call], Awaitable[Any]]
 
 
 def _behaviour(handler: grpc.RpcMethodHandler) -> Behave:

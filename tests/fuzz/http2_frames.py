@@ -56,6 +56,11 @@ def begun_message(stream: int, num_bytes: int) -> bytes:
     return frame(DATA, 0, stream, b"\0" + struct.pack(">I", num_bytes) + b"\x0a")
 
 
+def message(stream: int, data: bytes) -> bytes:
+    """The one message of a call, whole, and with it the end of what the client sends."""
+    return frame(DATA, END_STREAM, stream, b"\0" + struct.pack(">I", len(data)) + data)
+
+
 def random_frame(chance: random.Random) -> bytes:
     payload = chance.randbytes(chance.randint(0, 64))
     return frame(chance.randrange(12), chance.getrandbits(8), chance.getrandbits(31), payload)

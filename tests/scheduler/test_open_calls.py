@@ -88,6 +88,32 @@ def test_hosts_are_forgotten_once_they_have_been_quiet() -> None:
     assert len(it.calls._hosts) <= MAX_QUIET_HOSTS + 1
 
 
+def test_a_connection_is_looked_for_once_however_many_of_its_calls_are_left() -> None:
+    it = Clocked()
+    for _ in range(3 * IDLE_CALLS):
+        it.give_up("ipv4:10.0.0.1:1")
+    assert len(it.cut) == 1
+    it.now_s += 2
+    for _ in range(3 * IDLE_CALLS):
+        it.give_up("ipv4:10.0.0.1:1")
+    assert len(it.cut) == 2
+
+
+def test_many_hosts_at_once_are_not_looked_through_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    forget = OpenCalls._forget_quiet_hosts
+
+    def counting(calls: OpenCalls) -> None:
+        looks.append(len(calls._hosts))
+        forget(calls)
+
+    monkeypatch.setattr(OpenCalls, "_forget_quiet_hosts", counting)
+    it = Clocked()
+    for number in range(8 * MAX_QUIET_HOSTS):
+        it.give_up(f"ipv4:10.0.{number // 256}.{number % 256}:1")
+    assert sum(looks) < 16 * MAX_QUIET_HOSTS
+
+
 @pytest.mark.parametrize(("host", "kind"), [("127.0.0.1", "ipv4"), ("::1", "ipv6")])
 def test_one_connection_is_cut_and_its_neighbour_is_not(host: str, kind: str) -> None:
     try:
@@ -116,8 +142,11 @@ class Echo:
     calls: OpenCalls
     received: list[bytes] = field(default_factory=list)
     port: int = 0
+    refuses: bool = False
 
     async def echo(self, data: bytes, context: Any) -> bytes:
+        if self.refuses:
+            raise QueueFull("nothing is taken", 1.0)
         self.received.append(data)
         return data
 
@@ -152,15 +181,20 @@ def _send(connection: socket.socket, data: bytes) -> bool:
     return False
 
 
-@pytest.mark.parametrize("method", [METHOD, "/test.Echo/Nobody"])
-async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, method: str) -> None:
-    """Begun and reset ten thousand times in a row: some are let pass, then the connection is gone."""
+@pytest.mark.parametrize(
+    ("method", "has_message"), [(METHOD, False), (METHOD, True), ("/test.Echo/Nobody", False)], ids=str
+)
+async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, method: str, has_message: bool) -> None:
+    """Begun and reset ten thousand times in a row: some are let pass, then the connection is gone.
+
+    Also where each would be refused.
+    """
 
     def storm() -> int:
         with http2.connection(server.address) as connection:
             for number in range(100):
                 batch = b"".join(
-                    http2.call(stream, method) + http2.reset(stream)
+                    http2.call(stream, method) + http2.message(stream, b"hi") * has_message + http2.reset(stream)
                     for stream in range(200 * number + 1, 200 * number + 201, 2)
                 )
                 if not _send(connection, batch) or _is_closed(connection):
@@ -170,9 +204,28 @@ async def test_a_rapid_reset_ends_the_connection_and_no_other(server: Echo, meth
     async with grpc.aio.insecure_channel(server.address) as channel:
         echo = channel.unary_unary(METHOD)
         assert await echo(b"before", timeout=5) == b"before"
+        server.refuses = has_message
         assert await asyncio.to_thread(storm) < 100, "it was never cut off"
+        server.refuses = False
         assert await echo(b"after", timeout=5) == b"after"
     assert server.received == [b"before", b"after"]
+
+
+async def test_whoever_is_refused_keeps_its_connection_and_what_else_is_open_on_it(server: Echo) -> None:
+    """More refusals than calls that may be given up, as a busy server gives to a proxy: its other calls go on."""
+    server.refuses = True
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        ask = channel.unary_unary(METHOD)
+        for _ in range((IDLE_CALLS + 200) // 50):
+            for refused in await asyncio.gather(*(_code(ask(b"hi", timeout=5)) for _ in range(50))):
+                assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def _code(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    code: grpc.StatusCode = refused.value.code()
+    return code
 
 
 def _is_closed(connection: socket.socket) -> bool:
