@@ -20,7 +20,7 @@ class Answers:
     def __init__(self, groups: WorkerGroups, served: ServedTokens | None) -> None:
         self._groups = groups
         self._served = served
-        self._suspected = SuspectedBlocks(groups.blocks.cache)
+        self._suspected = SuspectedBlocks(groups.blocks)
         # What rows of beams have answered while others of their group have not.
         self._candidates: dict[SequenceGroup, dict[Sequence, Candidates]] = {}
 
@@ -38,7 +38,7 @@ class Answers:
         tokens = self._append(slots, generations, sequences, token_ids)
         if rows.num_beam_rows:
             self._take_candidates(rows, answer, is_answered, len(slots), tokens.beams)
-        self._suspected.acquit(tokens.sequences.tolist())
+        self._suspected.acquit(tokens.sequences)
         for row, message in answer.errors.items():
             group = rows.sequences[row].group
             is_new = not group.is_finished
@@ -112,7 +112,8 @@ class Answers:
         for sequence in group.unfinished():
             self._groups.finish(sequence)
         if withdraws:
-            blocks.withdraw(self._suspected.accuse(group, held))
+            wrong = self._suspected.accuse(group, held)
+            blocks.distrust([*wrong, *blocks.withdraw(wrong)])
         self.forget(group)
 
     # ---- beams ------------------------------------------------------------------------------------------------------

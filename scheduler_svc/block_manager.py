@@ -188,6 +188,7 @@ class BlockSpaceManager:
     def publish(self, slots: Ints) -> None:
         """Lets blocks be found that are full of known tokens, computed by a step that was sent or is being filled."""
         columns = self.columns
+        slots = slots[columns.may_publish[slots]]
         num_full = np.minimum(columns.num_tokens[slots], columns.num_computed_tokens[slots]) // self.block_size
         lacks = num_full - columns.num_published[slots]
         if not self.enable_prefix_caching:
@@ -209,10 +210,12 @@ class BlockSpaceManager:
         token_ids = columns.token_ids[slots[:, None], indices[:, None] * self.block_size + self._offsets].tobytes()
         blocks = columns.block_tables[slots, indices]
         parents = np.where(indices > 0, columns.block_tables[slots, indices - 1], np.int32(-1))
-        hashes = []
-        for entry, (owner, index) in enumerate(zip(columns.owner[slots].tolist(), indices.tolist(), strict=True)):
-            hashes.append(owner.hash_of_next(index, token_ids[entry * size : (entry + 1) * size], self.block_size))
-        publishers = [owner.group.number for owner in columns.owner[slots]]
+        owners, starts = columns.owner[slots].tolist(), range(0, len(token_ids), size)
+        hashes = [
+            owner.hash_of_next(index, token_ids[start : start + size], self.block_size)
+            for owner, index, start in zip(owners, indices.tolist(), starts, strict=True)
+        ]
+        publishers = [owner.group.number for owner in owners]
         self._published += self.cache.publish(hashes, blocks, parents, publishers)
 
     def take_published(self) -> list[int]:
@@ -231,6 +234,14 @@ class BlockSpaceManager:
                 wrong = is_wrong[self.columns.block_tables[slot, :count]]
                 self.columns.num_published[slot] = int(wrong.argmax()) if wrong.any() else count
         return withdrawn
+
+    def distrust(self, blocks: list[int]) -> None:
+        """Whoever holds one of these blocks publishes neither it nor what is built upon it, until it has drawn well."""
+        is_wrong = np.zeros(self.allocator.num_blocks, np.bool_)
+        is_wrong[blocks] = True
+        for slot in np.flatnonzero(self.columns.occupied):
+            if is_wrong[self.columns.block_tables[slot, : self.columns.num_blocks[slot]]].any():
+                self.columns.may_publish[slot] = False
 
     # ---- Swapping ---------------------------------------------------------------------------------------------------
 
@@ -274,6 +285,7 @@ class BlockSpaceManager:
             columns.block_tables[slot, : len(blocks)] = blocks
             columns.num_blocks[slot] = len(blocks)
             columns.shares_tail[slot] = True
+            columns.may_publish[slot] = False  # what it once found may have been withdrawn since: it has to draw first
             columns.num_computed_tokens[slot] = sequence.num_swapped_tokens
             self.free_host(sequence)
         return list(zip(host_blocks.tolist(), device_blocks.tolist(), strict=True))

@@ -31,6 +31,7 @@ class SequenceColumns:
         max_num_tokens: a sequence is never scheduled to draw beyond this length.
         block_tables: [slots, max_blocks], ids of device blocks; `num_blocks` entries of a row count.
         num_published: leading blocks of the table that went to the prefix cache.
+        may_publish: whether more of them may go there: not while it is in doubt what they were computed upon.
         shares_tail: whether the last block may be another sequence's too, so that writing into it needs a look.
         is_held: no decode although the next token is known here or in flight: a beam that waits to be ranked, or a
             sequence whose group is not all computed yet.
@@ -57,6 +58,7 @@ class SequenceColumns:
         self.max_num_tokens: Ints = np.zeros(max_num_seqs, np.int64)
         self.num_blocks: Ints = np.zeros(max_num_seqs, np.int64)
         self.num_published: Ints = np.zeros(max_num_seqs, np.int64)
+        self.may_publish: npt.NDArray[np.bool_] = np.ones(max_num_seqs, np.bool_)
         self.shares_tail: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_held: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generation: Ints = np.zeros(max_num_seqs, np.int64)
@@ -117,6 +119,7 @@ class SequenceColumns:
             self.has_stop_token_ids,
             self.wants_logprobs,
             self.is_held,
+            self.may_publish,
             self.tenant,
             self.last_token_ns,
         ):
@@ -136,6 +139,7 @@ class SequenceColumns:
         self.generation[slot] += 1
         self.occupied[slot] = False
         self.wants_logprobs[slot] = False
+        self.may_publish[slot] = True
         self.owner[slot] = None
         self.num_blocks[slot] = 0
         self._free_slots.append(slot)

@@ -2,23 +2,25 @@
 
 A group that fails takes back what it computed itself. Blocks that others computed are shared, and a request that harms
 only itself must not cost others their cache. They are taken back when two groups have failed over them and nobody has
-read them with success since the first: then it is they that are wrong, and whoever found them would fail as well.
+read them with success since the first: then it is they that are wrong, and whoever found them would fail as well. Who
+holds blocks that were taken back has found them already: it does not publish them again before it has drawn over them.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from scheduler_svc.prefix_cache import PrefixCache
-from scheduler_svc.sequence import Sequence, SequenceGroup
+from scheduler_svc.block_manager import BlockSpaceManager
+from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.sequence_columns import Ints
 
 
 class SuspectedBlocks:
     """Of one worker's cache. Costs nothing while nobody has failed."""
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
+    def __init__(self, blocks: BlockSpaceManager) -> None:
+        self._cache, self._columns = blocks.cache, blocks.columns
         self._accusers: dict[tuple[int, int], int] = {}  # (block, times forgotten): number of the group that failed
 
     def accuse(self, group: SequenceGroup, blocks: Ints) -> list[int]:
@@ -33,11 +35,16 @@ class SuspectedBlocks:
                 del self._accusers[key]
         return wrong
 
-    def acquit(self, sequences: list[Sequence]) -> None:
+    def acquit(self, sequences: npt.NDArray[np.object_]) -> None:
         """These have been computed, and drawn from, over the blocks in their tables."""
+        may_publish = self._columns.may_publish
+        if not self._accusers and may_publish.all():
+            return
+        seated = [sequence for sequence in sequences.tolist() if sequence.slot >= 0]
+        may_publish[[sequence.slot for sequence in seated]] = True
         if not self._accusers:
             return
-        tables = [sequence.block_table for sequence in sequences if sequence.slot >= 0]
+        tables = [sequence.block_table for sequence in seated]
         sound = set(np.concatenate(tables).tolist()) if tables else set()
         self._accusers = {
             (block, times): accuser

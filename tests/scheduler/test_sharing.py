@@ -138,6 +138,59 @@ def test_blocks_that_others_computed_are_withdrawn_when_two_have_failed_over_the
     simulation.check_nothing_left()
 
 
+@pytest.mark.parametrize("meanwhile", ["runs", "swapped", "ends"])
+def test_who_holds_what_a_failed_row_has_computed_does_not_publish_it_again(meanwhile):
+    """A worker's fault of one step must not go from request to request for as long as one of them runs."""
+    is_bad = True
+    simulation = Simulation(
+        num_blocks=60,
+        num_host_blocks=20,
+        preemption_mode="swap",
+        row_error=lambda history: "not finite" if is_bad and len(history) == 13 else None,
+    )
+    bad, holder = simulation.add([1] * 13, 5), simulation.add([1] * 13 + [2] * 40, 5)
+    simulation.send()  # the holder finds the first blocks in the step that spoils them
+    is_bad = False
+    if meanwhile == "swapped":
+        simulation.send()
+        simulation.scheduler._preemption.preempt(holder)
+    simulation.answer()
+    assert bad.is_finished and num_found(simulation, [1] * 14) == 0
+    simulation.send()
+    if meanwhile == "ends":
+        simulation.abort(holder)
+    assert num_found(simulation, [1] * 14) == 0
+    good = simulation.add([1] * 13, 5, eos_token_id=None)
+    simulation.run_to_end()
+    assert good.num_cached_tokens == 0 and good not in simulation.errors
+    assert good.sequences[0].token_ids.tolist() == expected_tokens([1] * 13, 0, 18, eos=None)
+    simulation.check_nothing_left()
+
+
+def test_who_draws_over_what_was_withdrawn_publishes_it_again():
+    """It was sound: the request that had computed it failed over a later step of its own."""
+    simulation = Simulation(
+        num_blocks=60,
+        max_num_batched_tokens=len(SHARED),
+        depth=1,
+        row_error=lambda history: "not finite" if history[-1] == POISON else None,
+    )
+    bad = simulation.add([*SHARED, POISON], 5)
+    simulation.send()
+    simulation.answer()
+    holder = simulation.add([*SHARED, *[4] * 20], 5, eos_token_id=None)
+    simulation.send()
+    simulation.answer()
+    assert list(simulation.errors) == [bad] and holder.num_cached_tokens == len(SHARED)
+    simulation.send()
+    assert num_found(simulation, [*SHARED, 5]) == 0, "it has not drawn yet"
+    simulation.answer()
+    simulation.run_to_end()
+    assert num_found(simulation, [*SHARED, *[4] * 20, 5]) == 8
+    assert holder not in simulation.errors
+    simulation.check_nothing_left()
+
+
 def test_what_was_computed_on_a_wrong_block_is_withdrawn_with_it():
     cache = PrefixCache(num_blocks=5)
     for name, blocks in (("one", [0, 2, 4]), ("another", [3, 1])):
