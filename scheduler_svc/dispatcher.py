@@ -98,7 +98,8 @@ class WorkerView:
 
     def _fits(self, group: SequenceGroup) -> bool:
         self._looked_at = group
-        return self._worker.scheduler.can_ever_run(group)
+        has_adapter = not group.adapter or group.adapter in self._worker.adapters
+        return has_adapter and self._worker.scheduler.can_ever_run(group)
 
     def _choose(self) -> SequenceGroup | None:
         head = self._looked_at = self._waiting.peek()

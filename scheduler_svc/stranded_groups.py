@@ -5,12 +5,15 @@ They stand in nobody's way meanwhile (`Dispatcher`), and wait for as long as req
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_handle import WorkerHandle
+
+MIN_GONE = 64  # that may have left the queue and are still noted
 
 
 class StrandedGroups:
@@ -30,11 +33,21 @@ class StrandedGroups:
                 self._since_ns.setdefault(group, now_ns)
 
     def overdue(self, latest_ns: int) -> list[SequenceGroup]:
-        """Those that have been stranded since `latest_ns` or before, and wait still, while there are workers."""
+        """Those that have been stranded since `latest_ns` or before, and wait still, while there are workers.
+
+        Asked after every step: looks at who is due, and at all only where most of them wait no more.
+        """
         if not self._since_ns or not self._workers:
             return []
-        self._since_ns = {group: since_ns for group, since_ns in self._since_ns.items() if group in self._waiting}
-        return [group for group, since_ns in self._since_ns.items() if since_ns <= latest_ns]
+        if len(self._since_ns) > 2 * len(self._waiting) + MIN_GONE:
+            self._since_ns = {group: since_ns for group, since_ns in self._since_ns.items() if group in self._waiting}
+        # In the order in which they were noted, so who is due stands first.
+        entries = itertools.takewhile(lambda entry: entry[1] <= latest_ns, self._since_ns.items())
+        due = [group for group, _ in entries]
+        overdue = [group for group in due if group in self._waiting]
+        for group in due:
+            del self._since_ns[group]
+        return overdue
 
     def why(self, group: SequenceGroup) -> str:
         """What it needs and what there is, in numbers. Only while there are workers."""

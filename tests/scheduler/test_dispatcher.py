@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.dispatcher import MAX_PASSED_OVER, Dispatcher
+from scheduler_svc.dispatcher import LOOK_AHEAD, MAX_PASSED_OVER, Dispatcher
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.sequence import SequenceGroup
@@ -242,3 +243,15 @@ def test_a_worker_without_room_for_an_adapter_is_no_better_place_for_its_groups(
     pool.turn(0)
     pool.turn(1)
     assert pool.where(again) == 1
+
+
+@pytest.mark.parametrize("max_loras", [0, 1])
+def test_groups_that_wait_for_a_worker_with_their_adapter_hide_nobody_from_one_without(max_loras):
+    pool = Pool({"max_loras": max_loras}, {"num_slots": 1, "adapters": ("one",)})
+    with_adapter = [pool.add([number] * 5, adapter="one") for number in range(LOOK_AHEAD + 2)]
+    plain = pool.add([7] * 5)
+    pool.turn(1)
+    pool.turn(0)
+    assert pool.where(plain) == 0
+    assert [pool.where(group) for group in with_adapter] == [1] + [None] * (LOOK_AHEAD + 1)
+    pool.run_to_end()
