@@ -21,11 +21,16 @@ def root_hash(*parts: str) -> bytes:
     return sha256("".join(f"{len(part)}:{part}" for part in parts).encode()).digest()
 
 
+def next_hash(parent: bytes, token_bytes: bytes) -> bytes:
+    """Of a block of these tokens (int32 ids) behind the one with the hash `parent`, or the root's."""
+    return sha256(parent + token_bytes).digest()
+
+
 def extend_hashes(hashes: list[bytes], root: bytes, token_bytes: bytes, block_bytes: int) -> None:
     """Appends the hash of every block in `token_bytes` (int32 ids, whole blocks), which follow those of `hashes`."""
     parent = hashes[-1] if hashes else root
     for start in range(0, len(token_bytes), block_bytes):
-        parent = sha256(parent + token_bytes[start : start + block_bytes]).digest()
+        parent = next_hash(parent, token_bytes[start : start + block_bytes])
         hashes.append(parent)
 
 

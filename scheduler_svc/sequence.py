@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from protos import inference_pb2
-from scheduler_svc.prefix_cache import BlockIds, extend_hashes, root_hash
+from scheduler_svc.prefix_cache import BlockIds, extend_hashes, next_hash, root_hash
 from scheduler_svc.sequence_columns import SequenceColumns, TokenIds
 
 if TYPE_CHECKING:
@@ -131,11 +131,12 @@ class Sequence:
 
     def hash_of_next(self, index: int, token_bytes: bytes, block_size: int) -> bytes:
         """The hash of its block of that index, whose tokens are `token_bytes`: most often the first without one."""
-        of_prompt = self.group.prompt_hashes(block_size)
-        if index == len(of_prompt) + len(self._own_hashes):
-            self._extend_hashes(of_prompt, token_bytes, block_size)
-            return self._own_hashes[-1]
-        return self.hashes(index, index + 1, block_size)[0]
+        of_prompt, own = self.group.prompt_hashes(block_size), self._own_hashes
+        if index != len(of_prompt) + len(own):
+            return self.hashes(index, index + 1, block_size)[0]
+        digest = next_hash(own[-1] if own else of_prompt[-1] if of_prompt else self.group.hash_root, token_bytes)
+        own.append(digest)
+        return digest
 
     def _extend_hashes(self, of_prompt: list[bytes], token_bytes: bytes, block_size: int) -> None:
         behind = of_prompt[-1] if of_prompt else self.group.hash_root

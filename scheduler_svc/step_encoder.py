@@ -21,6 +21,8 @@ from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, Schedul
 from scheduler_svc.worker_claims import check_tokens
 
 U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
+U64 = np.dtype(np.uint64)
+LARGEST = {dtype: int(np.iinfo(dtype).max) for dtype in (U16, U32)}
 
 
 class Owners(Protocol):
@@ -125,11 +127,12 @@ def _packed(values: npt.ArrayLike, dtype: np.dtype, what: str, owners: Owners) -
     """A column of `dtype`. Raises UnsendableGroup, naming the owner of the first row of values that does not fit."""
     array = np.asarray(values, np.int64)
     # Negative numbers are the largest of all without a sign: one look is for both ends.
-    if array.size and array.view(np.uint64).max() > np.iinfo(dtype).max:
-        outside = (array < 0) | (array > np.iinfo(dtype).max)
+    largest = LARGEST[dtype]
+    if array.size and np.maximum.reduce(array.view(U64), axis=None) > largest:
+        outside = (array < 0) | (array > largest)
         entry = int(np.argwhere(outside)[0][0])
         owner = owners[entry]
-        raise UnsendableGroup(owner.group, f"its {what} is {array[outside][0]}; 0 to {np.iinfo(dtype).max} fit")
+        raise UnsendableGroup(owner.group, f"its {what} is {array[outside][0]}; 0 to {largest} fit")
     return array.astype(dtype).tobytes()
 
 

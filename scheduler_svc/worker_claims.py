@@ -21,6 +21,7 @@ MAX_MESSAGE_CHARS = 8192  # of an error's text, which clients are told
 MAX_PHASE_NS = 3_600_000_000_000  # an hour: longer than any step may take
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TOKENIZER_FILES = 64
+U32 = np.dtype("<u4")
 _LARGEST_LOGPROB = 1e-3  # 0 and what rounding may add
 
 _INFO = {
@@ -96,10 +97,12 @@ def check_tokens(outputs: worker_pb2.SequenceOutputs, vocab_size: int, *, is_of_
     """
     bound = vocab_size or 1 << 31
     for name, column in (("token ids", outputs.token_ids_i32), ("top token ids", outputs.top_token_ids_i32)):
-        ids = np.frombuffer(column, "<u4")  # a negative one is the largest of all
-        if ids.size and int(ids.max()) >= bound:
+        # A negative one is the largest of all.
+        if column and np.maximum.reduce(np.frombuffer(column, U32)) >= bound:
             raise WrongAnswer(f"{name} outside a vocabulary of {vocab_size}")
     for column in (outputs.logprobs_f32, outputs.top_logprobs_f32):
+        if not column:
+            continue
         logprobs = np.frombuffer(column, "<f4")
         if not bool(((logprobs <= _LARGEST_LOGPROB) | (is_of_prompt & np.isnan(logprobs))).all()):
             raise WrongAnswer("logprobs that are above 0, or no numbers")
