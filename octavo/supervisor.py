@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -123,9 +124,9 @@ class Supervisor:
         """Starts a child, and again after each end, for as long as that makes sense."""
         while self._exit_code is not None and not self._exit_code.done():
             life.ended.clear()
-            life.process = await _start(life.child)
+            life.process, pipe = await _start(life.child)
             life.started_s = time.monotonic()
-            code = await _pass_on(life.process, life.output)
+            code = await _pass_on(life.process, pipe, life.output)
             life.ended.set()
             if self._stopping:
                 return
@@ -173,29 +174,59 @@ class Supervisor:
                 await life.ended.wait()
 
 
-async def _start(child: Child) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *ends_with_parent(child.command),
-        env=dict(child.environment) | environment(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
-    )
+async def _start(child: Child) -> tuple[asyncio.subprocess.Process, _Pipe]:
+    """The process, and what it writes to standard error.
+
+    Through a pipe of ours: with one of its own asyncio would not say that it has ended before all who hold that pipe
+    have, and a child of the child may.
+    """
+    pipe, written_to = await _Pipe.open()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_parent(child.command),
+            env=dict(child.environment) | environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=written_to,
+            process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
+        )
+    except BaseException:
+        pipe.transport.close()
+        raise
+    finally:
+        os.close(written_to)
+    return process, pipe
 
 
-async def _pass_on(process: asyncio.subprocess.Process, output: ChildOutput) -> int:
+@dataclass(frozen=True)
+class _Pipe:
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+    @classmethod
+    async def open(cls) -> tuple[_Pipe, int]:
+        """And the file descriptor of its other end."""
+        read_from, written_to = os.pipe()
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(read_from, "rb"))
+        return cls(reader, transport), written_to
+
+
+async def _pass_on(process: asyncio.subprocess.Process, pipe: _Pipe, output: ChildOutput) -> int:
     """Passes on what the child says until it has ended; its exit code."""
 
     async def read() -> None:
-        assert process.stderr is not None
-        while data := await process.stderr.read(_READ_BYTES):
+        while data := await pipe.reader.read(_READ_BYTES):
             output.take(data)
         output.take(b"")
 
     reading = asyncio.create_task(read())
-    code = await process.wait()
-    await asyncio.wait([reading], timeout=_LAST_WORDS_S)  # a child of the child may hold the pipe for longer
-    reading.cancel()
+    try:
+        code = await process.wait()
+        await asyncio.wait([reading], timeout=_LAST_WORDS_S)  # a child of the child may hold the pipe for longer
+    finally:
+        reading.cancel()
+        pipe.transport.close()
     return code
 
 

@@ -72,6 +72,19 @@ async def test_children_that_ignore_sigterm_are_gone_within_5_seconds() -> None:
     assert time.monotonic() - started < 0.6 + 5
 
 
+async def test_the_end_of_a_child_is_seen_while_a_child_of_it_lives_on(tmp_path: Path) -> None:
+    """And holds what the child wrote to."""
+    left, said = tmp_path / "left", 'echo "octavo worker: error: no memory" >&2'
+    command = ["/bin/sh", "-c", f"sleep 600 & echo $! >{left}; sleep 0.5; {said}; exit 3"]
+    supervisor = Supervisor([child("a", command, True)], never_ready)
+    try:
+        async with asyncio.timeout(30):
+            assert await supervisor.run(lambda _: None) == 1
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+    assert supervisor.reason == "the a has ended with exit code 3: no memory"
+
+
 async def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.supervisor._GRACE_S", {True: 60.0, False: 60.0})
     supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], never_ready)
