@@ -17,14 +17,15 @@ _OPEN_FILES = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 def cut_connection(peer: str) -> bool:
     """`peer` as gRPC names it (`ipv4:10.0.0.7:41234`, `ipv6:%5B::1%5D:41234`); False where there is no such socket.
 
-    Looks at every open file: some milliseconds where there are a thousand.
+    Looks at every open file: some milliseconds where there are a thousand. A host may use one port of its own for
+    connections to several of ours, and grpc does not say to which: all of them are cut.
     """
     kind, _, address = unquote(peer).partition(":")
     host, _, port = address.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
         return False
     wanted = (host.strip("[]"), int(port))
-    return any(_shut_down(int(name), wanted) for name in os.listdir(_OPEN_FILES))
+    return any([_shut_down(int(name), wanted) for name in os.listdir(_OPEN_FILES)])  # a list: not only the first
 
 
 def _shut_down(number: int, wanted: tuple[str, int]) -> bool:

@@ -231,8 +231,10 @@ async def half_open_metrics(targets: Targets, chance: random.Random) -> None:
 async def rogue_scheduler(targets: Targets, chance: random.Random) -> None:
     """The lease of a worker that is free, and steps that contradict all that it knows."""
     channel = targets.channel(targets.free_worker)
-    info = await channel.unary_unary("/octavo.v1.Worker/Initialize")(b"", timeout=ANSWER_S)
-    settings_id = worker_pb2.InitializeResponse.FromString(info).settings_id
+    sizes = await targets.send(targets.free_worker, "/octavo.v1.Worker/Initialize", b"")
+    if not sizes:
+        return  # others are there already
+    settings_id = worker_pb2.InitializeResponse.FromString(sizes[0]).settings_id
     call = channel.stream_stream(EXECUTE)(timeout=ANSWER_S)
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
         if chance.random() < 0.2:

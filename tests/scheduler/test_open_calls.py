@@ -135,6 +135,22 @@ def test_one_connection_is_cut_and_its_neighbour_is_not(host: str, kind: str) ->
         assert not cut_connection(unknown)
 
 
+def test_all_connections_from_one_port_are_cut() -> None:
+    """To two ports of ours, as a system may choose when it connects."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        clients: list[socket.socket] = []
+        for listener in listeners:
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.bind(("127.0.0.1", clients[0].getsockname()[1] if clients else 0))
+            client.connect(listener.getsockname())
+            stack.enter_context(listener.accept()[0])
+            clients.append(client)
+        assert cut_connection(f"ipv4:127.0.0.1:{clients[0].getsockname()[1]}")
+        assert [client.recv(1) for client in clients] == [b"", b""]
+
+
 @dataclass
 class Echo:
     """A guarded server that answers each message with itself, `received` in all."""
