@@ -58,7 +58,9 @@ class Drawn:
         is_bad = ~np.isfinite(largest)
         logprobs = None
         if self.logprobs is not None:
-            found = self.logprobs.on_host(tuple(of_logprobs), is_bad[self.rows[self.with_logprobs]])
+            rows = self.rows[self.with_logprobs]
+            is_bad[rows[np.isnan(of_logprobs[0])]] = True  # the model's own logits were not finite where none is drawn
+            found = self.logprobs.on_host(tuple(of_logprobs), is_bad[rows])
             logprobs = _spread(found, self.with_logprobs, len(token_ids))
         return Sampled(token_ids, is_bad.nonzero()[0], logprobs, np.isneginf(largest).nonzero()[0])
 

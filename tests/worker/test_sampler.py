@@ -137,6 +137,19 @@ def test_row_without_finite_maximum_touches_no_other(bad: float, temperature: fl
     assert sample(logits, params_of(rows), draws_of([1, 2, 3])).bad_rows.tolist() == [1]
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_row_whose_own_logits_are_not_finite_where_none_is_drawn_has_no_logprobs_to_tell(bad: float) -> None:
+    raw = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+    raw[1, 7] = bad
+    adjusted = raw.clone()
+    adjusted[1, 7] = -torch.inf  # a token that the request forbids
+    rows = [dict(temperature=0.8, seed=seed, logprobs=asked) for seed, asked in enumerate([2, 2, None])]
+    sampled = sample(adjusted, params_of(rows), draws_of([1, 2, 3]), raw)
+    assert sampled.bad_rows.tolist() == [1] and not sampled.emptied_rows.size
+    assert sampled.logprobs is not None and sampled.logprobs.top_counts.tolist() == [2, 0, 0]
+    assert np.isfinite(sampled.logprobs.drawn[[0, 2]]).all()
+
+
 # ---- Filters --------------------------------------------------------------------------------------------------------
 
 
