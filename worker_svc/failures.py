@@ -10,6 +10,7 @@ from worker_svc.errors import ProtocolError
 # What says so in words alone: torch's allocator on the CPU, cuBLAS, the driver, and Triton when it loads a kernel.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
 _DRIVER_ERROR = "Triton Error [CUDA]"
+MAX_CHARS = 2048  # of what a scheduler is told; it takes a text of many for that of a worker gone wrong
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -29,7 +30,8 @@ def is_device_lost(error: BaseException) -> bool:
 def step_error(error: Exception, *, operated: bool) -> worker_pb2.StepError:
     """For the answer: one line. `operated`: whether the step's block operations took place."""
     message = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
-    return worker_pb2.StepError(code=_code(error), message=message.splitlines()[0], block_operations_applied=operated)
+    first_line = message.splitlines()[0][:MAX_CHARS]
+    return worker_pb2.StepError(code=_code(error), message=first_line, block_operations_applied=operated)
 
 
 def _code(error: Exception) -> worker_pb2.StepErrorCode:

@@ -19,6 +19,7 @@ from octavo.rpc import WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from worker_svc.config import WorkerConfig
+from worker_svc.failures import MAX_CHARS
 from worker_svc.lease import EXPIRY_S
 from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerServer
@@ -335,6 +336,7 @@ async def test_heartbeats_come_while_the_model_is_busy(setup: Setup) -> None:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
          worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY),
         (ZeroDivisionError("a\nsecond line"), worker_pb2.STEP_ERROR_CODE_INTERNAL),
+        (ZeroDivisionError("a line without end " * 1000), worker_pb2.STEP_ERROR_CODE_INTERNAL),
     ],
 )  # fmt: skip
 async def test_failed_step_is_followed_by_skipped_ones_until_resume(
@@ -349,6 +351,7 @@ async def test_failed_step_is_followed_by_skipped_ones_until_resume(
     assert failed.status == worker_pb2.STEP_STATUS_FAILED
     assert failed.error.code == code and failed.error.block_operations_applied
     assert "\n" not in failed.error.message and "Traceback" not in failed.error.message
+    assert len(failed.error.message) <= MAX_CHARS
     assert skipped.status == worker_pb2.STEP_STATUS_SKIPPED
     wrong = decode(4, [0])
     wrong.resume_after = 3
