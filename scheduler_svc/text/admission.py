@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from scheduler_svc.errors import QueueFull
 
 RETRY_AFTER_S = 1.0
+SMALL_BYTES = 16_384  # of a request that is tokenised in milliseconds
+LARGE_SHARE = 0.75  # of the bytes, for requests above that: slow ones may fill it, and keep no small one out
 
 
 class Admission:
@@ -26,8 +28,9 @@ class Admission:
             raise QueueFull(
                 f"{self.num_requests} requests are prepared, at most {self._max_requests} may", RETRY_AFTER_S
             )
-        if self.num_requests and self.num_bytes + num_bytes > self._max_bytes:
-            what = f"{self.num_bytes + num_bytes} bytes would be prepared, at most {self._max_bytes} may"
+        most = self._max_bytes if num_bytes <= SMALL_BYTES else int(self._max_bytes * LARGE_SHARE)
+        if self.num_requests and self.num_bytes + num_bytes > most:
+            what = f"{self.num_bytes + num_bytes} bytes would be prepared, at most {most} may"
             raise QueueFull(what, RETRY_AFTER_S)
         self.num_requests += 1
         self.num_bytes += num_bytes

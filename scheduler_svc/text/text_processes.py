@@ -19,6 +19,7 @@ import structlog
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady, RequestRefused
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.text import frames
+from scheduler_svc.text.admission import SMALL_BYTES
 from scheduler_svc.text.frames import Answer, Ask
 from scheduler_svc.text.killable_process import KillableProcess
 from scheduler_svc.text.request_checks import TextSettings
@@ -26,7 +27,6 @@ from scheduler_svc.text.request_text import PreparedText
 
 log = structlog.get_logger()
 
-SMALL_BYTES = 16_384  # of a request that is tokenised in milliseconds
 LOAD_TIMEOUT_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0  # before a process is started after one that never had a model
 

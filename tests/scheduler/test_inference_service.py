@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ async def test_whatever_takes_text_passes_one_admission(method: str) -> None:
 async def test_a_request_that_is_alone_is_taken_whatever_its_size() -> None:
     with Admission(max_requests=3, max_bytes=10).admit(11):
         pass
+
+
+def test_large_requests_leave_room_for_small_ones() -> None:
+    admission = Admission(max_requests=100, max_bytes=1 << 20)
+    with ExitStack() as stack:
+        with pytest.raises(QueueFull, match="at most 786432 may"):
+            while True:
+                stack.enter_context(admission.admit(20_000))
+        for _ in range(20):
+            stack.enter_context(admission.admit(10_000))
 
 
 class InlineTexts:

@@ -24,10 +24,11 @@ from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest, NotReady, UnknownName
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.text import frames, killable_process, text_processes
+from scheduler_svc.text.admission import SMALL_BYTES
 from scheduler_svc.text.frames import Answer, Ask
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import RequestText
-from scheduler_svc.text.text_processes import FIRST_PAUSE_S, SMALL_BYTES, TextProcesses
+from scheduler_svc.text.text_processes import FIRST_PAUSE_S, TextProcesses
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler.tiny_served_model import tiny_served_model
 
