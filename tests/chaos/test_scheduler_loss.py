@@ -15,7 +15,7 @@ import pytest
 
 from octavo import AsyncClient, Client, SamplingParams
 from octavo.errors import RequestFailed
-from octavo.serving_plan import free_port
+from octavo.ports import free_port
 from tests.tiny_models import make_tiny_llama
 
 NUM_STREAMS = 16

@@ -74,6 +74,7 @@ class Targets:
     free_worker: str
     metrics: str
     statuses: Counter[str] = field(default_factory=Counter)
+    broken_off: Counter[str] = field(default_factory=Counter)  # by address: calls whose connection ended as they began
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -191,10 +192,12 @@ async def compressed(targets: Targets, chance: random.Random) -> None:
 async def broken_http(targets: Targets, chance: random.Random) -> None:
     """Connections that say nothing, or nonsense; calls without an end; calls reset at once."""
     address = chance.choice([targets.scheduler, targets.worker])
-    await asyncio.to_thread(_break_http, address, chance)
+    targets.broken_off[address] += await asyncio.to_thread(_break_http, address, chance)
 
 
-def _break_http(address: str, chance: random.Random) -> None:
+def _break_http(address: str, chance: random.Random) -> int:
+    """How many calls were begun at most."""
+    count = 0
     with contextlib.suppress(OSError):
         with h2.connection(address) as socket:
             count = log_uniform(chance, 1, 2000)
@@ -215,6 +218,7 @@ def _break_http(address: str, chance: random.Random) -> None:
                     socket.sendall(chance.randbytes(100))
             socket.settimeout(0.05)
             socket.recv(1)
+    return count
 
 
 async def half_open_metrics(targets: Targets, chance: random.Random) -> None:

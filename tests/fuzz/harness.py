@@ -3,7 +3,7 @@
 answers   the neighbour's are those that it got undisturbed
 silence   it never waits longer than a second between two tokens of a stream
 memory    of every process grows by no more than its noise
-nothing   is left: requests, blocks, open calls
+nothing   is left: requests, blocks
 the log   holds no traceback and no error
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from octavo.serving_plan import free_port
+from octavo.ports import free_port
 from tests.chaos.leftovers import wait_until_nothing_is_left
 from tests.chaos.scheduler_process import SchedulerProcess
 from tests.chaos.worker_process import WorkerProcess
@@ -31,6 +31,9 @@ from tests.tiny_models import make_tiny_llama
 
 AT_ONCE = 6  # attackers
 MOST_SILENCE_S = 1.0
+# What gRPC's core keeps of a call whose connection ends as it begins: 2 KB each, also in a server with nothing of
+# Octavo's around it (grpcio 1.80, 80,000 such calls: 188 to 339 MiB with Octavo, 157 to 313 without).
+BYTES_A_BROKEN_CALL = 3072
 MOST_BYTES_OF_NOISE = 96 * 2**20  # pools that fill late, fragmentation, several messages of the largest size at once
 WORKER_OPTIONS = ("--max-model-len=4096", "--max-num-seqs=32", "--max-num-batched-tokens=256", "--kv-cache-memory=0.05")
 FAULT_MARKS = ("Traceback", '"level": "error"', '"exception"')
@@ -82,6 +85,7 @@ class Bench:
         finally:
             await targets.close()
         self.targets.statuses += targets.statuses
+        self.targets.broken_off += targets.broken_off
         self._num_cases += count
         self._before = self._before or self.resident_bytes()  # after the first batch, which is the warm-up
 
@@ -99,9 +103,11 @@ class Bench:
             wait_until_nothing_is_left(self.targets.scheduler, counts_calls=False)
         time.sleep(1.0)  # memory of connections that have just been closed
         grown = {}
+        kept = {"scheduler": self.targets.scheduler, "worker": self.targets.worker}
         for name, resident in self.resident_bytes().items():
             grown[name] = resident - self._before[name]
-            if grown[name] > MOST_BYTES_OF_NOISE:
+            most = MOST_BYTES_OF_NOISE + BYTES_A_BROKEN_CALL * self.targets.broken_off[kept.get(name, "")]
+            if grown[name] > most:
                 faults.append(f"{name} grew by {grown[name] >> 20} MiB")
         for log in self._logs:
             faults += [

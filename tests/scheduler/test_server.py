@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.serving_plan import free_port
+from octavo.ports import free_port
 from scheduler_svc import server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.front import InProcessFront

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from octavo.serving_plan import free_port
+from octavo.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc import frontend_processes, server
