@@ -338,6 +338,9 @@ class Scheduler:
                 if not self._seat_late(plan):
                     return
                 continue
+            returning = self.swapped or self.preempted
+            if group.is_on_trial and not self.holds(group) and returning and not self.running:
+                group = returning[0]  # a trial begins with the next step: somebody has to have this one
             status = self.can_admit(group, plan)
             if status is AllocStatus.LATER:
                 return

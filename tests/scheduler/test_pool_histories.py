@@ -200,6 +200,10 @@ def test_any_history_of_a_pool_ends_well(first):
         run_history(seed)
 
 
+def test_who_gives_way_alone_has_the_step_that_a_trial_has_to_wait_for():
+    run_history(1630)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", range(NUM_SHORT, NUM_SHORT + NUM_LONG, 100))
 def test_any_history_of_a_pool_ends_well_for_long(first):
