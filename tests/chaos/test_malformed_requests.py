@@ -27,6 +27,7 @@ from tests.chaos.expected_statuses import expected
 from tests.chaos.extreme_messages import generate_requests, messages
 from tests.chaos.leftovers import wait_until_nothing_is_left
 from tests.fakes import FakeWorker, spell
+from tests.fuzz.wire_bytes import mangled
 from tests.integration.scheduler_process import Service, scheduler
 
 GENERATE = "octavo.v1.Inference/Generate"
@@ -172,20 +173,7 @@ def test_bytes_at_random_are_refused_or_answered(harness: Harness, count: int) -
 
 
 def _mangled(request: pb.GenerateRequest, seed: int) -> bytes:
-    """A good message with bytes changed, lost or doubled."""
-    data, chance = bytearray(request.SerializeToString()[:4096]), random.Random(seed)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(data) + 1)
-        match chance.randrange(4):
-            case 0 if at < len(data):
-                data[at] ^= 1 << chance.randrange(8)
-            case 1:
-                del data[at:]
-            case 2:
-                data[at:at] = chance.randbytes(chance.randint(1, 4))
-            case _:
-                data[at:at] = data[: at // 2]
-    return bytes(data)
+    return mangled(request.SerializeToString()[:4096], random.Random(seed))
 
 
 @times(10, 120)
