@@ -31,8 +31,8 @@ from tests.tiny_models import make_tiny_llama
 
 AT_ONCE = 6  # attackers
 MOST_SILENCE_S = 1.0
-# What gRPC's core keeps of a call whose connection ends as it begins: 2 KB each, also in a server with nothing of
-# Octavo's around it (grpcio 1.80, 80,000 such calls: 188 to 339 MiB with Octavo, 157 to 313 without).
+# More than what gRPC's core keeps of a call whose connection ends as it begins, with Octavo around it or without: see
+# docs/requests.md.
 BYTES_A_BROKEN_CALL = 3072
 MOST_BYTES_OF_NOISE = 96 * 2**20  # pools that fill late, fragmentation, several messages of the largest size at once
 WORKER_OPTIONS = ("--max-model-len=4096", "--max-num-seqs=32", "--max-num-batched-tokens=256", "--kv-cache-memory=0.05")
