@@ -85,8 +85,16 @@ class EngineSettings:
 class Engine:
     """Start it, let workers join, submit groups. Methods of the first two sections may be called from any thread."""
 
-    def __init__(self, settings: EngineSettings, sink: OutputSink, vital: VitalParts | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        sink: OutputSink,
+        vital: VitalParts | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`clock`: nanoseconds, that of `arrival_ns` of groups and of `last_heard_ns` of links."""
         self.settings = settings
+        self._clock = clock
         self.sink = sink
         self.metrics = Metrics(counts_prefixes=settings.enable_prefix_caching)
         self.workers: list[WorkerHandle] = []
@@ -106,7 +114,7 @@ class Engine:
         self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
-        self._watched_ns = self._awake_since_ns = time.monotonic_ns()
+        self._watched_ns = self._awake_since_ns = self._clock()
         self._model = ""  # fingerprint of the one that is served
         self._checked_ns = 0  # when the integrity of any worker's state was looked at last
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
@@ -231,13 +239,14 @@ class Engine:
             self.take_events()
             self.send_steps()
 
-    def take_events(self) -> None:
-        """Waits a while for something to happen, then takes all that has: one schedule answers many events.
+    def take_events(self, wait_s: float = WATCH_INTERVAL_S) -> None:
+        """Waits so long for something to happen, then takes all that has: one schedule answers many events.
 
-        With `send_steps` the whole of the loop, for a caller who runs it himself in place of `start`.
+        With `send_steps` the whole of the loop, for a caller who runs it himself in place of `start`. Where the clock
+        is not that of the machine, such a caller waits for nothing: 0.
         """
         try:
-            event = self._inbox.get(timeout=WATCH_INTERVAL_S)
+            event = self._inbox.get(timeout=wait_s)
             while True:
                 self._take(event)
                 event = self._inbox.get_nowait()
@@ -259,7 +268,7 @@ class Engine:
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
         while worker.can_take_step(self.settings.steps_in_flight) and worker.has_something_to_do(len(self._waiting)):
-            started_ns = time.monotonic_ns()
+            started_ns = self._clock()
             outputs = self._schedule(worker, started_ns)
             if outputs is None or not self._send(worker, outputs, started_ns):
                 return
@@ -289,7 +298,7 @@ class Engine:
 
     def _send(self, worker: WorkerHandle, outputs: SchedulerOutputs, started_ns: int) -> bool:
         """Encodes and sends a step; False where that cannot be."""
-        scheduled_ns = time.monotonic_ns()
+        scheduled_ns = self._clock()
         resume_after = worker.failed_step.step_id if worker.failed_step else None
         try:
             step, data = encode_request(outputs, worker.epoch, worker.next_step_id, resume_after)
@@ -304,7 +313,7 @@ class Engine:
             introduced = {introduction.sequence.group for introduction in outputs.introductions}
             self._start_over(worker, fault, introduced | _groups_of(outputs.rows))
             return False
-        sent_ns = time.monotonic_ns()
+        sent_ns = self._clock()
         sent = worker.sent(step.step_id, outputs, sent_ns)
         worker.link.send(data)
         sent.schedule_ns, sent.encode_ns = scheduled_ns - started_ns, sent_ns - scheduled_ns
@@ -399,13 +408,13 @@ class Engine:
             if not group.is_finished:
                 group.num_moves += 1
                 self._waiting.push(group)
-                self._stranded.look([group], time.monotonic_ns())
+                self._stranded.look([group], self._clock())
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
         for group in worker.scheduler.outgrown:
             group.num_moves += 1
             self._waiting.push(group)
-        self._stranded.look(worker.scheduler.outgrown, time.monotonic_ns())
+        self._stranded.look(worker.scheduler.outgrown, self._clock())
         worker.scheduler.outgrown.clear()
 
     def _on_message(self, link: WorkerLink, data: bytes) -> None:
@@ -413,7 +422,7 @@ class Engine:
         if worker is None:
             return
         try:
-            received_ns = time.monotonic_ns()
+            received_ns = self._clock()
             response = worker_pb2.StepResponse.FromString(data)
             if response.epoch != worker.epoch:
                 return
@@ -485,7 +494,7 @@ class Engine:
         num_bytes: int,
         before: BeforeAnswer,
     ) -> None:
-        decoded_ns = time.monotonic_ns()
+        decoded_ns = self._clock()
         self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs, worker.info.vocab_size):
             self.sink.put_prompt_logprobs(group, logprobs)
@@ -512,7 +521,7 @@ class Engine:
             num_bytes=num_bytes,
             received_ns=received_ns,
             decode_ns=decoded_ns - received_ns,
-            process_ns=time.monotonic_ns() - decoded_ns,
+            process_ns=self._clock() - decoded_ns,
         )
         worker.statistics.add(answered)
         self.metrics.answered(answered)
@@ -543,7 +552,7 @@ class Engine:
         else:
             try:
                 self._waiting.push(group)
-                self._stranded.look([group], time.monotonic_ns())
+                self._stranded.look([group], self._clock())
             except Exception as fault:
                 log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
                 self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
@@ -561,7 +570,7 @@ class Engine:
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)
         self._last_lost_ns = None
-        self._stranded.look(self._waiting.all(), time.monotonic_ns())
+        self._stranded.look(self._waiting.all(), self._clock())
         self.adapters.worker_joined(worker)
         log.info(
             "worker joined",
@@ -578,7 +587,7 @@ class Engine:
             return
         self.workers.remove(worker)
         self.metrics.num_worker_losses += not worker.is_draining
-        self._last_lost_ns = None if self.workers else time.monotonic_ns()
+        self._last_lost_ns = None if self.workers else self._clock()
         self.adapters.worker_left(worker)
         link.close()
         charged = {group for step in worker.in_flight for group in _groups_of(step.rows)}
@@ -587,7 +596,7 @@ class Engine:
         groups = self._evacuate(worker, before)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
         self._queue_again(groups, charged & set(groups), "{} workers were lost while running it")
-        self._stranded.look(self._waiting.all(), time.monotonic_ns())
+        self._stranded.look(self._waiting.all(), self._clock())
 
     def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """Ends a group that has not ended by itself, wherever it is."""
@@ -619,7 +628,7 @@ class Engine:
         if group.is_finished:
             self.live.free(group)
             self.adapters.release(group)
-            self.metrics.ended(group, reason, time.monotonic_ns())
+            self.metrics.ended(group, reason, self._clock())
 
     def _drain(self, address: str) -> int:
         (worker,) = self.workers_at(address)
@@ -642,7 +651,7 @@ class Engine:
         self._has_stopped = True
 
     def _watch(self) -> None:
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock()
         if now_ns - self._watched_ns > STALL_NS:
             log.warning("this process was stopped or starved", seconds=round((now_ns - self._watched_ns) / 1e9, 1))
             self._awake_since_ns = now_ns  # what workers said meanwhile waits to be read

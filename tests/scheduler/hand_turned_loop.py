@@ -43,8 +43,8 @@ class FakeLink:
 class Loop:
     """An engine without its thread, and the sink of its outputs."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.engine = Engine(EngineSettings(**settings), self)
+    def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns, **settings: Any) -> None:
+        self.engine = Engine(EngineSettings(**settings), self, clock=clock)
         self.token_ids: dict[str, list[int]] = {}
         self.prompt_token_ids: dict[str, list[int]] = {}  # whose logprobs have come
         self.ends: dict[str, tuple[FinishReason, str]] = {}

@@ -135,8 +135,7 @@ def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> No
 def test_idle_workers_are_looked_at_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 at once would hold up everybody else."""
     now_ns = time.monotonic_ns()
-    monkeypatch.setattr("scheduler_svc.engine.time.monotonic_ns", lambda: now_ns)
-    loop = Loop()
+    loop = Loop(clock=lambda: now_ns)
     links = [loop.join(f"worker {number}") for number in range(64)]
     checked: list[WorkerHandle] = []
     monkeypatch.setattr(WorkerHandle, "check_integrity", lambda worker: checked.append(worker))

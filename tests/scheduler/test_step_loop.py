@@ -13,6 +13,7 @@ import pytest
 from protos import worker_pb2
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.sequence import FinishReason
+from scheduler_svc.step_statistics import AnsweredStep
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 
@@ -329,8 +330,7 @@ def test_a_loop_that_slept_itself_does_not_blame_its_workers(monkeypatch: pytest
     slept_ns = 0
     now_ns = time.monotonic_ns
     monkeypatch.setattr("scheduler_svc.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
-    monkeypatch.setattr("scheduler_svc.engine.time.monotonic_ns", lambda: now_ns() + slept_ns)
-    loop = Loop()
+    loop = Loop(clock=lambda: now_ns() + slept_ns)
     link = loop.join()
     loop.submit("one")
     loop.turn()
@@ -341,6 +341,35 @@ def test_a_loop_that_slept_itself_does_not_blame_its_workers(monkeypatch: pytest
         slept_ns += 900_000_000
         loop.turn()
     assert link.is_closed
+
+
+def test_an_engine_with_a_clock_of_its_own_runs_in_virtual_time():
+    """Minutes for it, none for the caller: it waits for nothing, and knows no time but that of its clock."""
+    now_ns = 0
+    loop = Loop(clock=lambda: now_ns, worker_wait_timeout_s=600.0)
+    link = loop.join()
+    link.last_heard_ns = 0
+    answered = list[AnsweredStep]()
+    loop.engine.observe_steps(lambda _, step: answered.append(step))
+
+    def is_lost_after(seconds: int) -> bool:
+        nonlocal now_ns
+        for _ in range(2 * seconds):
+            now_ns += 500_000_000
+            loop.engine.take_events(wait_s=0)
+        return link.is_closed
+
+    loop.submit("one")
+    loop.turn()
+    assert not is_lost_after(10)
+    loop.answer(link)
+    loop.turn()
+    assert answered[0].wire_ns == 10_000_000_000
+    assert not is_lost_after(5)
+    assert is_lost_after(1), "silent for 16 s of its time"
+    assert is_lost_after(590) and "one" not in loop.ends
+    assert is_lost_after(11)
+    assert loop.ends["one"][0] is FinishReason.ERROR
 
 
 def test_a_worker_that_said_it_would_go_is_no_loss_to_be_counted():
