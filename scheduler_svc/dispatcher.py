@@ -35,6 +35,8 @@ class Taker(Protocol):
     @property
     def takes_new_groups(self) -> bool: ...
 
+    def can_ever_run(self, group: SequenceGroup) -> bool: ...
+
 
 class Dispatcher:
     """Looks into the one waiting queue for all workers."""
@@ -46,11 +48,6 @@ class Dispatcher:
     def view(self, worker: Taker, workers: AbstractSequence[Taker]) -> WorkerView:
         """What `worker` is shown while it fills one step; `workers` are all that there are."""
         return WorkerView(self.waiting, worker, [other for other in workers if other is not worker], self._num_taken)
-
-    @staticmethod
-    def can_ever_run(group: SequenceGroup, worker: Taker) -> bool:
-        """Whether the worker, empty, could hold what the group has and is allowed to become."""
-        return worker.scheduler.can_ever_run(group) and not (group.adapter and not worker.adapter_gate.max_loras)
 
 
 class WorkerView:
@@ -99,14 +96,14 @@ class WorkerView:
     def _fits(self, group: SequenceGroup) -> bool:
         self._looked_at = group
         has_adapter = not group.adapter or group.adapter in self._worker.adapters
-        return has_adapter and self._worker.scheduler.can_ever_run(group)
+        return has_adapter and self._worker.can_ever_run(group)
 
     def _choose(self) -> SequenceGroup | None:
         head = self._looked_at = self._waiting.peek()
         if head is None:
             return None
         scheduler = self._worker.scheduler
-        if not self._others and not head.adapter and scheduler.can_ever_run(head):
+        if not self._others and not head.adapter and self._worker.can_ever_run(head):
             return head
         gate = self._worker.adapter_gate
         gate.open(_adapters_in_use(self._worker), self._worker.adapters)
@@ -165,7 +162,7 @@ def _could_take(worker: Taker, group: SequenceGroup) -> bool:
     """Whether the worker has room for a group at this moment."""
     scheduler = worker.scheduler
     return (
-        scheduler.can_ever_run(group)
+        worker.can_ever_run(group)
         and _has_room_for_adapter(worker, group.adapter)
         and scheduler.can_admit(group) is AllocStatus.OK
     )

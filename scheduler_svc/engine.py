@@ -49,7 +49,6 @@ CHECK_SPACING_NS = 100_000_000  # between those at two workers: 64 of them toget
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 MAX_FAULTS_IN_A_ROW = 16  # of our own over one worker's groups; then it may be the worker after all
 FAULTS_OVER = "the scheduler failed over it, or a worker was lost, {} times"
-OTHER_MODEL = "its model is not served here any more: no worker of it was left, and one with another model has come"
 MAX_LOGGED = 8  # request ids of one fault
 STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
@@ -115,7 +114,6 @@ class Engine:
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
         self._watched_ns = self._awake_since_ns = self._clock()
-        self._model = ""  # fingerprint of the one that is served
         self._checked_ns = 0  # when the integrity of any worker's state was looked at last
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
         self.adapters = Adapters(self._inbox.put)
@@ -217,13 +215,12 @@ class Engine:
         info: worker_pb2.WorkerInfo,
         sizes: worker_pb2.InitializeResponse,
         lease: worker_pb2.LeaseGranted,
+        model: str = "",
     ) -> None:
+        """`model`: the fingerprint of what it serves. It gets the groups of that one alone."""
         settings, is_caching = self._scheduler_settings, self.settings.enable_prefix_caching
-        self._inbox.put(partial(self._on_joined, WorkerHandle(link, info, sizes, lease, settings, is_caching)))
-
-    def use_model(self, fingerprint: str) -> None:
-        """Workers that join from now on serve this model; requests that were prepared for another one end."""
-        self._inbox.put(partial(self._on_model, fingerprint))
+        worker = WorkerHandle(link, info, sizes, lease, settings, is_caching, model)
+        self._inbox.put(partial(self._on_joined, worker))
 
     def worker_said(self, link: WorkerLink, data: bytes) -> None:
         """A `StepResponse`, still in bytes, so that the thread which reads the socket does nothing else."""
@@ -547,8 +544,6 @@ class Engine:
     def _on_submitted(self, group: SequenceGroup) -> None:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._forget(group, FinishReason.STOP)
-        elif not self._is_of_model(group):
-            self._on_end(group, FinishReason.ERROR, OTHER_MODEL)
         else:
             try:
                 self._waiting.push(group)
@@ -557,15 +552,6 @@ class Engine:
                 log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
                 self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
         self.live.arrived(group)
-
-    def _on_model(self, fingerprint: str) -> None:
-        self._model = fingerprint
-        for group in self.live.all():
-            if not self._is_of_model(group):
-                self._on_end(group, FinishReason.ERROR, OTHER_MODEL)
-
-    def _is_of_model(self, group: SequenceGroup) -> bool:
-        return not (group.model and self._model) or group.model == self._model
 
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)

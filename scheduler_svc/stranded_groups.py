@@ -1,6 +1,7 @@
-"""Waiting groups that no worker there is can hold, and since when: of a pool's sizes the large one may be away.
+"""Waiting groups that no worker there is can hold, and since when: the large one of a pool's sizes may be away, or all of
+a model's.
 
-They stand in nobody's way meanwhile (`Dispatcher`), and wait for as long as requests do when all workers are lost.
+They stand in nobody's way meanwhile, and wait for as long as requests do when all workers are lost.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_handle import WorkerHandle
@@ -27,7 +27,7 @@ class StrandedGroups:
     def look(self, groups: Iterable[SequenceGroup], now_ns: int) -> None:
         """Notes which of `groups` nobody can hold. Without any worker nobody is stranded anew."""
         for group in groups:
-            if any(Dispatcher.can_ever_run(group, worker) for worker in self._workers):
+            if any(worker.can_ever_run(group) for worker in self._workers):
                 self._since_ns.pop(group, None)
             elif self._workers:
                 self._since_ns.setdefault(group, now_ns)
@@ -51,7 +51,10 @@ class StrandedGroups:
 
     def why(self, group: SequenceGroup) -> str:
         """What it needs and what there is, in numbers. Only while there are workers."""
-        schedulers = [worker.scheduler for worker in self._workers]
+        of_model = [worker for worker in self._workers if not group.model or worker.model in ("", group.model)]
+        if not of_model:
+            return "none of the workers that are left serves its model"
+        schedulers = [worker.scheduler for worker in of_model]
         wanted = schedulers[0].blocks.num_blocks_of(group)
         most = max(scheduler.blocks.allocator.num_blocks for scheduler in schedulers)
         lengths = max(scheduler.columns.max_model_len for scheduler in schedulers)

@@ -12,6 +12,7 @@ from scheduler_svc.adapter_gate import AdapterGate
 from scheduler_svc.block_manager import BlockSpaceManager
 from scheduler_svc.preemption import Costs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
+from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
 from scheduler_svc.step_plan import ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import StepInFlight, StepStatistics
@@ -58,9 +59,12 @@ class WorkerHandle:
         lease: worker_pb2.LeaseGranted,
         settings: SchedulerSettings,
         enable_prefix_caching: bool = True,
+        model: str = "",
     ) -> None:
+        """`model`: fingerprint of what it serves; "" where nobody tells models apart."""
         self.link = link
         self.info = info
+        self.model = model
         self.sizes = sizes
         self.epoch = lease.epoch
         costs = Costs(sizes.prefill_tokens_per_s, sizes.swap_bytes_per_s, sizes.block_bytes)
@@ -97,6 +101,12 @@ class WorkerHandle:
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
+
+    def can_ever_run(self, group: SequenceGroup) -> bool:
+        """Whether the worker, empty, serves the group's model and could hold what it has and may become."""
+        if group.model and self.model and group.model != self.model:
+            return False
+        return self.scheduler.can_ever_run(group) and not (group.adapter and not self.adapter_gate.max_loras)
 
     @property
     def takes_new_groups(self) -> bool:

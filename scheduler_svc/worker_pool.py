@@ -31,7 +31,8 @@ class WorkerPool:
     """Connects workers to an engine. All workers serve one model: that of the first, until none of them is left.
 
     Then a worker with another model may define it anew: at once where no request waits, and otherwise once those have
-    had the time that they are given for a worker of their own (`replace_after_s`). Who then still waits ends.
+    had the time that they are given for a worker of their own (`replace_after_s`). Who then still waits is served by a
+    worker of its own model, if one comes within `--worker-wait-timeout`, and by no other.
 
     Args:
         addresses: `HOST:PORT` or `dns:///NAME:PORT`.
@@ -157,7 +158,6 @@ class WorkerPool:
         log.info("model is known", model=model.name, max_model_len=model.max_model_len)
         if former is not None:
             log.warning("another model is served from now on", model=model.name, before=former.name)
-        self.engine.use_model(model.fingerprint)
 
     def left(self) -> None:
         """A worker that was accepted is connected no more, or could not be: another one may take its place."""
@@ -172,7 +172,8 @@ class WorkerPool:
         sizes: worker_pb2.InitializeResponse,
         lease: worker_pb2.LeaseGranted,
     ) -> None:
-        self.engine.worker_joined(link, info, sizes, lease)
+        assert self.model is not None, "it was accepted"
+        self.engine.worker_joined(link, info, sizes, lease, self.model.fingerprint)
         self._has_served = True
 
     def said(self, link: StepStream, data: bytes) -> None:

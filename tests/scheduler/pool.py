@@ -201,7 +201,7 @@ class Pool:
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
-    def join(self, size: Size) -> PoolWorker:
+    def join(self, size: Size, model: str = "") -> PoolWorker:
         self._num_joined += 1
         worker = PoolWorker(f"worker-{self._num_joined}", size, self._num_joined, self._row_error)
         sizes = worker_pb2.InitializeResponse(
@@ -216,7 +216,7 @@ class Pool:
         )
         info, lease = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE), worker_pb2.LeaseGranted(epoch=worker.epoch)
         self.workers.append(worker)
-        self.engine.worker_joined(worker, info, sizes, lease)
+        self.engine.worker_joined(worker, info, sizes, lease, model)
         return worker
 
     def lose(self, worker: PoolWorker) -> None:
@@ -254,14 +254,14 @@ class Pool:
         self.workers = [worker for worker in self.workers if not worker.is_closed]
         self.check()
 
-    def run_to_end(self, rescue: Size) -> None:
+    def run_to_end(self, rescue: Size, model: str = "") -> None:
         """Lets everything on until all have ended. `rescue`: of the worker that joins if there is none."""
         for _ in range(MAX_ROUNDS):
             self.turn()
             if not self.unfinished():
                 return
             if not self.workers:
-                self.join(rescue)
+                self.join(rescue, model)
                 continue
             is_moving = False
             for worker in self.workers:
@@ -281,7 +281,7 @@ class Pool:
     def _end_stranded(self) -> None:
         """Nothing moves: everything that is left has to be too large for every worker, and waits for another one."""
         for group in self.unfinished():
-            can_run = any(handle.scheduler.can_ever_run(group) for handle in self.engine.workers)
+            can_run = any(handle.can_ever_run(group) for handle in self.engine.workers)
             assert not can_run and group in self.engine._waiting, f"stuck: {self._places()}"
         self.engine.settings = replace(self.engine.settings, worker_wait_timeout_s=0.0)
 
@@ -301,7 +301,10 @@ class Pool:
         waiting = self.engine._waiting
         waiting.check_integrity()
         for handle in self.engine.workers:
-            handle.scheduler.check_integrity()
+            scheduler = handle.scheduler
+            scheduler.check_integrity()
+            for group in (*scheduler.running, *scheduler.swapped, *scheduler.preempted):
+                assert handle.model in ("", group.model), f"{group.request_id} runs on another model"
             if not handle.in_flight and handle.failed_step is None:
                 self._link(handle).worker.check_integrity()
         for group in self.told:

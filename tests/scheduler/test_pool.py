@@ -163,3 +163,27 @@ def test_outputs_of_which_some_have_nothing_lose_one_while_the_prompt_is_compute
         assert len(pool.told[group].tokens.get(index, [])) == (length if index == which else 40 - 17)
     pool.check_outputs()
     pool.check_nothing_left()
+
+
+def test_each_model_has_its_own_workers_and_the_others_are_not_held_up(faults):
+    pool = Pool(faults)
+    first, second = pool.join(SMALL, "a"), pool.join(SMALL, "b")
+    of_nobody = [pool.submit([number] * 5, 20, model="c") for number in range(dispatcher.LOOK_AHEAD + 1)]
+    groups = {name: [pool.submit([number] * 6, 20, model=name) for number in range(6)] for name in "ab"}
+    while not all(group.is_finished for each in groups.values() for group in each):
+        pool.turn()
+        for worker in (first, second):
+            while worker.received:
+                worker.run()
+                pool.answer(worker)
+    assert not any(group.is_finished for group in of_nobody)
+    pool.lose(first)
+    again = pool.submit([1] * 5, 20, model="a")
+    pool.join(LARGE, "c")
+    pool.run_to_end(LARGE)
+    assert not any(pool.told[group].end for group in of_nobody)
+    end = pool.told[again].end
+    assert end is not None and end[0] is FinishReason.ERROR
+    assert "none of the workers that are left serves its model" in end[1] and "--worker-wait-timeout" in end[1]
+    pool.check_outputs()
+    pool.check_nothing_left()

@@ -23,7 +23,13 @@ SHARED = [(7 * position) % VOCAB_SIZE for position in range(24)]  # what prompts
 MAX_MODEL_LEN = 64
 NUM_SHORT, NUM_LONG = 200, 2_000
 # Ends that are nobody's fault but the history's.
-EXPECTED_ERRORS = ("the worker could not run it", "workers were lost while running it", "it holds", "finite")
+EXPECTED_ERRORS = (
+    "the worker could not run it",
+    "workers were lost while running it",
+    "it holds",
+    "finite",
+    "serves its model",
+)
 
 
 def row_error(history: npt.NDArray[np.int32]) -> str | None:
@@ -50,8 +56,9 @@ class History:
         self.failure_rate = draw.choice([0.0, 0.05, 0.3])
         self.num_requests = draw.randint(2, 25)
         self.recent: list[list[int]] = []  # prompts, to be sent again
+        self.models = ["a", "b"] if draw.random() < 0.2 else ["a"]
         for _ in range(draw.randint(1, 3)):
-            self.pool.join(self.size())
+            self.join()
 
     def size(self) -> Size:
         draw = self.random
@@ -79,10 +86,10 @@ class History:
             draw.choices(actions, weights)[0]()
             if draw.random() < 0.7:  # else several events are taken at once
                 pool.turn()
-        pool.run_to_end(self.size())
+        pool.run_to_end(self.size(), self.models[0])
         for prompt in self.recent[-6:]:  # who finds what is cached by now reads it
-            pool.submit(prompt, min(len(prompt) + 4, MAX_MODEL_LEN))
-        pool.run_to_end(self.size())
+            pool.submit(prompt, min(len(prompt) + 4, MAX_MODEL_LEN), model=draw.choice(self.models))
+        pool.run_to_end(self.size(), self.models[0])
         pool.check_outputs()
         pool.check_nothing_left()
         for group, told in pool.told.items():
@@ -113,6 +120,7 @@ class History:
             max_num_tokens,
             priority=draw.randint(0, 2),
             tenant=draw.choice("ab"),
+            model=draw.choice(self.models),
             cache_salt=draw.choice(["", "", "", "salt"]),
             asks_prompt_logprobs=draw.random() < 0.15,
             **kind,
@@ -154,6 +162,9 @@ class History:
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
+    def join(self) -> None:
+        self.pool.join(self.size(), self.random.choice(self.models))
+
     def run_some(self) -> None:
         for _ in range(self.random.choice([1, 1, 2, 4, 8])):
             for worker in self.pool.workers:
@@ -173,12 +184,12 @@ class History:
     def lose(self, worker: PoolWorker) -> None:
         self.pool.lose(worker)
         if self.random.random() < 0.6:
-            self.pool.join(self.size())
+            self.join()
 
     def change_workers(self) -> None:
         draw, workers = self.random, self.pool.workers
         if not workers or (len(workers) < 4 and draw.random() < 0.4):
-            self.pool.join(self.size())
+            self.join()
         elif draw.random() < 0.5:
             self.lose(draw.choice(workers))
         else:
