@@ -17,10 +17,10 @@ from octavo.bench import closed_loop
 from octavo.bench.figures import Figures
 from octavo.bench.streaming import MODEL_INFO
 from octavo.bench.workloads import Workload
-from octavo.generation import RetryPolicy
 from octavo.ports import free_port
+from octavo.retrying import RetryPolicy
 
-PATIENT = RetryPolicy(retries_before_admission=3000, first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
+PATIENT = RetryPolicy(first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
 READY_TIMEOUT_S = 60.0
 
 

@@ -1,35 +1,35 @@
 """Clients of a remote Octavo: `AsyncClient` and `Client`, the same calls with and without asyncio.
 
 A stream that breaks is taken up again by itself: the client draws the seed, keeps the tokens it was given and sends
-the request with both to whatever scheduler answers next, so that the caller sees a pause and no more. Leaving the
-iterator of `generate` early cancels the request. Every failed call raises `octavo.errors.RequestFailed`.
+the request with both to whatever scheduler answers next, so that the caller sees a pause and no more. `RetryPolicy`
+(octavo.retrying) says for how long. Leaving the iterator of `generate` early cancels the request. Every failed call
+raises `octavo.errors.RequestFailed`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
+from octavo.addresses import Server, Servers, first_failure
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, RetryPolicy, build_messages, build_request
+from octavo.generation import Generation, build_messages, build_request
 from octavo.interruptible_stream import InterruptibleStream
 from octavo.outputs import RequestOutput
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc as pb_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
-# A scheduler that comes back is found within about a second; gRPC's own backoff grows to two minutes.
-_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
 _UNARY_TIMEOUT_S = 30.0
+Method = Callable[[Server], Any]  # of a scheduler's stubs
 _ENDED_EARLY = "the stream ended before the request did"
 
 
@@ -44,8 +44,10 @@ def channel_credentials(
 class _Call:
     """What both clients know about one `generate` call: its state over attempts, and its deadline."""
 
-    def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy, timeout: float | None) -> None:
-        self.generation = Generation(request, policy, time.monotonic_ns())
+    def __init__(
+        self, request: pb.GenerateRequest, policy: RetryPolicy, timeout: float | None, num_addresses: int = 1
+    ) -> None:
+        self.generation = Generation(request, policy, time.monotonic_ns(), num_addresses)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._last_loss: RequestFailed | None = None
 
@@ -59,12 +61,9 @@ class _Call:
         """Seconds to wait before the next attempt; raises when there is none, or no time for it."""
         if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and self._last_loss is not None:
             raise RequestFailed(failure.code, f"no time for another attempt after: {self._last_loss}")
-        delay = self.generation.retry_delay_s(failure)
+        delay_s = self.generation.retry_delay_s(failure, time.monotonic_ns(), self.remaining_s())
         self._last_loss = failure
-        remaining = self.remaining_s()
-        if remaining is not None and remaining <= delay:
-            raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, f"no time for another attempt after: {failure}")
-        return delay
+        return delay_s
 
 
 class _Settings:
@@ -76,26 +75,23 @@ class _Settings:
 
 
 class AsyncClient(_Settings):
-    """Calls one scheduler from an event loop. Use as an async context manager, or `await close()`.
+    """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`.
 
-    `address` is any gRPC target; `credentials` (see `channel_credentials`) switch TLS on.
+    `address` is HOST:PORT or any other gRPC target, or several, in a list or with commas between them: the first is
+    asked for as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; `retry`
+    says how long a lost scheduler is waited for, two minutes by default, and is told of it.
     """
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         super().__init__(api_key, retry)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
-        self._stub = pb_grpc.InferenceStub(self._channel)
-        self._control = pb_grpc.ControlStub(self._channel)
+        self._servers = Servers(address, credentials, grpc.aio.insecure_channel, grpc.aio.secure_channel)
 
     async def generate(
         self,
@@ -112,9 +108,10 @@ class AsyncClient(_Settings):
         `return_prompt_token_ids`, `add_generation_prompt`, `continue_final_message`, with the defaults of
         `GenerateRequest`. `timeout` is in seconds, over all attempts.
         """
-        call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout)
+        call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
         while not call.generation.finished:
-            stream = self._stub.Generate(call.generation.request, timeout=call.remaining_s(), metadata=self._metadata)
+            request, server = call.generation.request, self._servers.current
+            stream = server.inference.Generate(request, timeout=call.remaining_s(), metadata=self._metadata)
             try:
                 async for response in stream:
                     if output := call.receive(response):
@@ -125,7 +122,9 @@ class AsyncClient(_Settings):
             finally:
                 stream.cancel()
             if not call.generation.finished:
-                await asyncio.sleep(call.pause_after(failure))
+                delay_s = call.pause_after(failure)
+                self._servers.failed(server)
+                await asyncio.sleep(delay_s)
 
     async def complete(
         self, prompt: str | None = None, sampling_params: SamplingParams | None = None, **options: Any
@@ -138,23 +137,26 @@ class AsyncClient(_Settings):
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request, whoever sent it; False when there is none of that id."""
-        return (await self._unary(self._stub.Abort, pb.AbortRequest(request_id=request_id))).found
+        answers = await self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
+        return any(answer.found for answer in answers)
 
     async def model_info(self) -> pb.ModelInfo:
         """What is served: name, architecture, vocabulary, lengths."""
-        return await self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        return await self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest())
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or of a conversation rendered with the model's chat template."""
-        return list((await self._unary(self._stub.Tokenize, _tokenize_request(prompt, add_special_tokens))).token_ids)
+        request = _tokenize_request(prompt, add_special_tokens)
+        return list((await self._unary(lambda at: at.inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._unary(self._stub.Detokenize, request)).text
+        return (await self._unary(lambda at: at.inference.Detokenize, request)).text
 
     async def flush_prefix_cache(self) -> int:
         """Lets every worker forget what prompts it has computed; how many cache blocks could be found before."""
-        return (await self._unary(self._control.FlushPrefixCache, pb.FlushPrefixCacheRequest())).num_blocks_flushed
+        answers = await self._everywhere(lambda at: at.control.FlushPrefixCache, pb.FlushPrefixCacheRequest())
+        return sum(answer.num_blocks_flushed for answer in answers)
 
     async def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
         """Loads an adapter from where the workers see it; `generate` may name it as soon as this returns.
@@ -163,20 +165,42 @@ class AsyncClient(_Settings):
         name later is another one.
         """
         request = pb.ControlLoadAdapterRequest(name=name, path=path)
-        return (await self._unary(self._control.LoadAdapter, request, timeout)).generation
+        answers = await self._everywhere(lambda at: at.control.LoadAdapter, request, timeout)
+        return answers[0].generation
 
     async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
         """Unloads an adapter. New requests may not name it at once; this returns when those before have ended."""
-        await self._unary(self._control.UnloadAdapter, pb.ControlUnloadAdapterRequest(name=name), timeout)
+        request = pb.ControlUnloadAdapterRequest(name=name)
+        await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
 
-    async def _unary(self, method: Any, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> Any:
-        try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise RequestFailed.from_rpc_error(error) from None
+    async def _unary(self, method: Method, request: Any) -> Any:
+        """The answer of the first scheduler that is there."""
+        failures: list[RequestFailed] = []
+        for server in self._servers.in_turn():
+            try:
+                return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failures.append(RequestFailed.from_rpc_error(error))
+            if failures[-1].code is not grpc.StatusCode.UNAVAILABLE:
+                break
+            self._servers.failed(server)
+        raise failures[-1]
+
+    async def _everywhere(self, method: Method, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> list[Any]:
+        """The answers of all schedulers that are there; any that refuses is what this raises, or that none is."""
+        answers, failures = [], []
+        for server in self._servers.in_turn():
+            try:
+                answers.append(await method(server)(request, timeout=timeout, metadata=self._metadata))
+            except grpc.RpcError as error:
+                failures.append(RequestFailed.from_rpc_error(error))
+        if (failure := first_failure(failures, len(self._servers))) is not None:
+            raise failure
+        return answers
 
     async def close(self) -> None:
-        await self._channel.close()
+        for server in self._servers.all:
+            await server.channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,19 +216,14 @@ class Client(_Settings):
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         super().__init__(api_key, retry)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
-        self._stub = pb_grpc.InferenceStub(self._channel)
-        self._control = pb_grpc.ControlStub(self._channel)
+        self._servers = Servers(address, credentials, grpc.insecure_channel, grpc.secure_channel)
 
     def generate(
         self,
@@ -215,9 +234,10 @@ class Client(_Settings):
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
         """See `AsyncClient.generate`."""
-        call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout)
+        call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
         while not call.generation.finished:
-            stream = self._start(call)
+            server = self._servers.current
+            stream = self._start(call, server)
             try:
                 for response in stream:
                     if output := call.receive(response):
@@ -228,11 +248,16 @@ class Client(_Settings):
             finally:
                 stream.cancel()
             if not call.generation.finished:
-                time.sleep(call.pause_after(failure))
+                delay_s = call.pause_after(failure)
+                self._servers.failed(server)
+                time.sleep(delay_s)
 
-    def _start(self, call: _Call) -> InterruptibleStream[pb.GenerateResponse]:
-        request, metadata = call.generation.request, self._metadata
-        return InterruptibleStream(lambda: self._stub.Generate(request, timeout=call.remaining_s(), metadata=metadata))
+    def _start(self, call: _Call, server: Server) -> InterruptibleStream[pb.GenerateResponse]:
+        def start() -> Any:
+            request, metadata = call.generation.request, self._metadata
+            return server.inference.Generate(request, timeout=call.remaining_s(), metadata=metadata)
+
+        return InterruptibleStream(start)
 
     def complete(
         self, prompt: str | None = None, sampling_params: SamplingParams | None = None, **options: Any
@@ -244,42 +269,66 @@ class Client(_Settings):
         raise RequestFailed(grpc.StatusCode.INTERNAL, _ENDED_EARLY)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, whoever sent it; False when there is none of that id."""
-        return self._unary(self._stub.Abort, pb.AbortRequest(request_id=request_id)).found
+        """Ends a request, whoever sent it and wherever it is; False when there is none of that id."""
+        answers = self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
+        return any(answer.found for answer in answers)
 
     def model_info(self) -> pb.ModelInfo:
         """What is served: name, architecture, vocabulary, lengths."""
-        return self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        return self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest())
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or of a conversation rendered with the model's chat template."""
-        return list(self._unary(self._stub.Tokenize, _tokenize_request(prompt, add_special_tokens)).token_ids)
+        request = _tokenize_request(prompt, add_special_tokens)
+        return list(self._unary(lambda at: at.inference.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return self._unary(self._stub.Detokenize, request).text
+        return self._unary(lambda at: at.inference.Detokenize, request).text
 
     def flush_prefix_cache(self) -> int:
         """See `AsyncClient.flush_prefix_cache`."""
-        return self._unary(self._control.FlushPrefixCache, pb.FlushPrefixCacheRequest()).num_blocks_flushed
+        answers = self._everywhere(lambda at: at.control.FlushPrefixCache, pb.FlushPrefixCacheRequest())
+        return sum(answer.num_blocks_flushed for answer in answers)
 
     def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
         """See `AsyncClient.load_adapter`."""
         request = pb.ControlLoadAdapterRequest(name=name, path=path)
-        return self._unary(self._control.LoadAdapter, request, timeout).generation
+        return self._everywhere(lambda at: at.control.LoadAdapter, request, timeout)[0].generation
 
     def unload_adapter(self, name: str, timeout: float | None = None) -> None:
         """See `AsyncClient.unload_adapter`."""
-        self._unary(self._control.UnloadAdapter, pb.ControlUnloadAdapterRequest(name=name), timeout)
+        request = pb.ControlUnloadAdapterRequest(name=name)
+        self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
 
-    def _unary(self, method: Any, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> Any:
-        try:
-            return method(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise RequestFailed.from_rpc_error(error) from None
+    def _unary(self, method: Method, request: Any) -> Any:
+        """The answer of the first scheduler that is there."""
+        failures: list[RequestFailed] = []
+        for server in self._servers.in_turn():
+            try:
+                return method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failures.append(RequestFailed.from_rpc_error(error))
+            if failures[-1].code is not grpc.StatusCode.UNAVAILABLE:
+                break
+            self._servers.failed(server)
+        raise failures[-1]
+
+    def _everywhere(self, method: Method, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> list[Any]:
+        """The answers of all schedulers that are there; any that refuses is what this raises, or that none is."""
+        answers, failures = [], []
+        for server in self._servers.in_turn():
+            try:
+                answers.append(method(server)(request, timeout=timeout, metadata=self._metadata))
+            except grpc.RpcError as error:
+                failures.append(RequestFailed.from_rpc_error(error))
+        if (failure := first_failure(failures, len(self._servers))) is not None:
+            raise failure
+        return answers
 
     def close(self) -> None:
-        self._channel.close()
+        for server in self._servers.all:
+            server.channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -116,7 +116,7 @@ class Embedded:
         request = build_request(text, params, prompt_token_ids=prompt.token_ids, **fields)
         if params.seed is None:
             request.sampling_params.seed = seed
-        return Generation(request, RetryPolicy(retries=0), time.monotonic_ns())
+        return Generation(request, RetryPolicy(window_s=0.0), time.monotonic_ns())
 
     def takes_other_prompts(self, request: pb.GenerateRequest) -> bool:
         """Whether the parameters of a refused request are taken with the shortest prompt: then its own is at fault."""

@@ -6,45 +6,18 @@ scheduler goes on from there. This file is that bookkeeping and nothing else: no
 
 from __future__ import annotations
 
-import random
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import grpc
 
 from octavo.errors import RequestFailed
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from octavo.retrying import Outages, RetryPolicy
 from octavo.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
 
-# What an admitted stream ends with when its server or the way there is lost: INTERNAL and UNKNOWN are what resets of an
-# HTTP/2 stream become, CANCELLED is a server that stops, RESOURCE_EXHAUSTED the queue of the one tried next.
-_LOST = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-    }
-)
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How often and how soon a request is sent again; the count starts afresh with every message that arrives."""
-
-    retries: int = 8  # of a request that was admitted once
-    retries_before_admission: int = 3
-    first_delay_s: float = 0.1
-    max_delay_s: float = 2.0
-
-    def delay_s(self, failures: int) -> float:
-        """The pause after so many failures in a row: doubling, bounded, spread so that clients do not return as one."""
-        return min(self.first_delay_s * 2 ** (failures - 1), self.max_delay_s) * random.uniform(0.5, 1.0)
+__all__ = ["Generation", "RetryPolicy", "build_messages", "build_request"]
 
 
 def build_request(
@@ -100,29 +73,30 @@ def build_messages(
 
 
 class Generation:
-    """The state of one request: what was sent, what has arrived, and what to send after a loss."""
+    """The state of one request: what was sent, what has arrived, and what to send after a loss.
 
-    def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy, now_ns: int) -> None:
+    What streams goes on with the tokens that the caller has been shown. What comes whole at its end (`stream` = false,
+    beams, `best_of` > `n`) begins anew: nothing of it was shown, and with the same seed the same comes of it.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy, now_ns: int, num_addresses: int = 1) -> None:
         self._request = request
-        self._policy = policy
+        self._outages = Outages(policy, request.request_id, num_addresses)
         self._held: dict[int, pb.ResumedOutput] = {}  # by output index
         self._sums_of_logprobs: dict[int, float] = {}
-        self._failures = 0  # since the last message
-        self._first_loss: RequestFailed | None = None  # of those
-        self._admitted = False
         self._prompt_token_ids: tuple[int, ...] = ()
         self._model = ""
         self._metrics = RequestMetrics(arrival_ns=now_ns)
         self.finished = False
         params = request.sampling_params
-        # Ranked outputs come at the end, long ones in several messages, and begin anew after a loss between these.
-        self._is_ranked = params.use_beam_search or params.best_of > max(params.n, 1)
-        self._ranked = pb.GenerateResponse()
+        # Long ones come in several messages, and begin anew after a loss between these.
+        streams = not request.HasField("stream") or request.stream
+        self._comes_whole = not streams or params.use_beam_search or params.best_of > max(params.n, 1)
+        self._whole = pb.GenerateResponse()
         self._model_fingerprint = ""
         # A template may render another prompt tomorrow: what goes on has to go on after the same tokens.
         self._shows_prompt = request.return_prompt_token_ids
-        streams = not request.HasField("stream") or request.stream
-        if request.WhichOneof("prompt_kind") == "messages" and streams and not self._is_ranked:
+        if request.WhichOneof("prompt_kind") == "messages" and not self._comes_whole:
             request.return_prompt_token_ids = True
 
     @property
@@ -132,15 +106,16 @@ class Generation:
 
     def receive(self, response: pb.GenerateResponse, now_ns: int) -> RequestOutput | None:
         """Takes one message of the stream; returns what it brings to the caller, if anything."""
-        self._failures, self._first_loss = 0, None
         if response.HasField("admission"):
-            self._admitted = True
+            self._outages.admitted(now_ns / 1e9)
             self._model, self._model_fingerprint = response.model, response.model_fingerprint
             self._prompt_token_ids = tuple(response.prompt_token_ids) or self._prompt_token_ids
             self._metrics.num_prompt_tokens = response.admission.num_prompt_tokens
-        if self._is_ranked:
-            self._ranked.MergeFrom(response)
-            response = self._ranked if response.HasField("usage") else pb.GenerateResponse()
+        if response.outputs or response.prompt_logprobs:
+            self._outages.progressed()
+        if self._comes_whole:
+            self._whole.MergeFrom(response)
+            response = self._whole if response.HasField("usage") else pb.GenerateResponse()
         for delta in response.outputs:
             self._hold(delta, now_ns)
         if response.HasField("usage"):
@@ -162,27 +137,16 @@ class Generation:
             model=self._model,
         )
 
-    def retry_delay_s(self, failure: RequestFailed) -> float:
-        """How long to wait before `request` is sent again; raises when it must not be.
-
-        A server that does not know how to resume answers UNIMPLEMENTED: what is raised then is the loss before it.
-        """
-        if self._first_loss is not None and failure.code is grpc.StatusCode.UNIMPLEMENTED:
-            raise self._first_loss
-        if failure.code is not grpc.StatusCode.UNAVAILABLE and not (self._admitted and failure.code in _LOST):
-            raise failure
-        self._failures += 1
-        self._first_loss = self._first_loss or failure
-        limit = self._policy.retries if self._admitted else self._policy.retries_before_admission
-        if self._failures > limit:
-            raise self._first_loss
-        self._ranked.Clear()
+    def retry_delay_s(self, failure: RequestFailed, now_ns: int, remaining_s: float | None = None) -> float:
+        """How long to wait before `request` is sent again; raises when it must not be. See `Outages.delay_s`."""
+        delay_s = self._outages.delay_s(failure, now_ns / 1e9, remaining_s)
+        self._whole.Clear()
         self._request.attempt += 1
         del self._request.resume[:]
         self._request.resume.extend(self._held[index] for index in sorted(self._held))
-        if self._held and not self._is_ranked:
+        if self._held:
             self._pin()
-        return max(self._policy.delay_s(self._failures), failure.retry_after_s or 0.0)
+        return delay_s
 
     def _pin(self) -> None:
         """What goes on goes on with the model, and after the very prompt, that it began with, or is refused."""

@@ -6,7 +6,8 @@ import grpc
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, RetryPolicy, build_request
+from octavo.generation import Generation, build_request
+from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
 
@@ -29,14 +30,14 @@ def test_a_conversation_goes_on_after_the_tokens_that_it_was_rendered_to() -> No
     """A template with the date in it would render others after midnight."""
     generation = begun(build_request(None, None, messages=CHAT, truncate_prompt_tokens=3), 7, 8, prompt=(4, 5, 6))
     assert generation.request.return_prompt_token_ids
-    generation.retry_delay_s(LOST)
+    generation.retry_delay_s(LOST, 4)
     again = generation.request
     assert again.WhichOneof("prompt_kind") == "prompt_token_ids" and list(again.prompt_token_ids.ids) == [4, 5, 6]
     assert not again.HasField("truncate_prompt_tokens") and not again.return_prompt_token_ids
     assert (again.model, again.model_fingerprint) == ("m", "f1")
     assert [list(output.token_ids) for output in again.resume] == [[7, 8]]
     generation.receive(pb.GenerateResponse(admission=pb.Admission(), model="m", model_fingerprint="f1"), 3)
-    generation.retry_delay_s(LOST)
+    generation.retry_delay_s(LOST, 4)
     assert list(generation.request.prompt_token_ids.ids) == [4, 5, 6], "and once more"
 
 
@@ -45,13 +46,13 @@ def test_a_text_is_sent_again_as_it_is_with_the_model_that_began() -> None:
     request = build_request("Once upon", None)
     assert not Generation(request, RetryPolicy(), 0).request.return_prompt_token_ids
     generation = begun(request, 7)
-    generation.retry_delay_s(LOST)
+    generation.retry_delay_s(LOST, 4)
     assert generation.request.prompt == "Once upon" and generation.request.model_fingerprint == "f1"
 
 
 def test_what_has_nothing_yet_may_begin_anew_with_any_model() -> None:
     generation = begun(build_request(None, None, messages=CHAT), prompt=(4, 5, 6))
-    generation.retry_delay_s(LOST)
+    generation.retry_delay_s(LOST, 4)
     again = generation.request
     assert again.WhichOneof("prompt_kind") == "messages" and not again.model and not again.model_fingerprint
 
@@ -73,6 +74,6 @@ def test_ids_of_the_prompt_are_shown_to_who_asked(asks: bool) -> None:
 
 def test_another_model_is_told_of_and_not_tried_again() -> None:
     generation = begun(build_request("Once upon", None), 7)
-    generation.retry_delay_s(LOST)
+    generation.retry_delay_s(LOST, 4)
     with pytest.raises(RequestFailed, match="NOT_FOUND"):
-        generation.retry_delay_s(RequestFailed(grpc.StatusCode.NOT_FOUND, "model 'm' is f2 here"))
+        generation.retry_delay_s(RequestFailed(grpc.StatusCode.NOT_FOUND, "model 'm' is f2 here"), 4)

@@ -16,8 +16,8 @@ import pytest
 
 from octavo.client import Client
 from octavo.errors import RequestFailed
-from octavo.generation import RetryPolicy
 from octavo.interruptible_stream import InterruptibleStream
+from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 from tests.integration.fake_inference import FakeServer, expected_tokens
 

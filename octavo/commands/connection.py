@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from octavo.options import OptionError
 
 if TYPE_CHECKING:
     import grpc
 
     from octavo.client import Client
+    from octavo.retrying import RetryPolicy, Waiting
 
+RETRY_WINDOW = "OCTAVO_RETRY_WINDOW"
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    add_address(group)
+    group.add_argument(
+        "--address",
+        type=addresses,
+        default=DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help="several with commas between them: the next one is asked when one is gone; default: %(default)s",
+    )
+    group.add_argument(
+        "--retry-window",
+        type=seconds,
+        metavar="SECONDS",
+        help=f"how long a lost server is waited for, and one that is not there yet; default: ${RETRY_WINDOW}, or"
+        " 120 for what has begun and 0 for what has not",
+    )
     group.add_argument("--api-key", metavar="KEY", help="sent as `authorization: Bearer KEY`")
     add_tls_arguments(group)
 
@@ -34,6 +54,42 @@ def address(text: str) -> str:
     if not text.startswith("unix:") and not (host and port.isdecimal() and int(port) <= 65535):
         raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
     return text
+
+
+def addresses(text: str) -> str:
+    """One or more, with commas between them. Raises ArgumentTypeError."""
+    return ",".join(address(each.strip()) for each in text.split(","))
+
+
+def seconds(text: str) -> float:
+    """Raises ArgumentTypeError for what is no number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
+def retry_policy(arguments: argparse.Namespace) -> RetryPolicy:
+    """A server that is not there at first is reported at once, unless how long to wait was said. Raises OptionError."""
+    from octavo.retrying import RetryPolicy
+
+    window_s = arguments.retry_window
+    if window_s is None and (told := os.environ.get(RETRY_WINDOW)):
+        try:
+            window_s = seconds(told)
+        except argparse.ArgumentTypeError as error:
+            raise OptionError(f"{RETRY_WINDOW}: {error}") from None
+    if window_s is None:
+        return RetryPolicy(window_before_admission_s=0.0, on_wait=_tell)
+    return RetryPolicy(window_s=window_s, on_wait=_tell)
+
+
+def _tell(waiting: Waiting) -> None:
+    if waiting.is_first:
+        print(f"(waiting for the server, for up to {waiting.left_s:.0f} s: {waiting.failure})", file=sys.stderr)
 
 
 def add_tls_arguments(group: argparse._ActionsContainer) -> None:
@@ -63,9 +119,8 @@ def connect(arguments: argparse.Namespace) -> Iterator[Client]:
     from octavo.cli import CommandError
     from octavo.client import Client
     from octavo.errors import RequestFailed
-    from octavo.generation import RetryPolicy
 
-    retry = RetryPolicy(retries_before_admission=0)
+    retry = retry_policy(arguments)
     with Client(
         arguments.address, api_key=arguments.api_key, credentials=credentials(arguments), retry=retry
     ) as client:

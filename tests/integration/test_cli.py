@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import grpc
 import pytest
 
 from octavo.cli import COMMANDS, main
+from octavo.ports import free_port
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 
@@ -68,6 +70,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["bench"],
         ["bench", "offline", "--workload", "W9"],
         ["generate", "hi", "--address", "localhost"],
+        ["generate", "hi", "--address", "localhost:1,localhost"],
+        ["generate", "hi", "--retry-window", "soon"],
         ["chat", "hi", "--address", "localhost:x"],
         ["health", "localhost"],
         ["health", "--address", ":50051"],
@@ -350,6 +354,42 @@ def test_a_lost_server_is_waited_for(server: FakeServer, capsys: pytest.CaptureF
     server.inference.losses = [(2, grpc.StatusCode.UNAVAILABLE)]
     assert main(["generate", "hi", "--address", server.address, "--seed", "3", "--max-tokens", "5"]) == 0
     assert capsys.readouterr().out.strip() == text_of(expected_tokens(3, 0, 5)).strip()
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for_when_told(capsys: pytest.CaptureFixture[str]) -> None:
+    port, late = free_port(), []
+
+    def come() -> None:
+        late.append(FakeServer(port))
+        late[0].__enter__()
+
+    timer = threading.Timer(0.5, come)
+    timer.start()
+    address = ["--address", f"127.0.0.1:{port}"]
+    try:
+        assert main(["generate", "hi", "--max-tokens", "3", "--retry-window", "30", *address]) == 0
+    finally:
+        timer.join()
+        late[0].stop()
+    assert "(waiting for the server, for up to 30 s: UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_the_window_may_come_from_the_environment(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_RETRY_WINDOW", "0")
+    server.inference.losses = [(1, grpc.StatusCode.UNAVAILABLE)]
+    assert main(["generate", "hi", "--address", server.address]) == 1
+    assert "lost on purpose" in capsys.readouterr().err and len(server.inference.requests) == 1
+    monkeypatch.setenv("OCTAVO_RETRY_WINDOW", "soon")
+    assert main(["generate", "hi", "--address", server.address]) == 2
+    assert "OCTAVO_RETRY_WINDOW: 'soon' is no number of seconds" in capsys.readouterr().err
+
+
+def test_a_command_takes_several_addresses(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    window = ["--retry-window", "20"]
+    assert main(["generate", "hi", "--max-tokens", "2", *window, "--address", f"{NOWHERE},{server.address}"]) == 0
+    assert len(server.inference.requests) == 1 and capsys.readouterr().out
 
 
 def test_ctrl_c_is_clean_and_cancels(server: FakeServer) -> None:

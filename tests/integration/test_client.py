@@ -19,12 +19,13 @@ from google.rpc import error_details_pb2, status_pb2
 from octavo import AsyncClient, Client, SamplingParams
 from octavo.client import _Call, channel_credentials
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, RetryPolicy, build_request
+from octavo.generation import Generation, build_request
 from octavo.outputs import RequestOutput
+from octavo.retrying import RetryPolicy, Waiting
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 
-QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05)
+QUICK = RetryPolicy(window_s=1.0, first_delay_s=0.01, max_delay_s=0.05)
 LOST = grpc.StatusCode.UNAVAILABLE
 
 
@@ -143,19 +144,21 @@ def test_the_loss_is_raised_where_the_server_cannot_resume(server: FakeServer, g
     assert caught.value.code is LOST
 
 
-def test_gives_up_after_the_policy_s_retries(server: FakeServer, generate: Any) -> None:
+def test_gives_up_when_the_timeout_or_the_window_is_over(server: FakeServer, generate: Any) -> None:
     server.inference.losses = [(0, LOST)] * 50
-    with pytest.raises(RequestFailed, match="lost on purpose"):
-        generate("hello", SamplingParams(max_tokens=4), timeout=0.3)
+    with pytest.raises(RequestFailed, match="9 schedulers were lost before anything came of it"):
+        generate("hello", SamplingParams(max_tokens=4), timeout=20)
+    assert len(server.inference.requests) == 1 + QUICK.max_losses
     server.inference.token_delay_s = 1.0
     server.inference.losses = [(0, LOST)]
     with pytest.raises(RequestFailed, match="lost on purpose"):  # though it is the second attempt that runs out of time
         generate("hello", SamplingParams(max_tokens=4), timeout=0.5)
     server.inference.requests.clear()
     server.inference.refusal = (LOST, "no worker yet", ())
-    with pytest.raises(RequestFailed, match="no worker yet"):
+    started_s = time.monotonic()
+    with pytest.raises(RequestFailed, match=r"no worker yet \(nobody went on with it for 1\.\d s\)"):
         generate("hello")
-    assert len(server.inference.requests) == 1 + QUICK.retries_before_admission
+    assert QUICK.window_s <= time.monotonic() - started_s < 20 and len(server.inference.requests) > 10
 
 
 def test_a_scheduler_that_comes_back_is_found(server: FakeServer) -> None:
@@ -219,7 +222,7 @@ def test_ranked_outputs_begin_anew_after_a_loss_between_their_messages(params: S
     ]
     for message in messages[:2]:
         assert generation.receive(message, now_ns=1) is None
-    generation.retry_delay_s(RequestFailed(LOST, "gone"))
+    generation.retry_delay_s(RequestFailed(LOST, "gone"), now_ns=2)
     assert not generation.request.resume and generation.request.attempt == 1
     received = [output for message in messages if (output := generation.receive(message, now_ns=2))]
     assert (text_in(received, 0), text_in(received, 1), tokens_of(received, 0)) == ("abc", "d", [1, 2, 3])
@@ -229,9 +232,33 @@ def test_ranked_outputs_begin_anew_after_a_loss_between_their_messages(params: S
 def test_a_full_queue_found_after_a_loss_is_tried_again_when_it_says() -> None:
     generation = Generation(build_request("hello", None), QUICK, now_ns=0)
     generation.receive(pb.GenerateResponse(admission=pb.Admission()), now_ns=1)
-    assert generation.retry_delay_s(RequestFailed(LOST, "gone")) <= 0.05
+    assert generation.retry_delay_s(RequestFailed(LOST, "gone"), now_ns=2) <= 0.05
     full = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=7.0)
-    assert generation.retry_delay_s(full) == 7.0
+    assert 7.0 <= generation.retry_delay_s(full, now_ns=3) <= 7.05
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [pb.OutputDelta(index=0, token_ids=[1, 2], text="ab")],
+        [pb.OutputDelta(index=0, token_ids=[1, 2], text="ab"), pb.OutputDelta(index=1, token_ids=[3], text="c")],
+    ],
+    ids=["one output begun", "two"],
+)
+def test_what_comes_whole_begins_anew_after_a_loss_between_its_messages(messages: list[pb.OutputDelta]) -> None:
+    """A server refuses to resume it, and the caller has been shown nothing."""
+    generation = Generation(build_request("hello", SamplingParams(n=2, seed=3), stream=False), QUICK, now_ns=0)
+    generation.receive(pb.GenerateResponse(admission=pb.Admission(), model="fake", model_fingerprint="f"), now_ns=1)
+    for delta in messages:
+        assert generation.receive(pb.GenerateResponse(outputs=[delta]), now_ns=2) is None
+    generation.retry_delay_s(RequestFailed(LOST, "gone"), now_ns=3)
+    again = generation.request
+    assert not again.resume and again.sampling_params.seed == 3 and again.attempt == 1 and not again.model_fingerprint
+    whole = [
+        pb.OutputDelta(index=index, token_ids=[1], text="a", finish_reason=pb.FINISH_REASON_STOP) for index in (0, 1)
+    ]
+    output = generation.receive(pb.GenerateResponse(outputs=whole, usage=pb.Usage(completion_tokens=2)), now_ns=4)
+    assert output is not None and output.finished and [one.text for one in output.outputs] == ["a", "a"]
 
 
 def test_a_full_queue_is_the_caller_s_business(server: FakeServer, generate: Any) -> None:
@@ -242,10 +269,14 @@ def test_a_full_queue_is_the_caller_s_business(server: FakeServer, generate: Any
     assert len(server.inference.requests) == 1
 
 
-def test_a_pause_that_outlasts_the_timeout_is_not_begun() -> None:
-    call = _Call(build_request("hello", None), RetryPolicy(first_delay_s=60.0, max_delay_s=60.0), timeout=20.0)
+def test_a_pause_ends_within_the_timeout_or_is_not_begun() -> None:
+    slow = RetryPolicy(first_delay_s=60.0, max_delay_s=60.0)
+    for _ in range(20):
+        call = _Call(build_request("hello", None), slow, timeout=2.0)
+        assert call.pause_after(RequestFailed(LOST, "gone")) <= 2.0
+    call = _Call(build_request("hello", None), slow, timeout=2.0)
     with pytest.raises(RequestFailed, match=r"DEADLINE_EXCEEDED: no time for another attempt after: UNAVAILABLE: gone"):
-        call.pause_after(RequestFailed(LOST, "gone"))
+        call.pause_after(RequestFailed(LOST, "gone", retry_after_s=3.0))
 
 
 def test_timeout_covers_the_whole_call(server: FakeServer, generate: Any) -> None:
@@ -342,3 +373,60 @@ def test_nobody_there_is_unavailable() -> None:
         with pytest.raises(RequestFailed) as caught:
             list(client.generate("hello"))
         assert caught.value.code is LOST
+
+
+def test_whoever_waits_is_told_once_an_outage(server: FakeServer) -> None:
+    told: list[Waiting] = []
+    policy = RetryPolicy(first_delay_s=0.001, max_delay_s=0.001, on_wait=told.append)
+    server.inference.losses = [(1, LOST), (0, LOST), (2, LOST)]
+    with Client(server.address, retry=policy) as client:
+        list(client.generate("hello", SamplingParams(max_tokens=6), request_id="r"))
+    assert [(waiting.request_id, waiting.is_first) for waiting in told] == [("r", True), ("r", False), ("r", True)]
+    assert all("lost on purpose" in str(waiting.failure) and 119 < waiting.left_s <= 120 for waiting in told)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("as_list", [True, False], ids=["list", "commas"])
+def test_the_next_address_goes_on_when_one_is_gone(kind: str, as_list: bool) -> None:
+    with FakeServer() as first, FakeServer() as second:
+        addresses = [first.address, second.address]
+        address = addresses if as_list else ",".join(addresses)
+        first.inference.losses = [(2, LOST)]
+        params = SamplingParams(max_tokens=5, seed=1)
+
+        def run() -> list[RequestOutput]:
+            with Client(address, retry=QUICK) as client:
+                received = list(client.generate("hello", params))
+                first.stop()
+                assert client.model_info().model == "fake" and tokens_of(list(client.generate("again", params)))
+                return received
+
+        async def run_async() -> list[RequestOutput]:
+            async with AsyncClient(address, retry=QUICK) as client:
+                received = [output async for output in client.generate("hello", params)]
+                await asyncio.to_thread(first.stop)
+                assert (await client.model_info()).model == "fake"
+                assert tokens_of([output async for output in client.generate("again", params)])
+                return received
+
+        outputs = run() if kind == "sync" else asyncio.run(run_async())
+        assert tokens_of(outputs) == expected_tokens(1, 0, 5)
+        assert len(first.inference.requests) == 1 and len(second.inference.requests) == 2
+        assert list(second.inference.requests[0].resume[0].token_ids) == expected_tokens(1, 0, 2)
+
+
+def test_what_is_meant_for_all_schedulers_reaches_all() -> None:
+    with FakeServer() as first, FakeServer() as second, Client([first.address, second.address]) as client:
+        client.flush_prefix_cache()
+        assert (first.control.num_flushes, second.control.num_flushes) == (1, 1)
+        first.stop()
+        client.flush_prefix_cache()
+        assert second.control.num_flushes == 2 and client.abort("known")
+
+
+def test_a_refusal_is_not_taken_to_the_next_address() -> None:
+    with FakeServer() as first, FakeServer() as second, Client([first.address, second.address]) as client:
+        first.inference.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "no", ())
+        with pytest.raises(RequestFailed, match="INVALID_ARGUMENT"):
+            list(client.generate("hello"))
+        assert not second.inference.requests

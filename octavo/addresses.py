@@ -1,0 +1,91 @@
+"""The schedulers that a client may ask: in the order given, from the first, and the next one when one is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from octavo.errors import RequestFailed
+from octavo.rpc import CHANNEL_OPTIONS
+from protos import inference_pb2_grpc as pb_grpc
+
+# A scheduler that comes back is found within about a second; gRPC's own backoff grows to two minutes. The least is also
+# what one attempt to connect may take: a host that is gone answers nothing, and the next address waits.
+_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 3000),
+]
+_WITH_COMMAS = ("ipv4:", "ipv6:", "unix:")  # targets of gRPC that may hold some themselves
+
+Insecure = Callable[..., Any]  # (target, options)
+Secure = Callable[..., Any]  # (target, credentials, options)
+
+
+def split_addresses(addresses: str | Sequence[str]) -> list[str]:
+    """`HOST:PORT,HOST:PORT`, or any targets of gRPC in a list. Raises ValueError for none."""
+    if isinstance(addresses, str):
+        addresses = [addresses] if addresses.startswith(_WITH_COMMAS) else addresses.split(",")
+    found = [address.strip() for address in addresses if address.strip()]
+    if not found:
+        raise ValueError("no address; HOST:PORT is accepted, and several of them")
+    return list(dict.fromkeys(found))
+
+
+class Server:
+    """One scheduler: its channel and stubs."""
+
+    def __init__(self, address: str, channel: Any) -> None:
+        self.address = address
+        self.channel = channel
+        self.inference = pb_grpc.InferenceStub(channel)
+        self.control = pb_grpc.ControlStub(channel)
+
+
+class Servers:
+    """All of them. `current` is asked until somebody says that it failed; may be shared between threads."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        insecure: Insecure,
+        secure: Secure,
+    ) -> None:
+        self.all = [
+            Server(
+                address,
+                insecure(address, options=_OPTIONS)
+                if credentials is None
+                else secure(address, credentials, options=_OPTIONS),
+            )
+            for address in split_addresses(addresses)
+        ]
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @property
+    def current(self) -> Server:
+        return self.all[self._at]
+
+    def failed(self, server: Server) -> None:
+        """The next one is asked from now on, unless another call has found that out before."""
+        if self.current is server:
+            self._at = (self._at + 1) % len(self.all)
+
+    def in_turn(self) -> list[Server]:
+        """Each once, from the current one on."""
+        return self.all[self._at :] + self.all[: self._at]
+
+
+def first_failure(failures: Sequence[RequestFailed], num_asked: int) -> RequestFailed | None:
+    """What a call that was made to all ends with: a refusal by any, or that nobody was there."""
+    refusals = [failure for failure in failures if failure.code is not grpc.StatusCode.UNAVAILABLE]
+    if refusals:
+        return refusals[0]
+    return failures[0] if failures and len(failures) == num_asked else None
