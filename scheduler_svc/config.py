@@ -76,7 +76,9 @@ class SchedulerConfig:
     max_open_calls: int = option(
         8192, "calls at once in all, of which one host may have three quarters; more are refused", group=REQUESTS
     )
-    max_connections: int = option(1024, "connections at once; more are closed as they come", group=REQUESTS)
+    max_connections: int = option(
+        1024, "connections at once, shared by hosts when they are nearly used up; more are closed", group=REQUESTS
+    )
     max_connection_age: float = option(
         3600.0, "seconds after which a client is asked to connect anew; 0: never", group=REQUESTS
     )

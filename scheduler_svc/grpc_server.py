@@ -6,6 +6,8 @@ import grpc
 
 from octavo.rpc import SERVER_OPTIONS, SHARED_PORT_SERVER_OPTIONS
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.connection_shares import ConnectionShares, watch
+from scheduler_svc.connections import allow_open_files
 from scheduler_svc.open_calls import OpenCalls
 from scheduler_svc.request_guard import RequestGuard
 
@@ -14,12 +16,12 @@ MAX_CONNECTION_IDLE_MS = 600_000
 
 
 def new_server(config: SchedulerConfig, *, shares_port: bool = False) -> grpc.aio.Server:
-    """A server without services that listens nowhere yet.
+    """A server without services that listens nowhere yet. For the event loop that runs.
 
     A request of more than `max_request_bytes` is RESOURCE_EXHAUSTED before it is read. Beyond
     `max_concurrent_streams` calls at once over one connection the client's own library lets calls wait; beyond
-    `max_connections` connections are closed as they come. `shares_port`: other processes of this scheduler listen on
-    the port, too, each with bounds of its own.
+    `max_connections` connections are closed as they come, and hosts with many lose some shortly before. `shares_port`:
+    other processes of this scheduler listen on the port, too, each with bounds of its own.
     """
     options = {
         **dict(SHARED_PORT_SERVER_OPTIONS if shares_port else SERVER_OPTIONS),
@@ -31,5 +33,8 @@ def new_server(config: SchedulerConfig, *, shares_port: bool = False) -> grpc.ai
     }
     if config.max_connection_age:
         options["grpc.max_connection_age_ms"] = int(config.max_connection_age * 1e3)  # open calls end in peace
-    guard = RequestGuard(OpenCalls(config.max_open_calls))
-    return grpc.aio.server(options=tuple(options.items()), interceptors=(guard,))
+    allow_open_files(config.max_connections)
+    calls = OpenCalls(config.max_open_calls)
+    server = grpc.aio.server(options=tuple(options.items()), interceptors=(RequestGuard(calls),))
+    watch(server, ConnectionShares(config.max_connections, calls.peers))
+    return server

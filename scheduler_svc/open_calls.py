@@ -7,7 +7,8 @@ forgotten when they have nothing open and have behaved for a while.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -74,10 +75,15 @@ class OpenCalls:
         self._clock = clock
         self._hosts: dict[str, _Host] = {}
         self._num_open = 0
+        self._num_open_of: Counter[str] = Counter()  # by peer
         self._num_cut = 0
         self._cut_s: dict[str, float] = {}  # when, by peer; the oldest first
         self._look_at = MAX_QUIET_HOSTS  # hosts, before the quiet ones of them are looked for
         self._logged_s = -LOG_INTERVAL_S
+
+    def peers(self) -> Iterable[str]:
+        """Those that have a call open."""
+        return self._num_open_of.keys()
 
     @contextmanager
     def open(self, peer: str) -> Iterator[Call]:
@@ -92,15 +98,22 @@ class OpenCalls:
         call = Call(now_s)
         host.num_open += 1
         self._num_open += 1
+        self._num_open_of[peer] += 1
         try:
             yield call
         finally:
             host.num_open -= 1
             self._num_open -= 1
+            self._close_one_of(peer)
             if not call.is_useful:
                 self._note_idle(call, host, peer)
             if not host.num_open and len(self._hosts) > self._look_at:
                 self._forget_quiet_hosts()
+
+    def _close_one_of(self, peer: str) -> None:
+        self._num_open_of[peer] -= 1
+        if not self._num_open_of[peer]:
+            del self._num_open_of[peer]
 
     def _note_idle(self, call: Call, host: _Host, peer: str) -> None:
         now_s = self._clock()
