@@ -319,14 +319,29 @@ class SequenceGroup:
             return sum(-(-length // block_size) for length in lengths)
         state = (self.sequences, len(lengths), sum(lengths), block_size)
         if self._num_blocks[0] != state:
-            num_shared = self.num_prompt_tokens // block_size
-            own: set[bytes] = set()
-            for sequence, length in zip(sequences, lengths, strict=True):
-                if length // block_size > num_shared:
-                    own.update(sequence.hashes(num_shared, length // block_size, block_size))
-            num_partial = sum(length % block_size > 0 for length in lengths)
-            self._num_blocks = state, num_shared + len(own) + num_partial
+            if self.begins_as_one:
+                whole, rest = divmod(self.num_prompt_tokens, block_size)
+                self._num_blocks = state, whole + len(lengths) * (rest > 0)
+            else:
+                self._num_blocks = state, self._num_blocks_one_by_one(sequences, block_size)
         return self._num_blocks[1]
+
+    def _num_blocks_one_by_one(self, sequences: list[Sequence], block_size: int) -> int:
+        """What each takes that those before it have not computed. The block of its last token it computes itself, also
+        where another has one that is equal."""
+        num_full = self.num_prompt_tokens // block_size
+        num_blocks = num_of_prompt = 0
+        known = set[bytes]()  # behind the prompt's full blocks
+        for sequence in sequences:
+            last, rest = divmod(sequence.num_tokens - 1, block_size)
+            ends_with_block = rest == block_size - 1  # and others find it
+            num_blocks += max(0, min(last, num_full) - num_of_prompt) + 1
+            num_of_prompt = max(num_of_prompt, min(last + ends_with_block, num_full))
+            if last + ends_with_block > num_full:
+                own = sequence.hashes(num_full, last + ends_with_block, block_size)
+                num_blocks += len(set(own[: last - num_full]) - known)
+                known.update(own)
+        return num_blocks
 
     @property
     def uses_beam_search(self) -> bool:

@@ -105,6 +105,29 @@ def test_outputs_that_have_gone_different_ways_are_hashed_once_while_they_wait(m
     assert simulated.blocks.num_blocks_of(group) == expected - 1
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [8, 10])
+@pytest.mark.parametrize(
+    "histories",
+    [[[5], [], []], [[], [5] * 9, []], [[5] * 4, [], [5] * 4], [[5] * 4, [5] * 4, [5] * 5], [[5], [6], [7]]],
+    ids=str,
+)
+def test_outputs_that_begin_apart_take_as_many_blocks_as_they_were_counted_for(
+    num_prompt_tokens: int, histories: list[list[int]]
+):
+    """Also one at the end of a block: it computes its last token, and shares that block with nobody."""
+    simulated = Simulation(num_slots=8, max_model_len=64, block_size=4, num_blocks=64, max_num_batched_tokens=64)
+    group = simulated.add([1] * num_prompt_tokens, 20, eos_token_id=None, n=3, resumed=histories)
+    counted, most_held = simulated.blocks.num_blocks_of(group), 0
+    lengths = [sequence.num_tokens for sequence in group.sequences]
+    while all(sequence.num_tokens == length for sequence, length in zip(group.sequences, lengths, strict=True)):
+        simulated.send()
+        most_held = max(most_held, simulated.blocks.allocator.num_blocks - simulated.blocks.num_free_blocks)
+        simulated.answer()
+    assert most_held == counted
+    simulated.run_to_end()
+    simulated.check_nothing_left()
+
+
 # ---- what was found before ------------------------------------------------------------------------------------------
 
 NUM_BLOCKS = 12
