@@ -37,6 +37,7 @@ from scheduler_svc.step_encoder import UnsendableGroup, decode, encode_request
 from scheduler_svc.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.stranded_groups import StrandedGroups
+from scheduler_svc.turn_watch import Turns
 from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_claims import check_result
@@ -111,6 +112,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         vital = vital or VitalParts()
         self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
+        self.turns = Turns()  # of that thread, at least four a second
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
         self._watched_ns = self._awake_since_ns = self._clock()
@@ -233,6 +235,7 @@ class Engine:
 
     def _run(self) -> None:
         while not self._has_stopped:
+            self.turns.note()
             self.take_events()
             self.send_steps()
 

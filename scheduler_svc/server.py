@@ -83,8 +83,7 @@ async def serve(config: SchedulerConfig) -> None:
         log.info("scheduler is stopping")
         anyway = threading.Timer(BROKEN_END_S, _end_by_force)
         anyway.daemon = True
-        if serving.vital.failure:
-            anyway.start()  # what is broken may keep the rest from ending
+        serving.vital.on_failure(anyway.start)  # what is broken may keep the rest from ending
         for watch in watches:
             watch.cancel()
         serving.engine.live.close()  # before those who wait are sent away: who comes now is, too, and not aborted

@@ -10,6 +10,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine import Engine, EngineSettings, OutputSink
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.output_processor import Delivery, OutputProcessor
+from scheduler_svc.turn_watch import TurnWatch
 from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_pool import WorkerPool
 
@@ -54,6 +55,7 @@ class Serving:
             self.vital,
         )
         self.vital.on_failure(self.engine.live.close)
+        self._watch = TurnWatch("step-loop", self.engine.turns, self.vital)
         self.pool = WorkerPool(
             self.engine,
             config.worker,
@@ -78,12 +80,14 @@ class Serving:
     def start(self) -> None:
         self.outputs.start()
         self.engine.start()
+        self._watch.start()
         self.pool.start()
 
     def stop(self) -> None:
         """Aborts what is unfinished, lets its last messages out, and gives the workers back."""
         self.pool.close()
         self.engine.stop()
+        self._watch.stop()
         self.outputs.stop()
 
     @property

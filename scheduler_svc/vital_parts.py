@@ -65,19 +65,20 @@ class VitalParts:
         why = "it ended by itself" if error is None else f"{type(error).__name__}: {error}"
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or f"{name}: {why}"
+            listeners = list(self._listeners)  # whoever comes from now on is told as it comes
         if not is_first:
             return
         log.critical("a part has ended that the service needs", part=name, why=why, exc_info=error)
-        for listener in self._listeners:
+        for listener in listeners:
             listener()
 
     def on_failure(self, listener: Callable[[], None]) -> None:
         """Has `listener` called once when a part has failed, on any thread, at once where one has."""
         with self._lock:
-            self._listeners.append(listener)
-            has_failed = bool(self._failure)
-        if has_failed:
-            listener()
+            if not self._failure:
+                self._listeners.append(listener)
+                return
+        listener()
 
     async def broken(self) -> None:
         """Waits for the first part to fail, and raises ServiceBroken."""

@@ -54,6 +54,13 @@ def test_a_thread_that_ends_before_its_time_is_told_of_once(target: Callable[[],
     assert heard[1:] == ["late"], "who asks later is told at once"
 
 
+def test_whoever_asks_while_others_are_told_is_told_once() -> None:
+    vital, heard = VitalParts(), list[str]()
+    vital.on_failure(lambda: vital.on_failure(lambda: heard.append("meanwhile")))
+    vital.fail("one", None)
+    assert heard == ["meanwhile"]
+
+
 def test_a_thread_that_was_told_to_end_may() -> None:
     vital, told = VitalParts(), threading.Event()
     thread = vital.thread("one", lambda: None if told.wait(10) else fail(), told.is_set)
