@@ -29,7 +29,7 @@ class ServedModel:
     max_logprobs: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
-    tokenizer_sha256: str
+    tokenizer_sha256: str  # of the workers' own
 
     @classmethod
     def from_worker(
@@ -70,8 +70,11 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The same where a request goes on with the same tokens: weights, arithmetic and text. 32 hex digits."""
-        parts = (self.model_hash, self.dtype, self.kv_cache_dtype, self.quantization, self.tokenizer_sha256)
+        """The same where a request goes on with the same tokens: weights, arithmetic and text. 32 hex digits.
+
+        The text is that of the tokenizer in use, which may be another than the workers' (`--tokenizer`).
+        """
+        parts = (self.model_hash, self.dtype, self.kv_cache_dtype, self.quantization, self.tokenizer.sha256)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def with_worker(self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse) -> ServedModel:

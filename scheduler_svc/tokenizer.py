@@ -91,6 +91,12 @@ class Tokenizer:
         return self._files
 
     @cached_property
+    def sha256(self) -> str:
+        """Of the files that it was made of, as a worker says it of those that it sends."""
+        known = sorted(name for name in self._files if name in _FILE_NAMES)
+        return hashlib.sha256(b"".join(self._files[name] for name in known)).hexdigest()
+
+    @cached_property
     def content_guard(self) -> ContentGuard:
         """For a tokenizer with a chat template."""
         assert self.chat_template is not None
