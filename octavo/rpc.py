@@ -7,7 +7,8 @@ is readiness.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -135,6 +136,17 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
     channelz.add_channelz_servicer(server)
     add_reflection(server, [*service_names, "grpc.channelz.v1.Channelz", "grpc.health.v1.Health"])
     return health
+
+
+def behaviour(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
+    """What a method does, of the one kind of the four that it is."""
+    kinds = {
+        (False, False): handler.unary_unary,
+        (False, True): handler.unary_stream,
+        (True, False): handler.stream_unary,
+        (True, True): handler.stream_stream,
+    }
+    return kinds[handler.request_streaming, handler.response_streaming]
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -9,7 +9,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.connection_shares import ConnectionShares, watch
 from scheduler_svc.connections import allow_open_files
 from scheduler_svc.open_calls import OpenCalls
-from scheduler_svc.request_guard import RequestGuard
+from scheduler_svc.request_guard import RequestGuard, read_timeout_s
 
 HANDSHAKE_TIMEOUT_MS = 10_000
 MAX_CONNECTION_IDLE_MS = 600_000
@@ -35,6 +35,7 @@ def new_server(config: SchedulerConfig, *, shares_port: bool = False) -> grpc.ai
         options["grpc.max_connection_age_ms"] = int(config.max_connection_age * 1e3)  # open calls end in peace
     allow_open_files(config.max_connections)
     calls = OpenCalls(config.max_open_calls)
-    server = grpc.aio.server(options=tuple(options.items()), interceptors=(RequestGuard(calls),))
+    guard = RequestGuard(calls, read_timeout_s(config.max_request_bytes))
+    server = grpc.aio.server(options=tuple(options.items()), interceptors=(guard,))
     watch(server, ConnectionShares(config.max_connections, calls.peers))
     return server

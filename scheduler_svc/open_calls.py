@@ -35,21 +35,26 @@ class Call:
     Attributes:
         has_request: its message has come, or as many as may come are awaited.
         is_useful: it got what its client wanted or was told why not, whatever comes now.
+        has_given_way: another one has its place.
     """
 
-    __slots__ = ("has_request", "is_useful", "started_s")
+    __slots__ = ("has_given_way", "has_request", "is_useful", "started_s")
 
     def __init__(self, started_s: float) -> None:
         self.started_s = started_s
         self.has_request = False
         self.is_useful = False
+        self.has_given_way = False
 
 
 class _Host:
-    __slots__ = ("allowance", "allowed_s", "num_open")
+    """`yielding` are its calls that give way to others when there is no place, the latest last, and what ends each."""
+
+    __slots__ = ("allowance", "allowed_s", "num_open", "yielding")
 
     def __init__(self, now_s: float) -> None:
         self.num_open = 0
+        self.yielding: dict[Call, Callable[[], object]] = {}
         self.allowance = float(IDLE_CALLS)
         self.allowed_s = now_s  # when `allowance` was that
 
@@ -75,40 +80,76 @@ class OpenCalls:
         self._clock = clock
         self._hosts: dict[str, _Host] = {}
         self._num_open = 0
-        self._num_open_of: Counter[str] = Counter()  # by peer
+        self._num_open_of: Counter[str] = Counter()  # by peer, without those that give way
+        self._num_yielding = 0
         self._num_cut = 0
         self._cut_s: dict[str, float] = {}  # when, by peer; the oldest first
         self._look_at = MAX_QUIET_HOSTS  # hosts, before the quiet ones of them are looked for
         self._logged_s = -LOG_INTERVAL_S
 
     def peers(self) -> Iterable[str]:
-        """Those that have a call open."""
+        """Those that have a call open which does not give way."""
         return self._num_open_of.keys()
 
     @contextmanager
-    def open(self, peer: str) -> Iterator[Call]:
-        """For as long as a call is open. Raises QueueFull beyond the bounds."""
+    def open(self, peer: str, give_way: Callable[[], object] | None = None) -> Iterator[Call]:
+        """For as long as a call is open. Raises QueueFull beyond the bounds.
+
+        `give_way` ends the call soon, where another one that cannot needs its place.
+        """
         now_s = self._clock()
         name = peer.rpartition(":")[0]
         host = self._hosts.get(name)
         if host is None:
             host = self._hosts[name] = _Host(now_s)
-        if self._num_open >= self._max_calls or host.num_open >= self._max_calls_of_host:
+        if not self._has_place(host) and (give_way is not None or not self._make_place(host)):
             raise QueueFull(f"{host.num_open} calls of this host and {self._num_open} in all are open", RETRY_AFTER_S)
         call = Call(now_s)
-        host.num_open += 1
-        self._num_open += 1
-        self._num_open_of[peer] += 1
+        self._count(host, 1)
+        if give_way is None:
+            self._num_open_of[peer] += 1
+        else:
+            host.yielding[call] = give_way
+            self._num_yielding += 1
         try:
             yield call
         finally:
-            host.num_open -= 1
-            self._num_open -= 1
-            self._close_one_of(peer)
+            if give_way is None:
+                self._close_one_of(peer)
+                self._count(host, -1)
+            elif not call.has_given_way:
+                del host.yielding[call]
+                self._num_yielding -= 1
+                self._count(host, -1)
             if not call.is_useful:
                 self._note_idle(call, host, peer)
             if not host.num_open and len(self._hosts) > self._look_at:
                 self._forget_quiet_hosts()
+
+    def _has_place(self, host: _Host) -> bool:
+        return self._num_open < self._max_calls and host.num_open < self._max_calls_of_host
+
+    def _count(self, host: _Host, change: int) -> None:
+        host.num_open += change
+        self._num_open += change
+
+    def _make_place(self, host: _Host) -> bool:
+        """Ends a call that gives way, the latest of the host that has the most, and of this one where it has too many.
+
+        Its place is free at once.
+        """
+        if not self._num_yielding:
+            return False
+        if host.num_open < self._max_calls_of_host:
+            host = max(self._hosts.values(), key=lambda each: len(each.yielding))
+        if not host.yielding:
+            return False
+        call, give_way = host.yielding.popitem()
+        call.has_given_way = call.is_useful = True
+        self._num_yielding -= 1
+        self._count(host, -1)
+        give_way()
+        return True
 
     def _close_one_of(self, peer: str) -> None:
         self._num_open_of[peer] -= 1

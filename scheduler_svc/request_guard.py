@@ -15,7 +15,8 @@ from typing import Any
 
 import grpc
 
-from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestRefused, RequestTimeout, Unsupported
+from octavo.rpc import behaviour
+from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull, RequestRefused, RequestTimeout, Unsupported
 from scheduler_svc.open_calls import Call, OpenCalls
 from scheduler_svc.request_reader import parse
 from scheduler_svc.status import refusals
@@ -23,7 +24,10 @@ from scheduler_svc.status import refusals
 Read = Callable[[bytes], Any]
 Behave = Callable[..., Any]
 
-READ_TIMEOUT_S = 30.0  # for the one message of a call
+READ_TIMEOUT_S = 30.0  # for the one message of a call, or the next one of several
+SLOWEST_BYTES_PER_S = 36_000  # at which a message of the largest size that is taken may come
+RETRY_AFTER_S = 1.0
+GIVES_WAY = frozenset({"/grpc.health.v1.Health/Watch"})  # may stay open for ever, while nobody else needs its place
 REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
 
@@ -32,10 +36,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     Args:
         calls: counts them; None where all callers are trusted.
+        read_timeout_s: for each message that is awaited; None: no bound.
     """
 
-    def __init__(self, calls: OpenCalls | None = None) -> None:
+    def __init__(self, calls: OpenCalls | None = None, read_timeout_s: float | None = None) -> None:
         self._calls = calls or OpenCalls(max_calls=2**31, cut=lambda peer: False)
+        self._read_timeout_s = read_timeout_s
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}  # by method; only such as exist
         self._unknown = grpc.stream_stream_rpc_method_handler(self._refuse_unknown)
 
@@ -58,10 +64,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
                 raise Unsupported("there is no such method")
 
     def _guard(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
-        behave = _behaviour(handler)
+        behave = behaviour(handler)
         guarded: Any
         if inspect.isasyncgenfunction(behave):
-            guarded = self._guarded_generator(behave, self._reader(handler, method))
+            guarded = self._guarded_generator(behave, self._reader(handler, method), gives_way=method in GIVES_WAY)
         elif inspect.iscoroutinefunction(behave):
             guarded = self._guarded_coroutine(behave, self._reader(handler, method))
         else:
@@ -72,7 +78,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         # Messages of a stream are read wherever the method asks for one.
-        deserialize = partial(parse, handler.request_deserializer, method=method) if handler.request_streaming else None
+        read = handler.request_deserializer or _as_it_is
+        deserialize = partial(parse, read, method=method) if handler.request_streaming else None
         return wrap(guarded, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
     def _guarded_coroutine(self, behave: Behave, read: _Reader) -> Behave:
@@ -90,13 +97,18 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _guarded_generator(self, behave: Behave, read: _Reader) -> Behave:
+    def _guarded_generator(self, behave: Behave, read: _Reader, gives_way: bool) -> Behave:
         async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             async with refusals(context):
-                with self._calls.open(context.peer()) as call:
+                task = asyncio.current_task() if gives_way else None
+                with self._calls.open(context.peer(), give_way=task and task.cancel) as call:
                     try:
                         async for response in behave(await read(requests, context, call), context):
                             yield response
+                    except asyncio.CancelledError:
+                        if not call.has_given_way:
+                            raise
+                        raise QueueFull("others need the place of this call", RETRY_AFTER_S) from None
                     except REFUSED:
                         call.is_useful = call.has_request and not context.cancelled()
                         raise
@@ -104,20 +116,19 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    @staticmethod
-    def _reader(handler: grpc.RpcMethodHandler, method: str) -> _Reader:
+    def _reader(self, handler: grpc.RpcMethodHandler, method: str) -> _Reader:
         deserialize = handler.request_deserializer or _as_it_is
 
         async def read_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
             call.has_request = True
-            return requests
+            return self._in_time(requests)
 
         async def read_one(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
             try:
-                async with asyncio.timeout(READ_TIMEOUT_S):
+                async with asyncio.timeout(self._read_timeout_s):
                     data = await context.read()
             except TimeoutError:
-                raise RequestTimeout(f"the request was not here within {READ_TIMEOUT_S:g} s") from None
+                raise self._too_late() from None
             if data is grpc.aio.EOF:
                 raise InvalidRequest(FieldViolation("request", f"got none; accepted: one of {method}"))
             call.has_request = True
@@ -125,18 +136,27 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
         return read_stream if handler.request_streaming else read_one
 
+    async def _in_time(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        while True:
+            try:
+                async with asyncio.timeout(self._read_timeout_s):
+                    request = await anext(requests)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise self._too_late() from None
+            yield request
+
+    def _too_late(self) -> RequestTimeout:
+        return RequestTimeout(f"no request was here within {self._read_timeout_s:g} s")
+
+
+def read_timeout_s(max_request_bytes: int) -> float:
+    """In which the largest request has to be here, however slow its client's line."""
+    return max(READ_TIMEOUT_S, max_request_bytes / SLOWEST_BYTES_PER_S)
+
 
 _Reader = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, Call], Awaitable[Any]]
-
-
-def _behaviour(handler: grpc.RpcMethodHandler) -> Behave:
-    by_kind = {
-        (False, False): handler.unary_unary,
-        (False, True): handler.unary_stream,
-        (True, False): handler.stream_unary,
-        (True, True): handler.stream_stream,
-    }
-    return by_kind[handler.request_streaming, handler.response_streaming]
 
 
 def _as_it_is(data: bytes) -> bytes:

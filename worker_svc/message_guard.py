@@ -13,10 +13,19 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from octavo.rpc import behaviour
+
 log = structlog.get_logger()
 
 Read = Callable[[bytes], Any]
 Behavior = Callable[..., Any]
+
+_MAKERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 
 
 class _Malformed(Exception):
@@ -45,13 +54,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
 def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
     read = _reader(handler.request_deserializer, method)
-    kinds: dict[tuple[bool, bool], tuple[Behavior, Any]] = {
-        (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
-        (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
-        (True, False): (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
-        (True, True): (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
-    }
-    behave, make = kinds[handler.request_streaming, handler.response_streaming]
+    behave, make = behaviour(handler), _MAKERS[handler.request_streaming, handler.response_streaming]
     if not inspect.isasyncgenfunction(behave) and not inspect.iscoroutinefunction(behave):
         return handler
     wrap = _guarded_generator if inspect.isasyncgenfunction(behave) else _guarded_coroutine

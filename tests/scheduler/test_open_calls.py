@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.rpc import SERVER_OPTIONS
+from octavo.rpc import SERVER_OPTIONS, add_introspection
 from scheduler_svc import request_guard
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.connections import cut_connection
@@ -166,6 +167,10 @@ class Echo:
         self.received.append(data)
         return data
 
+    async def echo_all(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for data in requests:
+            yield data
+
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
@@ -179,8 +184,12 @@ class Echo:
 @pytest.fixture
 async def server() -> AsyncIterator[Echo]:
     it = Echo(OpenCalls(max_calls=100))
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls),))
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
+    guard = RequestGuard(it.calls, read_timeout_s=1.0)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(guard,))
+    handlers = {
+        "Echo": grpc.unary_unary_rpc_method_handler(it.echo),
+        "Stream": grpc.stream_stream_rpc_method_handler(it.echo_all),
+    }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
     it.port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -258,10 +267,7 @@ def _is_closed(connection: socket.socket) -> bool:
         connection.settimeout(http2.TIMEOUT_S)
 
 
-async def test_calls_without_their_message_are_refused_beyond_a_number_and_ended_after_a_time(
-    server: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_guard, "READ_TIMEOUT_S", 1.0)
+async def test_calls_without_their_message_are_refused_beyond_a_number_and_ended_after_a_time(server: Echo) -> None:
     with http2.connection(server.address) as connection:
         begun = b"".join(http2.call(s, METHOD) + http2.begun_message(s, 9) for s in range(1, 150, 2))
         await asyncio.to_thread(connection.sendall, begun)
@@ -276,6 +282,76 @@ async def test_calls_without_their_message_are_refused_beyond_a_number_and_ended
             while server.calls._num_open:
                 await asyncio.sleep(0.01)
     assert await server.ask() == b"hi" and server.received[-1] == b"hi"
+
+
+def test_the_largest_request_may_come_slowly() -> None:
+    assert request_guard.read_timeout_s(1 << 20) == request_guard.READ_TIMEOUT_S == 30.0
+    assert request_guard.read_timeout_s(64 << 20) > 1800, "as slowly as one of a mebibyte"
+
+
+def test_calls_that_wait_for_news_alone_give_way_to_others_and_not_to_each_other() -> None:
+    it = Clocked()
+    ended: list[int] = []
+    with ExitStack() as stack:
+        for number in range(28):
+            stack.enter_context(it.calls.open("ipv4:10.0.0.1:1", give_way=lambda number=number: ended.append(number)))
+        for _ in range(2):
+            stack.enter_context(it.calls.open("ipv4:10.0.0.1:2"))
+        assert list(it.calls.peers()) == ["ipv4:10.0.0.1:2"]
+        with pytest.raises(QueueFull):
+            stack.enter_context(it.calls.open("ipv4:10.0.0.1:3", give_way=list))
+        stack.enter_context(it.calls.open("ipv4:10.0.0.1:3"))
+        assert ended == [27], "the latest"
+        for number in range(12):
+            stack.enter_context(it.calls.open(f"ipv4:10.0.0.2:{number}"))
+        assert ended == [27, 26, 25], "of the host that has most of them"
+        for number in range(25):
+            stack.enter_context(it.calls.open(f"ipv4:10.0.0.3:{number}"))
+        assert ended == list(range(27, -1, -1))
+        with pytest.raises(QueueFull, match="40 in all"):
+            stack.enter_context(it.calls.open("ipv4:10.0.0.3:99"))
+    assert it.calls._num_open == it.calls._num_yielding == 0 and not it.cut
+
+
+async def test_health_is_watched_for_long_and_gives_way_where_others_need_its_place() -> None:
+    """By a reverse proxy, say, whose one host has all calls."""
+    it = Echo(OpenCalls(max_calls=4))  # of which one host has three
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls, read_timeout_s=0.2),))
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(it.echo)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    health = add_introspection(server, ["octavo.v1.Inference"])
+    it.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(it.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
+        watches = []
+        for _ in range(3):
+            watches.append(health_pb2_grpc.HealthStub(channel).Watch(request))
+            assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await asyncio.sleep(0.5)  # longer than anybody may take to ask
+        assert await it.ask() == b"hi"
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await watches.pop().read()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await health.set_ready(True)
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(None)
+
+
+async def test_a_stream_of_questions_ends_when_none_comes(server: Echo) -> None:
+    """Reflection, which would idle for ever; whoever asks in time is answered for as long."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/test.Echo/Stream")()
+        for _ in range(4):
+            await call.write(b"x")
+            assert await call.read() == b"x"
+            await asyncio.sleep(0.4)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        ended = channel.stream_stream("/test.Echo/Stream")(iter([b"y"]))
+        assert [answer async for answer in ended] == [b"y"]
 
 
 async def test_whoever_has_too_many_open_is_told_when_to_try_again() -> None:
