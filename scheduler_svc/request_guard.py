@@ -100,8 +100,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     def _guarded_generator(self, behave: Behave, read: _Reader, gives_way: bool) -> Behave:
         async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             async with refusals(context):
-                task = asyncio.current_task() if gives_way else None
-                with self._calls.open(context.peer(), give_way=task and task.cancel) as call:
+                with self._calls.open(context.peer(), give_way=_cancel_this_task() if gives_way else None) as call:
                     try:
                         async for response in behave(await read(requests, context, call), context):
                             yield response
@@ -154,6 +153,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 def read_timeout_s(max_request_bytes: int) -> float:
     """In which the largest request has to be here, however slow its client's line."""
     return max(READ_TIMEOUT_S, max_request_bytes / SLOWEST_BYTES_PER_S)
+
+
+def _cancel_this_task() -> Callable[[], object]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancel
 
 
 _Reader = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, Call], Awaitable[Any]]

@@ -17,7 +17,7 @@ import pytest
 from scheduler_svc import connection_shares
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.connection_shares import CROWDED_SHARE, ConnectionShares, equal_share
-from scheduler_svc.connections import OTHER_FILES
+from scheduler_svc.connections import OTHER_FILES, Connection
 from scheduler_svc.grpc_server import new_server
 from tests.fuzz import http2_frames as http2
 
@@ -86,7 +86,12 @@ def test_hosts_with_few_connections_lose_none_however_many_hosts_there_are() -> 
 
 def test_open_files_are_counted_before_anything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    monkeypatch.setattr(connection_shares, "client_connections", lambda: looks.append(1) or [])
+
+    def look() -> list[Connection]:
+        looks.append(1)
+        return []
+
+    monkeypatch.setattr(connection_shares, "client_connections", look)
     monkeypatch.setattr(connection_shares, "num_open_files", lambda: 35)
     ConnectionShares(40, peers_with_calls=list).look()
     assert not looks

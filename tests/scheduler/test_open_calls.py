@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -294,7 +295,7 @@ def test_calls_that_wait_for_news_alone_give_way_to_others_and_not_to_each_other
     ended: list[int] = []
     with ExitStack() as stack:
         for number in range(28):
-            stack.enter_context(it.calls.open("ipv4:10.0.0.1:1", give_way=lambda number=number: ended.append(number)))
+            stack.enter_context(it.calls.open("ipv4:10.0.0.1:1", give_way=partial(ended.append, number)))
         for _ in range(2):
             stack.enter_context(it.calls.open("ipv4:10.0.0.1:2"))
         assert list(it.calls.peers()) == ["ipv4:10.0.0.1:2"]
