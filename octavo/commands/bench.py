@@ -1,4 +1,4 @@
-"""`octavo bench`: tokens a second and times to tokens, costs of steps and of kernels, as a table or JSON."""
+"""`octavo bench`: tokens a second and times to tokens, costs of steps, of pools and of kernels, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.commands import bench_kernels, connection
+from octavo.commands import bench_fleet, bench_kernels, connection
 
 if TYPE_CHECKING:
     from octavo.bench.figures import Figures
@@ -21,7 +21,7 @@ _DEFAULT_MODEL = "smollm2-135m-instruct"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from octavo.bench.workloads import WORKLOADS
 
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|steps|kernels")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|steps|fleet|kernels")
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
     offline.add_argument("--quantization", default="none", choices=("none", "int8"), help="(default: none)")
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a place behind them")
     steps.add_argument("--cached-blocks", type=int, default=0, metavar="N", help="idle ones in each prefix cache")
     steps.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    bench_fleet.add_arguments(kinds.add_parser("fleet", help="pools of simulated workers in virtual time, of any size"))
     bench_kernels.add_arguments(kinds.add_parser("kernels", help="GPU kernels: compiled, or timed on the GPU here"))
     texts = "; ".join(f"{name}: {text}" for name, (text, _) in WORKLOADS.items())
     for kind in (offline, serve):
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _streaming(arguments)
     if arguments.kind == "steps":
         return _steps(arguments)
+    if arguments.kind == "fleet":
+        return bench_fleet.run(arguments)
     if arguments.kind == "kernels":
         return bench_kernels.run(arguments)
     rows = _offline(arguments) if arguments.kind == "offline" else _serve(arguments)

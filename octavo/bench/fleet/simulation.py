@@ -1,0 +1,294 @@
+"""Plays requests against the real engine and simulated workers: the clock is a number, and jumps to what happens next.
+
+Real are the step loop, the waiting queue, the choice of workers, the schedulers, their caches and every message of a
+step. Not there are text, sockets and processes. The scheduler's own work takes no virtual time; it is measured apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.fleet.requests import OWN_TEXT, Request
+from octavo.bench.fleet.worker import BLOCK_SIZE, RunStep, VirtualWorker, WorkerKind
+from protos import inference_pb2, worker_pb2
+
+if TYPE_CHECKING:
+    from scheduler_svc.beam_search import BeamHypothesis
+    from scheduler_svc.engine import Engine
+    from scheduler_svc.sequence import FinishReason, SequenceGroup
+    from scheduler_svc.step_plan import NewTokens
+
+TICK_NS = 250_000_000  # the step loop looks at its clock at least so often
+MAX_SILENCE_NS = 600_000_000_000  # without any event while requests are unfinished: they never will be
+UNBOUNDED = 1 << 60
+
+
+class NeverEnds(Exception):
+    """Requests are there and nothing is on its way that could bring them on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A worker that is lost, and comes back with an empty cache."""
+
+    worker: int
+    at_s: float
+    return_s: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Outcome:
+    """What became of one request, in ns of virtual time."""
+
+    request: Request
+    ended_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    longest_gap_ns: int = 0
+    error: str = ""
+
+    @property
+    def ttft_ns(self) -> int:
+        return self.first_token_ns - self.request.at_ns
+
+
+@dataclass(slots=True)
+class Run:
+    """What was seen of one pool."""
+
+    outcomes: list[Outcome] = field(default_factory=list)  # of all requests that came
+    gaps_ns: list[int] = field(default_factory=list)  # between the tokens of each
+    workers: list[VirtualWorker] = field(default_factory=list)  # every lease
+    ended_ns: int = 0
+    num_steps: int = 0
+    engine_cpu_ns: int = 0  # of the step loop's thread
+    num_cached_tokens: int = 0  # of prompts, when they were begun first
+    num_prompt_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Simulation:
+    """One pool and what it is asked. `run` once.
+
+    Args:
+        pool: a worker each.
+        losses: of those, by their number.
+        settings: of the `EngineSettings`.
+        seed: of whatever the engine draws.
+
+    Raises ValueError for a request that no worker's cache can hold.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[WorkerKind],
+        requests: Sequence[Request],
+        losses: Sequence[Loss] = (),
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        from scheduler_svc.engine import Engine, EngineSettings
+
+        self._pool = pool
+        self._now_ns = 0
+        self._events: list[tuple[int, int, Callable[[], None], bool]] = []
+        self._numbers = itertools.count()
+        self._texts = itertools.count(OWN_TEXT << 1)
+        self._random = random.Random(f"fleet engine/{seed}")
+        longest, largest = (
+            max(request.num_tokens_at_end for request in requests),
+            max(kind.cache_tokens for kind in pool),
+        )
+        if longest > largest // BLOCK_SIZE * BLOCK_SIZE:
+            raise ValueError(f"a request reaches {longest} tokens, and no worker's cache holds more than {largest}")
+        self._max_model_len = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
+        self._told: list[tuple[int, NewTokens]] = []  # not yet looked at
+        self._links: list[VirtualWorker] = []  # the present lease of each worker
+        self.run_seen = Run()
+        bounds = {"max_waiting_requests": UNBOUNDED, "max_waiting_tokens": UNBOUNDED, "worker_wait_timeout_s": 1e9}
+        self.engine: Engine = Engine(EngineSettings(**{**bounds, **settings}), self, clock=self._clock)
+        for number in range(len(pool)):
+            self._links.append(self._join(number, epoch=1))
+        for request in requests:
+            self._at(request.at_ns, partial(self._submit, request), is_arrival=True)
+        for loss in losses:
+            self._at(round(loss.at_s * 1e9), partial(self._lose, loss.worker))
+            if loss.return_s is not None:
+                self._at(round(loss.return_s * 1e9), partial(self._come_back, loss.worker))
+
+    def run(self) -> Run:
+        """Until every request has ended. Raises NeverEnds."""
+        with _frozen_memory(), _seeded(self._random):
+            self._turn()
+            while self._events:
+                self._pass_time_until(self._events[0][0])
+                self._take_next()
+                self._turn()
+                if not self._events:
+                    self._wait_for_more()
+        self._close()
+        return self.run_seen
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def _clock(self) -> int:
+        return self._now_ns
+
+    def _at(self, at_ns: int, event: Callable[[], None], is_arrival: bool = False) -> None:
+        heapq.heappush(self._events, (at_ns, next(self._numbers), event, is_arrival))
+
+    def _pass_time_until(self, at_ns: int) -> None:
+        """The step loop wakes a few times a second, whatever happens; where nothing is unfinished that can be left."""
+        while at_ns - self._now_ns > TICK_NS:
+            self._now_ns = self._now_ns + TICK_NS if len(self.engine.live) else at_ns - TICK_NS
+            self._turn()
+        self._now_ns = at_ns
+
+    def _take_next(self) -> None:
+        """The next event, and the requests that arrive at the very same time. Of answers each wakes the step loop."""
+        _, _, event, is_arrival = heapq.heappop(self._events)
+        event()
+        while is_arrival and self._events and self._events[0][0] <= self._now_ns and self._events[0][3]:
+            heapq.heappop(self._events)[2]()
+
+    def _wait_for_more(self) -> None:
+        """Nothing is on its way. Whatever is unfinished gets on by the step loop's own looks at the clock, or never."""
+        until_ns = self._now_ns + MAX_SILENCE_NS
+        while len(self.engine.live) and not self._events:
+            if self._now_ns >= until_ns:
+                raise NeverEnds(f"{len(self.engine.live)} requests wait for ever: nothing is computed, nobody comes")
+            self._now_ns += TICK_NS
+            self._turn()
+
+    def _turn(self) -> None:
+        """The step loop wakes: what it hears of, what it sends, and then what that brings."""
+        began_ns = time.thread_time_ns()
+        self.engine.take_events(wait_s=0)
+        self.engine.send_steps()
+        self.run_seen.engine_cpu_ns += time.thread_time_ns() - began_ns
+        for link in self._links:
+            for step in link.take_steps():
+                self.run_seen.num_steps += 1
+                self._at(step.ends_ns, partial(self._answer, step))
+        told, self._told = self._told, []
+        for now_ns, tokens in told:
+            self._note(now_ns, tokens)
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def _join(self, number: int, epoch: int) -> VirtualWorker:
+        kind = self._pool[number]
+        link = VirtualWorker(f"worker-{number}", kind, epoch, self._clock)
+        self.run_seen.workers.append(link)
+        lease = worker_pb2.LeaseGranted(instance_id=link.address, epoch=epoch)
+        info, sizes = kind.info(link.address, self._max_model_len), kind.sizes(self._max_model_len)
+        self.engine.worker_joined(link, info, sizes, lease)
+        return link
+
+    def _lose(self, number: int) -> None:
+        link = self._links[number]
+        self.engine.worker_lost(link, "it is lost, as the plan has it")
+        link.is_closed = True
+
+    def _come_back(self, number: int) -> None:
+        self._links[number] = self._join(number, self._links[number].epoch + 1)
+
+    def _answer(self, step: RunStep) -> None:
+        if not step.worker.is_closed:
+            self.engine.worker_said(step.worker, step.answer)
+
+    def _submit(self, request: Request) -> None:
+        from scheduler_svc.sequence import SequenceGroup
+
+        outcome = Outcome(request)
+        self.run_seen.outcomes.append(outcome)
+        group = SequenceGroup(
+            str(len(self.run_seen.outcomes)),
+            request.prompt(),
+            _SAMPLING,
+            max_num_tokens=request.num_prompt_tokens + request.num_output_tokens,
+            arrival_ns=self._now_ns,
+            output=outcome,
+        )
+        self.engine.submit(group)
+
+    # ---- the sink ---------------------------------------------------------------------------------------------------
+
+    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        self._told.append((self._now_ns, tokens))
+
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        group.output.error, group.output.ended_ns = message or reason.name, self._now_ns
+        self.run_seen.ended_ns = self._now_ns
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        raise AssertionError("nobody asks for logprobs")
+
+    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
+        raise AssertionError("nobody asks for beams")
+
+    def _note(self, now_ns: int, tokens: NewTokens) -> None:
+        gaps_ns = self.run_seen.gaps_ns
+        for sequence in tokens.sequences:
+            outcome = sequence.group.output
+            outcome.num_output_tokens += 1
+            if outcome.last_token_ns:
+                gap_ns = now_ns - outcome.last_token_ns
+                gaps_ns.append(gap_ns)
+                if gap_ns > outcome.longest_gap_ns:
+                    outcome.longest_gap_ns = gap_ns
+            else:
+                outcome.first_token_ns = now_ns
+            outcome.last_token_ns = now_ns
+        for entry in tokens.finish_reasons.nonzero()[0]:
+            self._end(now_ns, tokens.sequences[entry])
+
+    def _end(self, now_ns: int, sequence: Any) -> None:
+        outcome, run = sequence.group.output, self.run_seen
+        outcome.ended_ns = run.ended_ns = now_ns
+        outcome.num_cached_tokens = sequence.group.num_cached_tokens
+        follower = outcome.request.next_turn(sequence.token_ids, now_ns, next(self._texts))
+        if follower is not None:
+            self._at(follower.at_ns, partial(self._submit, follower), is_arrival=True)
+
+    def _close(self) -> None:
+        metrics, run = self.engine.metrics, self.run_seen
+        run.num_preemptions = sum(metrics.num_preemptions.values())
+        run.num_cached_tokens, run.num_prompt_tokens = metrics.num_prefix_hits, metrics.num_prefix_queries
+        self.engine.stop()
+
+
+_SAMPLING = inference_pb2.SamplingParams(seed=1, ignore_eos=True, temperature=0)
+
+
+@contextmanager
+def _frozen_memory() -> Iterator[None]:
+    """What is there before is none of the collector's business, and of no measurement."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _seeded(source: random.Random) -> Iterator[None]:
+    """Whatever the engine draws of Python's own random numbers is the same each time."""
+    before = random.getstate()
+    random.seed(source.random())
+    try:
+        yield
+    finally:
+        random.setstate(before)

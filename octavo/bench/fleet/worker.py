@@ -1,0 +1,125 @@
+"""A worker of a simulated pool: it speaks the step protocol's messages, and its steps take virtual time.
+
+It computes one step after another, as it was sent them. A step takes a base and a time for each token that it computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octavo.bench.simulated_worker import answer
+from protos import worker_pb2
+
+if TYPE_CHECKING:
+    from scheduler_svc.worker_handle import AdapterRequest
+
+VOCAB_SIZE = (1 << 31) - 1
+BLOCK_SIZE = 16
+NEVER_SILENT_NS = 1 << 62  # was heard last in the far future: who is lost ends its stream, and does not fall silent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """How large and how fast a worker is. `speed`: 0.5 takes twice as long."""
+
+    step_ms: float = 20.0
+    token_us: float = 20.0
+    speed: float = 1.0
+    cache_tokens: int = 307_200
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+    def step_ns(self, num_tokens: int) -> int:
+        return round((self.step_ms * 1e6 + self.token_us * 1e3 * num_tokens) / self.speed)
+
+    def info(self, name: str, max_model_len: int) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            instance_id=name,
+            model="simulated",
+            model_hash="simulated",
+            device="none",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=BLOCK_SIZE,
+        )
+
+    def sizes(self, max_model_len: int) -> worker_pb2.InitializeResponse:
+        full = self.max_num_batched_tokens
+        return worker_pb2.InitializeResponse(
+            num_device_blocks=self.cache_tokens // BLOCK_SIZE,
+            prefill_tokens_per_s=full / (max(self.step_ns(full), 1) / 1e9),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=full,
+            max_model_len=max_model_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A step that a worker has been sent, when it will have been computed, and what it says then."""
+
+    worker: VirtualWorker
+    ends_ns: int
+    answer: bytes
+
+
+class VirtualWorker:
+    """The link of one lease, and the worker at its other end."""
+
+    def __init__(self, name: str, kind: WorkerKind, epoch: int, clock: Callable[[], int]) -> None:
+        self.address = name
+        self.kind = kind
+        self.epoch = epoch
+        self.last_heard_ns = NEVER_SILENT_NS
+        self.is_closed = False
+        self.busy_ns = 0
+        self.num_computed_tokens = 0
+        self.num_steps = 0
+        self._clock = clock
+        self._free_at_ns = 0
+        self._unread: deque[bytes] = deque()
+
+    def send(self, data: bytes) -> None:
+        """Reads it later: what a worker does is none of the scheduler's time."""
+        self._unread.append(data)
+
+    def take_steps(self) -> list[RunStep]:
+        """What it was sent since it was asked last."""
+        steps = []
+        while self._unread:
+            request = worker_pb2.StepRequest.FromString(self._unread.popleft())
+            if request.WhichOneof("kind") == "step":
+                steps.append(self._take(request.step))
+        return steps
+
+    def _take(self, step: worker_pb2.Step) -> RunStep:
+        num_tokens = step.rows.num_decode_rows + int(np.frombuffer(step.rows.query_lens_u32, "<u4").sum())
+        took_ns = self.kind.step_ns(num_tokens)
+        now_ns = self._clock()
+        starts_ns = max(now_ns, self._free_at_ns)
+        self._free_at_ns = starts_ns + took_ns
+        self.busy_ns += took_ns
+        self.num_computed_tokens += num_tokens
+        self.num_steps += 1
+        result = answer(step)
+        timings = result.timings
+        timings.queue_ns, timings.forward_ns = starts_ns - now_ns, took_ns
+        timings.total_ns = self._free_at_ns - now_ns
+        response = worker_pb2.StepResponse(epoch=self.epoch, result=result)
+        return RunStep(self, self._free_at_ns, response.SerializeToString())
+
+    def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
+        raise AssertionError("it has no adapters, and nobody asks for one")
+
+    def distrust(self) -> None:
+        raise AssertionError("what it said was wrong")
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,166 @@
+"""Figures as a picture: charts of lines or points beside each other, in SVG, which needs no library and no screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 420, 300  # of a chart, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46  # what of that is around its axes
+LEGEND_LINE = 16
+COLORS = ("#0b62a4", "#d1495b", "#2e8b57", "#e08e0b", "#6a4c93", "#4d4d4d", "#17a2b8")
+DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 2", "1 2", "10 4")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one name, joined by a line in order, or not. A NaN is left out."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    is_joined: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One pair of axes. With `categories` the xs are their numbers from 0 on."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    categories: Sequence[str] = ()
+    log_x: bool = False  # to base 2, where ticks stand at the xs
+    log_y: bool = False  # to base 10; ys are above 0
+
+
+def check_path(path: Path) -> None:
+    """Raises ValueError for what is no name of a picture, or lies in no folder."""
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"{path}: a picture is written as FILE.svg")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+
+
+def write(path: Path, charts: Sequence[Chart]) -> None:
+    """Raises OSError where it cannot be written."""
+    path.write_text(draw(charts), encoding="utf-8")
+
+
+def draw(charts: Sequence[Chart]) -> str:
+    """The text of an SVG file: charts from left to right, each above its legend."""
+    widths = [max(WIDTH, LEFT + RIGHT + 110 * len(chart.categories)) for chart in charts]
+    rows = max(-(-len(chart.series) // _columns(width)) for chart, width in zip(charts, widths, strict=True))
+    height = HEIGHT + LEGEND_LINE * rows + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sum(widths)} {height}" width="{sum(widths)}"'
+        f' height="{height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{sum(widths)}" height="{height}" fill="white"/>',
+    ]
+    offset = 0
+    for chart, width in zip(charts, widths, strict=True):
+        parts += [f'<g transform="translate({offset} 0)">', *_chart(chart, width), "</g>"]
+        offset += width
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _columns(width: int) -> int:
+    """Of a legend under a chart so wide."""
+    return max(1, (width - LEFT) // 170)
+
+
+def _chart(chart: Chart, width: int) -> list[str]:
+    xs = [x for series in chart.series for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
+    ys = [y for series in chart.series for y in series.ys if math.isfinite(y)]
+    if chart.categories:
+        across = _Axis(-0.5, len(chart.categories) - 0.5, LEFT, width - RIGHT)
+    else:
+        across = _Axis(min(xs, default=0), max(xs, default=1), LEFT, width - RIGHT, chart.log_x)
+    low, high = (min(ys, default=1), max(ys, default=1)) if chart.log_y else (0, max(ys, default=1) * 1.05)
+    if chart.log_y:
+        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high) + 1e-9)
+    up = _Axis(low, high, HEIGHT - BOTTOM, TOP, chart.log_y)
+    middle = (LEFT + width - RIGHT) / 2
+    parts = [
+        f'<text x="{middle:g}" y="18" text-anchor="middle" font-size="13">{escape(chart.title)}</text>',
+        f'<text x="{middle:g}" y="{HEIGHT - 10}" text-anchor="middle">{escape(chart.x_label)}</text>',
+        f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)" text-anchor="middle">'
+        f"{escape(chart.y_label)}</text>",
+    ]
+    for value in _powers(low, high) if chart.log_y else _ticks(high):
+        y = up.at(value)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{width - RIGHT}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{value:,g}</text>')
+    marks: list[tuple[float, str]]
+    if chart.categories:
+        marks = list(enumerate(chart.categories))
+    else:
+        values = sorted(set(xs)) if chart.log_x else _ticks(max(xs, default=1))
+        marks = [(value, f"{value:,g}") for value in values if min(xs, default=0) <= value <= max(xs, default=1)]
+    for place, name in marks:
+        x = across.at(place)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{escape(name)}</text>')
+    parts.append(f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{width - RIGHT}" stroke="black" fill="none"/>')
+    for number, series in enumerate(chart.series):
+        parts += _points(series, number, across, up)
+        column, row = number % _columns(width), number // _columns(width)
+        x, y = LEFT + 170 * column, HEIGHT + LEGEND_LINE * row + 6
+        parts += _mark(x, y - 4, number, series.is_joined)
+        parts.append(f'<text x="{x + 26}" y="{y}">{escape(series.name)}</text>')
+    return parts
+
+
+def _points(series: Series, number: int, across: _Axis, up: _Axis) -> list[str]:
+    color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
+    places = [(across.at(x), up.at(y)) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
+    parts = []
+    if series.is_joined and len(places) > 1:
+        line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        parts.append(f'<path d="M{line}" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}" fill="none"/>')
+    if not series.is_joined or len(places) <= 16:
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places]
+    return parts
+
+
+def _mark(x: float, y: float, number: int, is_joined: bool) -> list[str]:
+    color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
+    if not is_joined:
+        return [f'<circle cx="{x + 12}" cy="{y}" r="3.5" fill="{color}"/>']
+    return [f'<path d="M{x} {y}h22" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}"/>']
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Maps [low, high] to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+
+def _ticks(high: float) -> list[float]:
+    """About five round numbers from 0 on."""
+    if high <= 0:
+        return [0.0]
+    rough = high / 5
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= rough)
+    return [step * place for place in range(int(high / step + 1e-9) + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    first, last = round(math.log10(low)), round(math.log10(high))
+    return [10.0**power for power in range(first, last + 1)]

@@ -1,0 +1,214 @@
+"""`octavo bench fleet`: pools of several sizes in virtual time, the real engine over simulated workers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.bench.fleet.figures import FleetFigures
+    from octavo.bench.fleet.requests import Load, Request
+    from octavo.bench.fleet.simulation import Loss
+    from octavo.bench.fleet.worker import WorkerKind
+
+MAX_WORKERS, MAX_REQUESTS, MAX_TOKENS = 4096, 10_000_000, 1 << 22
+_OF_LOAD = (
+    "prompt_tokens",
+    "output_tokens",
+    "shared_tokens",
+    "tenants",
+    "spread",
+    "rate",
+    "burst",
+    "turns",
+    "think_s",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from octavo.bench.fleet.requests import Load
+    from octavo.bench.fleet.worker import WorkerKind
+
+    kind, load = WorkerKind(), Load()
+    pool = parser.add_argument_group("workers")
+    pool.add_argument("--workers", type=_counts(MAX_WORKERS), default=[1, 2, 8], metavar="W[,W...]",
+                      help="sizes of pool, each is measured (default: 1,2,8)")  # fmt: skip
+    pool.add_argument("--step-ms", type=_number(0), default=kind.step_ms, metavar="X",
+                      help="what a step takes beside its tokens (default: %(default)g)")  # fmt: skip
+    pool.add_argument("--token-us", type=_number(0), default=kind.token_us, metavar="X",
+                      help="what each token that a step computes takes (default: %(default)g)")  # fmt: skip
+    pool.add_argument("--speeds", type=_numbers, default=[kind.speed], metavar="X[,X...]",
+                      help="of workers in turn: 0.5 takes twice as long (default: 1)")  # fmt: skip
+    pool.add_argument("--cache-tokens", type=_counts(1 << 30), default=[kind.cache_tokens], metavar="N[,N...]",
+                      help=f"that a worker's cache holds, likewise (default: {kind.cache_tokens})")  # fmt: skip
+    pool.add_argument("--max-num-seqs", type=_counts(1 << 15), default=[kind.max_num_seqs], metavar="N[,N...]",
+                      help=f"that run at once on a worker, likewise (default: {kind.max_num_seqs})")  # fmt: skip
+    pool.add_argument("--max-num-batched-tokens", type=_count(1 << 20), default=kind.max_num_batched_tokens,
+                      metavar="N", help="that one step computes at most (default: %(default)s)")  # fmt: skip
+    pool.add_argument("--lose-at", type=_number(0), metavar="S", help="the first worker is lost after so many seconds")
+    pool.add_argument("--return-at", type=_number(0), metavar="S", help="and comes back then, with an empty cache")
+    asked = parser.add_argument_group("requests")
+    asked.add_argument("--requests", type=_count(MAX_REQUESTS), metavar="N",
+                       help=f"how many, or conversations (default: {load.requests}; all of a trace)")  # fmt: skip
+    asked.add_argument("--prompt-tokens", type=_count(MAX_TOKENS), metavar="N",
+                       help=f"of each request's own (default: {load.prompt_tokens})")  # fmt: skip
+    asked.add_argument("--output-tokens", type=_count(MAX_TOKENS), metavar="N",
+                       help=f"of each (default: {load.output_tokens})")  # fmt: skip
+    asked.add_argument("--spread", type=_number(0, 1), metavar="X",
+                       help="both are drawn from (1 - X) to (1 + X) times that (default: 0)")  # fmt: skip
+    asked.add_argument("--shared-tokens", type=_count(MAX_TOKENS, least=0), metavar="N",
+                       help="in front of every prompt of a tenant (default: 0)")  # fmt: skip
+    asked.add_argument("--tenants", type=_count(MAX_REQUESTS), metavar="N",
+                       help="with shared tokens of their own, at random (default: 1)")  # fmt: skip
+    asked.add_argument("--rate", type=_number(above=0), metavar="R",
+                       help="arrivals a second, at random (default: all at the start)")  # fmt: skip
+    asked.add_argument("--rate-per-worker", type=_number(above=0), metavar="R", help="the same for each worker")
+    asked.add_argument("--burst", type=_count(MAX_REQUESTS), metavar="N",
+                       help="that always arrive together, at the same rate (default: 1)")  # fmt: skip
+    asked.add_argument("--turns", type=_count(10_000), metavar="N",
+                       help="of a conversation; each has all before in its prompt (default: 1)")  # fmt: skip
+    asked.add_argument("--think-s", type=_number(0), metavar="S",
+                       help=f"from an answer to the next turn (default: {load.think_s:g})")  # fmt: skip
+    asked.add_argument("--trace", type=Path, metavar="FILE",
+                       help="requests of a trace: JSON lines as Mooncake's, CSV as Azure's")  # fmt: skip
+    asked.add_argument("--speedup", type=_number(above=0), metavar="X",
+                       help="a trace's time goes so many times as fast (default: 1)")  # fmt: skip
+    asked.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: %(default)s)")
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    shown.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw throughput and times to the first token")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from octavo import log
+    from octavo.bench import picture
+    from octavo.bench.fleet.figures import table
+    from octavo.bench.fleet.pictures import sizes_of_pool
+    from octavo.cli import CommandError
+    from octavo.options import OptionError
+
+    _check(arguments)
+    if arguments.picture:
+        try:
+            picture.check_path(arguments.picture)
+        except ValueError as error:
+            raise OptionError(f"--picture {error}") from None
+    log.configure_library("error")  # that workers join, and are lost as planned, is no news
+    try:
+        rows = [_measure(arguments, count) for count in arguments.workers]
+        if arguments.picture:
+            picture.write(arguments.picture, sizes_of_pool(rows))
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from None
+    print(json.dumps([row.as_dict() for row in rows], indent=1) if arguments.json else table(rows))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises OptionError for flags that contradict one another."""
+    from octavo.options import OptionError
+
+    if arguments.trace:
+        given = [name for name in (*_OF_LOAD, "rate_per_worker") if getattr(arguments, name) is not None]
+        if given:
+            raise OptionError(f"--{given[0].replace('_', '-')} does not go with --trace, which says it")
+    elif arguments.speedup is not None:
+        raise OptionError("--speedup goes with --trace")
+    if arguments.rate is not None and arguments.rate_per_worker is not None:
+        raise OptionError("--rate and --rate-per-worker do not go together")
+    if arguments.burst is not None and arguments.rate is None and arguments.rate_per_worker is None:
+        raise OptionError("--burst goes with --rate or --rate-per-worker")
+    if arguments.return_at is not None and (arguments.lose_at is None or arguments.return_at <= arguments.lose_at):
+        raise OptionError("--return-at is a time after --lose-at")
+    if arguments.lose_at is not None and arguments.return_at is None and min(arguments.workers) == 1:
+        raise OptionError("--lose-at of the only worker needs --return-at")
+
+
+def _measure(arguments: argparse.Namespace, num_workers: int) -> FleetFigures:
+    from octavo.bench.fleet.figures import measure
+    from octavo.bench.fleet.simulation import Simulation
+
+    requests = _requests(arguments, num_workers)
+    simulation = Simulation(_pool(arguments, num_workers), requests, _losses(arguments), arguments.seed)
+    return measure(simulation.run(), num_workers)
+
+
+def _requests(arguments: argparse.Namespace, num_workers: int) -> list[Request]:
+    from octavo.bench.fleet import traces
+    from octavo.bench.fleet.requests import Load
+
+    if arguments.trace:
+        return traces.read(arguments.trace, arguments.requests, arguments.speedup or 1.0)
+    given = {name: getattr(arguments, name) for name in ("requests", *_OF_LOAD)}
+    if arguments.rate_per_worker is not None:
+        given["rate"] = arguments.rate_per_worker * num_workers
+    load: Load = Load(**{name: value for name, value in given.items() if value is not None})
+    return load.arrivals(arguments.seed)
+
+
+def _pool(arguments: argparse.Namespace, num_workers: int) -> list[WorkerKind]:
+    from octavo.bench.fleet.worker import WorkerKind
+
+    def each(values: Sequence[float], number: int) -> float:
+        return values[number % len(values)]
+
+    return [
+        WorkerKind(
+            step_ms=arguments.step_ms,
+            token_us=arguments.token_us,
+            speed=each(arguments.speeds, number),
+            cache_tokens=int(each(arguments.cache_tokens, number)),
+            max_num_seqs=int(each(arguments.max_num_seqs, number)),
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+        )
+        for number in range(num_workers)
+    ]
+
+
+def _losses(arguments: argparse.Namespace) -> list[Loss]:
+    from octavo.bench.fleet.simulation import Loss
+
+    return [] if arguments.lose_at is None else [Loss(0, arguments.lose_at, arguments.return_at)]
+
+
+# ---- numbers on the command line ------------------------------------------------------------------------------------
+
+
+def _count(most: int, least: int = 1) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = -1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
+        return value
+
+    return read
+
+
+def _counts(most: int) -> Callable[[str], list[int]]:
+    read = _count(most)
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def _number(least: float = -math.inf, most: float = math.inf, above: float = -math.inf) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most and value > above):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number that is accepted here")
+        return value
+
+    return read
+
+
+def _numbers(text: str) -> list[float]:
+    read = _number(above=0)
+    return [read(part) for part in text.split(",")]
