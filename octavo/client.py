@@ -140,17 +140,23 @@ class AsyncClient(_Settings):
         answers = await self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
         return any(answer.found for answer in answers)
 
-    async def model_info(self) -> pb.ModelInfo:
-        """What is served: name, architecture, vocabulary, lengths."""
-        return await self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest())
+    async def list_models(self) -> list[pb.ModelState]:
+        """Every model that requests may name now, and what a request without a name gets (`is_default`)."""
+        return list((await self._unary(lambda at: at.inference.ListModels, pb.ListModelsRequest())).models)
 
-    async def tokenize(self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True) -> list[int]:
+    async def model_info(self, model: str = "") -> pb.ModelInfo:
+        """Of a model, or of the default: name, architecture, vocabulary, lengths."""
+        return await self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model))
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True, *, model: str = ""
+    ) -> list[int]:
         """Token ids of a text, or of a conversation rendered with the model's chat template."""
-        request = _tokenize_request(prompt, add_special_tokens)
+        request = _tokenize_request(prompt, add_special_tokens, model)
         return list((await self._unary(lambda at: at.inference.Tokenize, request)).token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._unary(lambda at: at.inference.Detokenize, request)).text
 
     async def flush_prefix_cache(self) -> int:
@@ -273,17 +279,23 @@ class Client(_Settings):
         answers = self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
         return any(answer.found for answer in answers)
 
-    def model_info(self) -> pb.ModelInfo:
-        """What is served: name, architecture, vocabulary, lengths."""
-        return self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest())
+    def list_models(self) -> list[pb.ModelState]:
+        """See `AsyncClient.list_models`."""
+        return list(self._unary(lambda at: at.inference.ListModels, pb.ListModelsRequest()).models)
 
-    def tokenize(self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True) -> list[int]:
+    def model_info(self, model: str = "") -> pb.ModelInfo:
+        """See `AsyncClient.model_info`."""
+        return self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model))
+
+    def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True, *, model: str = ""
+    ) -> list[int]:
         """Token ids of a text, or of a conversation rendered with the model's chat template."""
-        request = _tokenize_request(prompt, add_special_tokens)
+        request = _tokenize_request(prompt, add_special_tokens, model)
         return list(self._unary(lambda at: at.inference.Tokenize, request).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._unary(lambda at: at.inference.Detokenize, request).text
 
     def flush_prefix_cache(self) -> int:
@@ -339,7 +351,12 @@ class Client(_Settings):
         self.close()
 
 
-def _tokenize_request(prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool) -> pb.TokenizeRequest:
+def _tokenize_request(
+    prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool, model: str
+) -> pb.TokenizeRequest:
+    request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     if isinstance(prompt, str):
-        return pb.TokenizeRequest(prompt=prompt, add_special_tokens=add_special_tokens)
-    return pb.TokenizeRequest(messages=build_messages(prompt), add_special_tokens=add_special_tokens)
+        request.prompt = prompt
+    else:
+        request.messages.CopyFrom(build_messages(prompt))
+    return request

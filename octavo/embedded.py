@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from protos import inference_pb2 as pb
     from scheduler_svc.output_processor import Delivery
     from scheduler_svc.served_model import ServedModel
+    from scheduler_svc.tokenizer import Tokenizer
 
 READY_TIMEOUT_S = 600.0
 POLL_S = 0.01
@@ -102,9 +103,9 @@ class Embedded:
         self.check()
         return self.frontend.model()
 
-    @model.setter
-    def model(self, model: ServedModel) -> None:
-        self.serving.pool.model = model
+    def use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """In place of the model's own, for requests from now on."""
+        self.serving.pool.replace_tokenizer(tokenizer)
 
     def generation(self, prompt: Prompt, params: SamplingParams, seed: int, **fields: Any) -> Generation:
         """A request of this prompt; `seed` is for one whose parameters have none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 import time
 import weakref
@@ -125,7 +124,7 @@ class LLM:
         tokenizer, model = _read_tokenizer(tokenizer), self._embedded.model
         if tokenizer.vocab_size > model.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.vocab_size}")
-        self._embedded.model = dataclasses.replace(model, tokenizer=tokenizer)
+        self._embedded.use_tokenizer(tokenizer)
 
     def reset_prefix_cache(self) -> int:
         """Lets the worker forget what prompts it has computed; how many cache blocks could be found before."""

@@ -147,19 +147,37 @@ class CoreEvent(_message.Message):
     def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[GroupPromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class CoreState(_message.Message):
-    __slots__ = ("model", "is_ready", "is_draining", "is_broken_off")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("is_ready", "is_draining", "is_broken_off", "models")
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     IS_BROKEN_OFF_FIELD_NUMBER: _ClassVar[int]
-    model: ModelDescription
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     is_ready: bool
     is_draining: bool
     is_broken_off: bool
-    def __init__(self, model: _Optional[_Union[ModelDescription, _Mapping]] = ..., is_ready: bool = ..., is_draining: bool = ..., is_broken_off: bool = ...) -> None: ...
+    models: ServedModels
+    def __init__(self, is_ready: bool = ..., is_draining: bool = ..., is_broken_off: bool = ..., models: _Optional[_Union[ServedModels, _Mapping]] = ...) -> None: ...
+
+class ServedModels(_message.Message):
+    __slots__ = ("models", "default_name")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_NAME_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[KnownModel]
+    default_name: str
+    def __init__(self, models: _Optional[_Iterable[_Union[KnownModel, _Mapping]]] = ..., default_name: _Optional[str] = ...) -> None: ...
+
+class KnownModel(_message.Message):
+    __slots__ = ("model", "num_workers_serving", "num_workers_draining")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_SERVING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    model: ModelDescription
+    num_workers_serving: int
+    num_workers_draining: int
+    def __init__(self, model: _Optional[_Union[ModelDescription, _Mapping]] = ..., num_workers_serving: _Optional[int] = ..., num_workers_draining: _Optional[int] = ...) -> None: ...
 
 class ModelDescription(_message.Message):
-    __slots__ = ("name", "model_hash", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_cached_tokens", "block_size", "max_logprobs", "eos_token_ids", "tokenizer_sha256", "tokenizer_folder", "kv_cache_dtype", "quantization")
+    __slots__ = ("name", "model_hash", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_cached_tokens", "block_size", "max_logprobs", "eos_token_ids", "tokenizer_sha256", "tokenizer_folder", "kv_cache_dtype", "quantization", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +194,7 @@ class ModelDescription(_message.Message):
     TOKENIZER_FOLDER_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_hash: str
     architecture: str
@@ -192,7 +211,8 @@ class ModelDescription(_message.Message):
     tokenizer_folder: str
     kv_cache_dtype: str
     quantization: str
-    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_cached_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_sha256: _Optional[str] = ..., tokenizer_folder: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_cached_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_sha256: _Optional[str] = ..., tokenizer_folder: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("number",)

@@ -346,8 +346,10 @@ class AbortResponse(_message.Message):
     def __init__(self, found: bool = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model", "architecture", "vocab_size", "max_model_len", "dtype", "model_hash", "eos_token_ids", "has_chat_template", "adapters", "kv_cache_dtype", "quantization", "model_fingerprint")
@@ -376,6 +378,42 @@ class ModelInfo(_message.Message):
     quantization: str
     model_fingerprint: str
     def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., model_hash: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: bool = ..., adapters: _Optional[_Iterable[str]] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelState]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelState, _Mapping]]] = ...) -> None: ...
+
+class ModelState(_message.Message):
+    __slots__ = ("name", "fingerprint", "architecture", "dtype", "kv_cache_dtype", "quantization", "max_model_len", "num_workers_serving", "num_workers_draining", "is_default", "is_current")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_SERVING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    architecture: str
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str
+    max_model_len: int
+    num_workers_serving: int
+    num_workers_draining: int
+    is_default: bool
+    is_current: bool
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_workers_serving: _Optional[int] = ..., num_workers_draining: _Optional[int] = ..., is_default: bool = ..., is_current: bool = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "prompt", "messages", "add_special_tokens")
@@ -445,19 +483,37 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "workers")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "workers", "models")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_tokens_waiting: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+
+class ModelLoad(_message.Message):
+    __slots__ = ("name", "fingerprint", "num_requests_running", "num_requests_waiting", "num_workers_serving", "num_workers_draining")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_SERVING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    num_requests_running: int
+    num_requests_waiting: int
+    num_workers_serving: int
+    num_workers_draining: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_workers_serving: _Optional[int] = ..., num_workers_draining: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters")
+    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters", "model_fingerprint")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -473,6 +529,7 @@ class WorkerState(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     address: str
     instance_id: str
     epoch: int
@@ -488,7 +545,8 @@ class WorkerState(_message.Message):
     model: str
     problem: str
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    model_fingerprint: str
+    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -513,7 +571,7 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "phase", "worker", "num_prompt_tokens", "sequences", "times_preempted", "times_moved", "age_ns", "tenant", "priority")
+    __slots__ = ("request_id", "phase", "worker", "num_prompt_tokens", "sequences", "times_preempted", "times_moved", "age_ns", "tenant", "priority", "model", "model_fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -524,6 +582,8 @@ class RequestState(_message.Message):
     AGE_NS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     phase: RequestPhase
     worker: str
@@ -534,7 +594,9 @@ class RequestState(_message.Message):
     age_ns: int
     tenant: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[RequestPhase, str]] = ..., worker: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ..., times_preempted: _Optional[int] = ..., times_moved: _Optional[int] = ..., age_ns: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    model: str
+    model_fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[RequestPhase, str]] = ..., worker: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ..., times_preempted: _Optional[int] = ..., times_moved: _Optional[int] = ..., age_ns: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class SequenceState(_message.Message):
     __slots__ = ("index", "num_tokens", "num_computed_tokens", "num_cached_tokens", "block_table")

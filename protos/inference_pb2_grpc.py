@@ -49,6 +49,11 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ModelInfo.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/octavo.v1.Inference/ListModels',
+                request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/octavo.v1.Inference/Tokenize',
                 request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -85,6 +90,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """Every model that requests may name now, in the order in which they came.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,6 +126,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=protos_dot_inference__pb2.GetModelInfoRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ModelInfo.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=protos_dot_inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -207,6 +224,33 @@ class Inference(object):
             '/octavo.v1.Inference/GetModelInfo',
             protos_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
             protos_dot_inference__pb2.ModelInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.Inference/ListModels',
+            protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
+            protos_dot_inference__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

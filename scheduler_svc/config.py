@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.log import LEVELS
 from octavo.options import COMMON, LOGGING, check_port, is_host, option
+from scheduler_svc.model_names import ModelNames
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
 
@@ -29,8 +30,11 @@ class SchedulerConfig:
         group=COMMON,
         metavar="ADDRESS",
     )
-    served_model_name: str = option(
-        "", "name that requests may give as model (default: the workers' own)", group=COMMON, metavar="NAME"
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "what requests name as model: NAME for all, ALIAS=NAME for one; repeatable (default: the workers' own names)",
+        group=COMMON,
+        metavar="NAME",
     )
 
     scheduling_policy: str = option(
@@ -99,6 +103,7 @@ class SchedulerConfig:
     )
 
     max_workers: int = option(64, "workers to hold at most", group=WORKERS)
+    max_models: int = option(16, "models, and revisions of one, to know at once", group=WORKERS)
     steps_in_flight: int = option(2, "steps sent to a worker before the first is answered; 1: lock-step", group=WORKERS)
     worker_wait_timeout: float = option(
         120.0, "seconds that requests wait while all workers are lost, before they fail", group=WORKERS
@@ -121,6 +126,7 @@ class SchedulerConfig:
             if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
         self.weights()  # raises for what is none
+        self.model_names()  # likewise
         if self.scheduler_delay_factor < 0:
             raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
         if not self.worker_wait_timeout >= 0:
@@ -128,6 +134,7 @@ class SchedulerConfig:
         for name in (
             "steps_in_flight",
             "max_workers",
+            "max_models",
             "max_waiting_requests",
             "max_waiting_tokens",
             "max_request_bytes",
@@ -178,6 +185,10 @@ class SchedulerConfig:
             "num_processes": self.text_processes,
             "time_limit_s": self.text_timeout,
         }
+
+    def model_names(self) -> ModelNames:
+        """Of `served_model_name`. Raises ValueError."""
+        return ModelNames.parse(self.served_model_name)
 
     def weights(self) -> dict[str, float]:
         """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""

@@ -16,7 +16,9 @@ from protos import inference_pb2 as pb
 from scheduler_svc.block_states import BlockPage
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
+from scheduler_svc.model_states import model_loads
 from scheduler_svc.request_states import RequestCopy, RequestPage
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Serving
 from scheduler_svc.step_watch import StepWatchers
 from scheduler_svc.worker_client import WorkerClient
@@ -42,7 +44,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self._step_watchers = StepWatchers(serving.engine)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
-        model = self._serving.pool.served_model
+        model = self._serving.pool.models.default_or_none()
         return pb.ServerInfo(
             version=octavo.__version__,
             schema_revision=SCHEMA_REVISION,
@@ -63,7 +65,8 @@ class ControlService(inference_pb2_grpc.ControlServicer):
             return page.copy(engine.live.page(page.after, page.limit + 1), engine.workers)
 
         copies, token = await self._between_steps(copy)
-        states = await asyncio.to_thread(lambda: [copy.message() for copy in copies])
+        name_of = self._serving.pool.models.name_of
+        states = await asyncio.to_thread(lambda: [copy.message(name_of) for copy in copies])
         return pb.ListRequestsResponse(requests=states, next_page_token=token)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
@@ -74,7 +77,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
                 return RequestCopy.of(group, engine.workers)
             raise UnknownName(f"no live request {request.request_id!r}")
 
-        return await asyncio.to_thread((await self._between_steps(find)).message)
+        return await asyncio.to_thread((await self._between_steps(find)).message, self._serving.pool.models.name_of)
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
@@ -127,11 +130,13 @@ class ControlService(inference_pb2_grpc.ControlServicer):
             num_requests_waiting=engine.live.num_waiting,
             num_tokens_waiting=engine.live.num_waiting_tokens,
             workers=self._workers(),
+            models=model_loads(self._serving.pool.models, engine.live.num_by_model(), engine.workers),
         )
 
     def _workers(self) -> list[pb.WorkerState]:
         handles = {worker.link.address: worker for worker in self._serving.engine.workers}
-        return [_worker(client, handles.get(client.address)) for client in list(self._serving.pool.clients.values())]
+        clients, models = list(self._serving.pool.clients.values()), self._serving.pool.models
+        return [_worker(client, handles.get(client.address), models) for client in clients]
 
 
 def add_to_server(service: ControlService, server: grpc.aio.Server) -> None:
@@ -142,10 +147,11 @@ def add_to_server(service: ControlService, server: grpc.aio.Server) -> None:
     inference_pb2_grpc.add_ControlServicer_to_server(service, server)
 
 
-def _worker(client: WorkerClient, handle: WorkerHandle | None) -> pb.WorkerState:
+def _worker(client: WorkerClient, handle: WorkerHandle | None, models: ServedModels) -> pb.WorkerState:
     state = pb.WorkerState(address=client.address, health=client.state.health, problem=client.state.problem)
     if handle is not None:
-        state.instance_id, state.epoch, state.model = handle.info.instance_id, handle.epoch, handle.info.model
+        state.instance_id, state.epoch = handle.info.instance_id, handle.epoch
+        state.model, state.model_fingerprint = models.name_of(handle.model) or handle.info.model, handle.model
         state.num_running = handle.num_running
         state.num_preempted = len(handle.scheduler.preempted) + len(handle.scheduler.swapped)
         state.num_device_blocks = handle.sizes.num_device_blocks

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 import grpc
 
@@ -20,12 +21,13 @@ from scheduler_svc.frontend_messages import (
     encode_refusal,
 )
 from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.model_description import decode_model
+from scheduler_svc.model_description import decode_model, decode_model_with, decode_models
 from scheduler_svc.outbox import Outbox
 from scheduler_svc.output_processor import take_beams, take_end, take_prompt_logprobs, take_tokens
 from scheduler_svc.prepared_group import encode_group
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 
 GONE = "this server is shutting down"
 
@@ -38,11 +40,11 @@ class CoreLink:
     """Sends groups to the core and rings `mailboxes` for what it says of them. For one event loop's thread.
 
     Attributes:
-        model: None until the core has told.
+        models: none until the core has told.
     """
 
     def __init__(self, channel: grpc.aio.Channel, mailboxes: Mailboxes) -> None:
-        self.model: ServedModel | None = None
+        self.models = ServedModels()
         self._stub = frontend_pb2_grpc.CoreStub(channel)
         self._mailboxes = mailboxes
         self._outbox: Outbox[frontend_pb2.FrontendEvent] = Outbox()
@@ -50,7 +52,7 @@ class CoreLink:
         self._numbers: dict[SequenceGroup, int] = {}
         self._groups: dict[int, SequenceGroup] = {}
         self._answers: dict[int, asyncio.Future[None]] = {}
-        self._description = frontend_pb2.ModelDescription()
+        self._descriptions = frontend_pb2.ServedModels()
         self._is_queue_full = False  # when the core last said anything
         self._is_closed = False
 
@@ -140,9 +142,23 @@ class CoreLink:
             yield frontend_pb2.FrontendMessage(events=events)
 
     async def _take_state(self, state: frontend_pb2.CoreState) -> None:
-        if state.HasField("model") and state.model != self._description:
-            self.model = await asyncio.to_thread(decode_model, state.model)
-            self._description.CopyFrom(state.model)
+        if state.models != self._descriptions:
+            self.models = await asyncio.to_thread(self._decode, state.models)
+            self._descriptions.CopyFrom(state.models)
+
+    def _decode(self, message: frontend_pb2.ServedModels) -> ServedModels:
+        """Reads the files of those tokenizers alone that are not there yet."""
+        models = self.models
+
+        def decode(description: frontend_pb2.ModelDescription) -> ServedModel | None:
+            model = models.find(description.fingerprint)
+            if model is not None:
+                return decode_model_with(description, model.tokenizer)
+            if not Path(description.tokenizer_folder).exists():
+                return None  # it was forgotten since this was written, which is about to be said
+            return decode_model(description)
+
+        return decode_models(message, decode)
 
     def _take(self, event: frontend_pb2.CoreEvent) -> None:
         kind = event.WhichOneof("kind")

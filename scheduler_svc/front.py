@@ -17,7 +17,7 @@ from scheduler_svc.core import EngineCore
 from scheduler_svc.inference_service import InferenceService
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.public_server import GRACE_S, public_server
-from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Outputs, Serving
 from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.text_processes import TextProcesses
@@ -33,8 +33,8 @@ class Front(Protocol):
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         """Lets clients in, and returns the port; `drain` is for a client who may end the server. Raises BindError."""
 
-    async def show(self, is_ready: bool, model: ServedModel | None) -> None:
-        """Tells whether requests can be served, and by which model; called when either changes."""
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        """Tells whether requests can be served, and by which models; called when either changes."""
 
     async def drain(self) -> None:
         """No new requests, and not ready, from now on and for good."""
@@ -62,7 +62,7 @@ class InProcessFront:
         self._health: Health
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
-        self._texts = TextProcesses(serving.frontend.model, **self._config.text_options())
+        self._texts = TextProcesses(serving.frontend.models, **self._config.text_options())
         admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
         core = EngineCore(serving.engine)
         self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission)
@@ -73,9 +73,8 @@ class InProcessFront:
         self._texts.start()
         return port
 
-    async def show(self, is_ready: bool, model: ServedModel | None) -> None:
-        if model is not None:
-            self._texts.expect(model)
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        self._texts.expect(models)
         await self._health.set_ready(is_ready and not self._inference.is_draining)
 
     async def drain(self) -> None:

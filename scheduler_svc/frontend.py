@@ -1,8 +1,8 @@
 """From a `GenerateRequest` to a `SequenceGroup`: everything is checked before anything is queued.
 
 Synchronous and without state of its own, so that it runs on any thread. What a request's text takes is in `text/`, and
-for a server happens in other processes; here a group is made of what came of it. Knows the served model and the limits,
-nothing of queues and sockets.
+for a server happens in other processes; here a group is made of what came of it. Knows the served models and the
+limits, nothing of queues and sockets.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.resumed_outputs import read_resumed, resumed_outputs
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
-from scheduler_svc.text.request_checks import TextSettings, check_model
-from scheduler_svc.text.request_text import PreparedText, RequestText
+from scheduler_svc.served_models import ServedModels
+from scheduler_svc.text.request_checks import TextSettings
+from scheduler_svc.text.request_text import PreparedText, RequestTexts
 
 # Of a prompt, each with its alternatives: they are one message, some 2.5 MB, where plain clients take 4 MiB.
 MAX_PROMPT_LOGPROBS = 131_072
 
 
 class Frontend:
-    """Checks and prepares requests for the model that `served_model` gives (None until a worker has joined).
+    """Checks and prepares requests for the models that `served_models` gives.
 
     Args:
         finish_sequence: called when a stop string ends a sequence that still has steps in flight.
@@ -36,29 +37,25 @@ class Frontend:
 
     def __init__(
         self,
-        served_model: Callable[[], ServedModel | None],
+        served_models: Callable[[], ServedModels],
         finish_sequence: Callable[[Sequence], None],
         settings: TextSettings | None = None,
         *,
         enable_chunked_prefill: bool = True,
     ) -> None:
-        self._served_model = served_model
+        self.models = served_models
         self._finish_sequence = finish_sequence
         self._settings = settings or TextSettings()
         self._enable_chunked_prefill = enable_chunked_prefill
 
     def model(self, name: str = "") -> ServedModel:
-        """The served model. Raises NotReady before there is one, UnknownName when the client wants another."""
-        model = self._served_model()
-        if model is None:
-            raise NotReady("no worker has joined this scheduler yet")
-        check_model(name, model)
-        return model
+        """What requests with this name get. Raises NotReady before there is any model, UnknownName for a stranger."""
+        return self.models().resolve(name)
 
     def prepare(self, request: pb.GenerateRequest, arrival_ns: int | None = None) -> SequenceGroup:
         """A group ready to be submitted, its text tokenised on this thread. Raises RequestRefused."""
         arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
-        return self.new_group(RequestText(self.model(), self._settings).prepare(request), arrival_ns)
+        return self.new_group(RequestTexts(self.models(), self._settings).prepare(request), arrival_ns)
 
     def new_group(self, prepared: PreparedText, arrival_ns: int) -> SequenceGroup:
         """A group ready to be submitted, its `RequestStream` in `output`. Raises RequestRefused.
@@ -66,10 +63,10 @@ class Frontend:
         The caller has given the request an id. A seed is drawn here where the client named none. A stream that
         `is_behind` has to catch up before the group is submitted.
         """
-        model = self.model(prepared.request.model)
         request, token_ids = prepared.request, prepared.token_ids
-        if request.model_fingerprint != model.fingerprint:
-            raise NotReady("another model has come to be served here meanwhile; try again")
+        model = self.models().find(request.model_fingerprint)
+        if model is None:
+            raise NotReady("its model is not served here any more; try again")
         params = request.sampling_params
         limits = GroupLimits(
             max_model_len=model.max_model_len,

@@ -18,7 +18,7 @@ from octavo import log as logging
 from protos import frontend_pb2, worker_pb2
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.core import EngineCore
-from scheduler_svc.errors import RequestRefused
+from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.frontend_messages import (
     decode_refusal,
     encode_beams,
@@ -135,7 +135,10 @@ class FrontendLink:
 
     async def _submit(self, number: int, prepared: frontend_pb2.PreparedGroup) -> None:
         try:
-            group = self._groups[number] = decode_group(prepared, self._serving.frontend.model().vocab_size)
+            model = self._serving.pool.models.find(prepared.model_fingerprint)
+            if model is None:
+                raise NotReady("its model is not served here any more; try again")
+            group = self._groups[number] = decode_group(prepared, model.vocab_size)
             group.output = RemoteOutput(self, number, group, prepared.reads_logprobs)
             await self._core.submit(group, replaces=prepared.replaces)
             self.outbox.put(frontend_pb2.CoreEvent(admitted=frontend_pb2.Admitted(number=number)))

@@ -62,12 +62,12 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
     async with grpc.aio.insecure_channel(core_address, options=CHANNEL_OPTIONS) as channel:
         link = CoreLink(channel, mailboxes)
         frontend = Frontend(
-            lambda: link.model,
+            lambda: link.models,
             link.finish_sequence,
             config.text_settings(),
             enable_chunked_prefill=config.enable_chunked_prefill,
         )
-        texts = TextProcesses(frontend.model, **config.text_options())
+        texts = TextProcesses(frontend.models, **config.text_options())
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         inference = InferenceService(frontend, texts, link, mailboxes, admission)
         server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)
@@ -76,8 +76,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
 
         async def on_state(state: frontend_pb2.CoreState) -> None:
             nonlocal is_listening
-            if link.model is not None:
-                texts.expect(link.model)
+            texts.expect(link.models)
             if state.is_draining:
                 inference.drain()
             if state.is_broken_off:

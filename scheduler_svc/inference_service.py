@@ -18,6 +18,7 @@ from scheduler_svc.core import Core
 from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.mailboxes import Mailbox, Mailboxes
+from scheduler_svc.model_states import model_states
 from scheduler_svc.request_reader import parse, read_head
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import SequenceGroup
@@ -155,7 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return pb.AbortResponse(found=await self._core.abort(request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        model = self._frontend.model()
+        model = self._frontend.model(request.model)
         return pb.ModelInfo(
             model=model.name,
             architecture=model.architecture,
@@ -170,6 +171,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             quantization=model.quantization,
             model_fingerprint=model.fingerprint,
         )
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=model_states(self._frontend.models()))
 
     async def Tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         return await self._admitted(self._texts.tokenize, data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.ordered_groups import Entry, OrderedGroups
@@ -29,6 +30,7 @@ class LiveRequests:
         self._in_order = OrderedGroups()  # of admission
         self._numbers = itertools.count(1)
         self._count = 0
+        self._num_by_model: Counter[str] = Counter()  # by fingerprint
         self._num_on_the_way = 0
         self._num_tokens_on_the_way = 0
         self.is_closed = False
@@ -67,6 +69,7 @@ class LiveRequests:
             self._by_id.setdefault(group.request_id, {})[group.tenant] = entry
             self._in_order.add(entry)
             self._count += 1
+            self._num_by_model[group.model] += 1
             self._num_on_the_way += 1
             self._num_tokens_on_the_way += group.num_prompt_tokens
 
@@ -96,6 +99,9 @@ class LiveRequests:
                 del self._by_id[group.request_id]
             self._in_order.remove(entry)
             self._count -= 1
+            self._num_by_model[group.model] -= 1
+            if not self._num_by_model[group.model]:
+                del self._num_by_model[group.model]
 
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
         """Those of this id, of one tenant or of all."""
@@ -108,6 +114,11 @@ class LiveRequests:
         with self._lock:
             entries = itertools.islice(self._in_order.after((after,)), limit)
             return [(key[0], group) for key, group in entries]
+
+    def num_by_model(self) -> dict[str, int]:
+        """How many there are, by the fingerprint of their model."""
+        with self._lock:
+            return dict(self._num_by_model)
 
     def has(self, group: SequenceGroup) -> bool:
         """Whether a group was taken and has not ended."""

@@ -24,10 +24,11 @@ from scheduler_svc.core_service import CoreService
 from scheduler_svc.frontend_links import FrontendLinks
 from scheduler_svc.frontend_processes import FrontendProcesses
 from scheduler_svc.live_requests import LiveRequests
-from scheduler_svc.model_description import encode_model
+from scheduler_svc.model_description import encode_models
 from scheduler_svc.public_server import GRACE_S
 from scheduler_svc.request_guard import RequestGuard
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Serving
 
 
@@ -63,14 +64,23 @@ class ProcessFront:
         self._processes.start()
         return port
 
-    async def show(self, is_ready: bool, model: ServedModel | None) -> None:
-        if model is not None:
-            tokenizer_folder = self._folder / f"tokenizer-{model.fingerprint}"
-            if not tokenizer_folder.exists():
-                await asyncio.to_thread(model.tokenizer.save, tokenizer_folder)
-            self._state.model.CopyFrom(encode_model(model, tokenizer_folder))
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        await asyncio.to_thread(self._keep_tokenizers, models)
+        self._state.models.CopyFrom(encode_models(models, self._tokenizer_folder))
         self._state.is_ready = is_ready
         self._links.set_state(self._state)
+
+    def _tokenizer_folder(self, model: ServedModel) -> Path:
+        return self._folder / f"tokenizer-{model.fingerprint}"
+
+    def _keep_tokenizers(self, models: ServedModels) -> None:
+        """The files of those that are served, and of no others."""
+        folders = {self._tokenizer_folder(each.model): each.model.tokenizer for each in models.known}
+        for folder in set(self._folder.glob("tokenizer-*")) - folders.keys():
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder, tokenizer in folders.items():
+            if not folder.exists():
+                tokenizer.save(folder)
 
     async def drain(self) -> None:
         self._state.is_draining = True

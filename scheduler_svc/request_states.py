@@ -7,6 +7,7 @@ long block tables.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class RequestCopy:
             age_ns=time.monotonic_ns() - group.arrival_ns,
             tenant=group.tenant,
             priority=group.priority,
+            model_fingerprint=group.model,
         )
         for sequence in group.sequences:
             state.sequences.add(
@@ -62,8 +64,9 @@ class RequestCopy:
             )
         return cls(state, [sequence.block_table.copy() for sequence in group.sequences])
 
-    def message(self) -> pb.RequestState:
-        """The whole of it; called once."""
+    def message(self, name_of: Callable[[str], str]) -> pb.RequestState:
+        """The whole of it; called once. `name_of`: a model's, by its fingerprint."""
+        self.state.model = name_of(self.state.model_fingerprint)
         for sequence, table in zip(self.state.sequences, self.block_tables, strict=True):
             sequence.block_table.extend(table.tolist())
         return self.state

@@ -1,5 +1,4 @@
-"""The one model that a scheduler serves: what its workers said of it, with its tokenizer. Another takes its place only
-once no worker of it is left, see `WorkerPool`."""
+"""A model that a scheduler serves: what its workers said of it, with its tokenizer. Of several, see `ServedModels`."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ class ServedModel:
     """Lengths are in tokens, and those of the largest worker. `max_cached_tokens` is what one whole cache holds."""
 
     name: str
+    fingerprint: str  # see `fingerprint_of`
     model_hash: str
     architecture: str
     dtype: str
@@ -37,6 +37,7 @@ class ServedModel:
     ) -> ServedModel:
         return cls(
             name=name or info.model,
+            fingerprint=fingerprint_of(info, tokenizer.sha256),
             model_hash=info.model_hash,
             architecture=info.architecture,
             dtype=info.dtype,
@@ -54,31 +55,8 @@ class ServedModel:
             tokenizer_sha256=info.tokenizer_sha256,
         )
 
-    def difference(self, info: worker_pb2.WorkerInfo) -> str | None:
-        """Why a worker cannot serve this model, if it cannot."""
-        if info.model_hash != self.model_hash:
-            return f"it serves {info.model} ({info.model_hash[:12]}), this pool {self.name} ({self.model_hash[:12]})"
-        for name in ("dtype", "kv_cache_dtype", "quantization"):
-            # A request that moves to another worker goes on with the same tokens only where it is computed alike.
-            if (theirs := getattr(info, name)) != (ours := getattr(self, name)):
-                return f"its {name} is {theirs or 'none'}, the pool's {ours or 'none'}"
-        if info.tokenizer_sha256 != self.tokenizer_sha256:
-            return f"its tokenizer ({info.tokenizer_sha256[:12]}) is not the pool's ({self.tokenizer_sha256[:12]})"
-        if info.block_size != self.block_size:
-            return f"its cache blocks hold {info.block_size} tokens, the pool's {self.block_size}"
-        return None
-
-    @property
-    def fingerprint(self) -> str:
-        """The same where a request goes on with the same tokens: weights, arithmetic and text. 32 hex digits.
-
-        The text is that of the tokenizer in use, which may be another than the workers' (`--tokenizer`).
-        """
-        parts = (self.model_hash, self.dtype, self.kv_cache_dtype, self.quantization, self.tokenizer.sha256)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
     def with_worker(self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse) -> ServedModel:
-        """What the pool takes with one more worker in it."""
+        """What is taken with one more worker of this model."""
         return replace(
             self,
             max_model_len=max(self.max_model_len, sizes.max_model_len),
@@ -86,3 +64,12 @@ class ServedModel:
             max_num_batched_tokens=max(self.max_num_batched_tokens, sizes.max_num_batched_tokens),
             max_cached_tokens=max(self.max_cached_tokens, sizes.num_device_blocks * info.block_size),
         )
+
+
+def fingerprint_of(info: worker_pb2.WorkerInfo, tokenizer_sha256: str) -> str:
+    """The same where a request goes on with the same tokens: weights, arithmetic and text. 32 hex digits.
+
+    The text is that of the tokenizer in use, which may be another than the worker's (`--tokenizer`).
+    """
+    parts = (info.model_hash, info.dtype, info.kv_cache_dtype, info.quantization, tokenizer_sha256)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

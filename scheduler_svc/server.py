@@ -18,9 +18,11 @@ from scheduler_svc.front import Front, InProcessFront
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.metrics_server import MetricsServer
 from scheduler_svc.process_front import ProcessFront
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Serving
 from scheduler_svc.statistics import log_statistics
 from scheduler_svc.stopping import Stopping
+from scheduler_svc.tokenizer import TokenizerError
 from scheduler_svc.vital_parts import ServiceBroken
 
 log = structlog.get_logger()
@@ -51,10 +53,13 @@ def main(config: SchedulerConfig) -> int:
 async def serve(config: SchedulerConfig) -> None:
     """Runs the service in the current event loop until it is told to stop.
 
-    Raises BindError, and ServiceBroken when a part has ended that it cannot live without.
+    Raises OptionError, BindError, and ServiceBroken when a part has ended that it cannot live without.
     """
     front: Front = ProcessFront(config) if config.frontends > 1 else InProcessFront(config)
-    serving = Serving(config, front.outputs)
+    try:
+        serving = Serving(config, front.outputs)
+    except TokenizerError as error:
+        raise OptionError(f"--tokenizer: {error}") from None
     stopping = Stopping()
     metrics = _serve_metrics(serving, config)  # first, as a front that is open has to be closed
     port = await front.open(serving, stopping.drain)
@@ -95,11 +100,11 @@ async def serve(config: SchedulerConfig) -> None:
 
 
 async def _follow_readiness(serving: Serving, front: Front) -> None:
-    ready, model = False, None
+    ready, models = False, ServedModels()
     while True:
-        if serving.is_ready != ready or serving.pool.served_model is not model:
-            was_ready, ready, model = ready, serving.is_ready, serving.pool.served_model
-            await front.show(ready, model)
+        if serving.is_ready != ready or serving.pool.look() is not models:
+            was_ready, ready, models = ready, serving.is_ready, serving.pool.models
+            await front.show(ready, models)
             if ready != was_ready:
                 log.info("scheduler is ready" if ready else "scheduler has no worker")
         await asyncio.sleep(READINESS_INTERVAL_S)

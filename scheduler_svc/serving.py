@@ -67,11 +67,12 @@ class Serving:
                 max_model_len=config.max_model_len if isinstance(config.max_model_len, int) else 0,
             ),
             tokenizer_folder=config.tokenizer,
-            served_model_name=config.served_model_name,
-            replace_after_s=config.worker_wait_timeout,
+            names=config.model_names(),
+            max_models=config.max_models,
+            forget_after_s=config.worker_wait_timeout,
         )
         self.frontend = Frontend(
-            lambda: self.pool.served_model,
+            lambda: self.pool.models,
             self.engine.finish_sequence,
             config.text_settings(),
             enable_chunked_prefill=config.enable_chunked_prefill,
@@ -92,6 +93,6 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
-        if self.vital.failure or self.pool.served_model is None:
+        if self.vital.failure or not self.pool.models.known:
             return False
         return any(not worker.is_draining for worker in list(self.engine.workers))

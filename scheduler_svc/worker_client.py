@@ -18,6 +18,7 @@ import structlog
 
 from octavo.rpc import WORKER_CHANNEL_OPTIONS
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
+from scheduler_svc.served_model import ServedModel
 from scheduler_svc.tokenizer import Tokenizer
 from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_claims import (
@@ -53,6 +54,21 @@ class _Closed(Exception):
     """The stream ended because this client was closed."""
 
 
+@dataclass(slots=True, eq=False)
+class Membership:
+    """A worker's place in the pool, from before it is asked for its lease until it is connected no more.
+
+    Attributes:
+        model: as this worker alone would serve it.
+        link: None until the lease is granted.
+    """
+
+    info: worker_pb2.WorkerInfo
+    sizes: worker_pb2.InitializeResponse
+    model: ServedModel
+    link: StepStream | None = None
+
+
 class Members(Protocol):
     """Who decides whether a worker may join and who hears what it says: the pool, and the engine behind it."""
 
@@ -62,17 +78,11 @@ class Members(Protocol):
 
     def accept(
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
-    ) -> None: ...
+    ) -> Membership: ...
 
-    def left(self) -> None: ...
+    def left(self, member: Membership) -> None: ...
 
-    def joined(
-        self,
-        link: StepStream,
-        info: worker_pb2.WorkerInfo,
-        sizes: worker_pb2.InitializeResponse,
-        lease: worker_pb2.LeaseGranted,
-    ) -> None: ...
+    def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None: ...
 
     def said(self, link: StepStream, data: bytes) -> None: ...
 
@@ -230,23 +240,21 @@ class WorkerClient:
         tokenizer = self._fetch_tokenizer(stub, info) if self._members.needs_tokenizer(info) else None
         sizes = initializing.result()
         check_sizes(info, settings, sizes)
-        self._members.accept(info, sizes, tokenizer)
+        member = self._members.accept(info, sizes, tokenizer)
         try:
-            self._exchange_steps(channel, info, sizes)
+            self._exchange_steps(channel, member)
         finally:
-            self._members.left()
+            self._members.left(member)
 
-    def _exchange_steps(
-        self, channel: grpc.Channel, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse
-    ) -> None:
+    def _exchange_steps(self, channel: grpc.Channel, member: Membership) -> None:
         """From the lease to its loss."""
-        stream = StepStream(self.address, channel, sizes.settings_id)
+        stream = StepStream(self.address, channel, member.sizes.settings_id)
         try:
             self._stream = stream
-            lease = stream.wait_for_lease(info)
+            lease = stream.wait_for_lease(member.info)
             if self._closed.is_set():
                 return
-            self._members.joined(stream, info, sizes, lease)
+            self._members.joined(member, stream, lease)
             self._now(inference_pb2.WORKER_HEALTH_SERVING, "")
             for data in stream.messages():
                 self._members.said(stream, data)

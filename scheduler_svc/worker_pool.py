@@ -1,4 +1,4 @@
-"""The workers that this scheduler knows: their addresses, one client each, and who may join.
+"""The workers that this scheduler knows: their addresses, one client each, who may join, and the models they serve.
 
 `HOST:PORT` is one worker. `dns:///NAME:PORT` is as many as the name has addresses, looked up every second: gRPC's own
 re-resolution was seen to miss a container that came back.
@@ -9,17 +9,21 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.engine import Engine
-from scheduler_svc.served_model import ServedModel
+from scheduler_svc.model_names import ModelNames
+from scheduler_svc.served_model import ServedModel, fingerprint_of
+from scheduler_svc.served_models import KnownModel, ServedModels
 from scheduler_svc.tokenizer import Tokenizer
 from scheduler_svc.vital_parts import VitalParts
-from scheduler_svc.worker_client import StepStream, WorkerClient, WorkerRefused
+from scheduler_svc.worker_client import Membership, StepStream, WorkerClient, WorkerRefused
 
 log = structlog.get_logger()
 
@@ -28,16 +32,19 @@ DNS_INTERVAL_S = 1.0
 
 
 class WorkerPool:
-    """Connects workers to an engine. All workers serve one model: that of the first, until none of them is left.
+    """Connects workers to an engine. Those that compute the same tokens from the same text serve one model.
 
-    Then a worker with another model may define it anew: at once where no request waits, and otherwise once those have
-    had the time that they are given for a worker of their own (`replace_after_s`). Who then still waits is served by a
-    worker of its own model, if one comes within `--worker-wait-timeout`, and by no other.
+    A model is known from its first worker's lease on. One without any worker is forgotten after `forget_after_s`, while
+    others have workers: where all are lost, all are waited for.
 
     Args:
         addresses: `HOST:PORT` or `dns:///NAME:PORT`.
         bounds: the most that this scheduler wants of a worker's own bounds; zero takes them as they are.
-        tokenizer_folder: takes the place of the workers' tokenizer files.
+        tokenizer_folder: takes the place of the tokenizer files of all workers. Raises TokenizerError.
+        names: how requests name models.
+
+    Attributes:
+        models: those that are known now. Another object whenever anything about them has changed.
     """
 
     def __init__(
@@ -49,31 +56,27 @@ class WorkerPool:
         max_workers: int = 64,
         bounds: worker_pb2.InitializeRequest | None = None,
         tokenizer_folder: Path | None = None,
-        served_model_name: str = "",
-        replace_after_s: float = 0.0,
+        names: ModelNames | None = None,
+        max_models: int = 16,
+        forget_after_s: float = 0.0,
     ) -> None:
         self.engine = engine
         self._vital = vital or VitalParts()
-        self.model: ServedModel | None = None  # of the first worker that was accepted, which may never join
-        self._has_served = False
-        self._replace_after_s = replace_after_s
-        self._last_left_s = time.monotonic()
+        self._name_of = names or ModelNames()
+        self.models = ServedModels(default_name=self._name_of.default)
+        self._members: list[Membership] = []  # workers that have joined, or are about to
+        self._empty_since_s: dict[str, float] = {}  # by fingerprint: models that have no worker
+        self._max_models = max_models
+        self._forget_after_s = forget_after_s
         self.clients: dict[str, WorkerClient] = {}
         self._names = [address[len(DNS_PREFIX) :] for address in addresses if address.startswith(DNS_PREFIX)]
         self._fixed = [address for address in addresses if not address.startswith(DNS_PREFIX)]
         self._max_workers = max_workers
         self._bounds = bounds or worker_pb2.InitializeRequest()
-        self._tokenizer_folder = tokenizer_folder
-        self._served_model_name = served_model_name
+        self._tokenizer = Tokenizer.from_folder(tokenizer_folder) if tokenizer_folder is not None else None
         self._drained: set[str] = set()  # instances that were given back for good
-        self._num_accepted = 0  # workers that have joined, or are about to
-        self._accepting = threading.Lock()  # the first worker decides on the model, and two may be first
+        self._lock = threading.Lock()  # of models and members
         self._closed = threading.Event()
-
-    @property
-    def served_model(self) -> ServedModel | None:
-        """None until a worker has joined: that of one which another scheduler holds is not served here."""
-        return self.model if self._has_served else None
 
     def start(self) -> None:
         for address in self._fixed:
@@ -99,9 +102,9 @@ class WorkerPool:
     # ---- what a WorkerClient asks and tells -------------------------------------------------------------------------
 
     def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest:
-        """The worker's bounds, lowered where this scheduler wants less. Raises WorkerRefused for another model."""
-        with self._accepting:
-            self._check_model(info)
+        """The worker's bounds, lowered where this scheduler wants less. Raises WorkerRefused."""
+        with self._lock:
+            self._check(info)
         num_tokens = _lower(info.max_num_batched_tokens, self._bounds.max_num_batched_tokens)
         return worker_pb2.InitializeRequest(
             max_num_seqs=min(_lower(info.max_num_seqs, self._bounds.max_num_seqs), num_tokens),
@@ -110,77 +113,136 @@ class WorkerPool:
         )
 
     def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool:
-        model = self.model
-        return self._tokenizer_folder is None and (model is None or model.tokenizer_sha256 != info.tokenizer_sha256)
+        return self._tokenizer is None and self._known_tokenizer(info) is None
 
     def accept(
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
-    ) -> None:
-        """`tokenizer`: where `needs_tokenizer`. Raises WorkerRefused for a worker that does not fit the pool."""
+    ) -> Membership:
+        """A place for the worker; `left` gives it back. `tokenizer`: where `needs_tokenizer`.
+
+        Raises WorkerRefused for a worker that does not fit the pool.
+        """
         if info.instance_id in self._drained:
             raise WorkerRefused("it was drained; started again it may join")
-        with self._accepting:
-            if self._num_accepted >= self._max_workers:
-                raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
-            if self._check_model(info):
-                self._define_model(info, sizes, tokenizer)
-            else:
-                assert self.model is not None, "it would be defined now"
-                self.model = self.model.with_worker(info, sizes)
-            self._num_accepted += 1
+        with self._lock:
+            self._check(info)
+            tokenizer = self._tokenizer or tokenizer or self._known_tokenizer(info)
+            if tokenizer is None:
+                raise WorkerRefused("its model was forgotten while it was asked for less; it is asked again")
+            name = self._name_of.model(info.model)
+            member = Membership(info, sizes, ServedModel.from_worker(info, sizes, tokenizer, name))
+            self._members.append(member)
+            return member
 
-    def _check_model(self, info: worker_pb2.WorkerInfo) -> bool:
-        """Whether a worker that joins defines the model. Raises WorkerRefused where its own cannot be served now."""
-        if self.model is None:
-            return True
-        if (difference := self.model.difference(info)) is None:
-            return False
-        if self._num_accepted:
-            raise WorkerRefused(difference)
-        waited_s, num_waiting = time.monotonic() - self._last_left_s, len(self.engine.live)
-        if num_waiting and waited_s < self._replace_after_s:
-            until = f"until then or for {self._replace_after_s:g} s they wait for a worker of theirs"
-            raise WorkerRefused(f"{difference}; {num_waiting} requests are for that one, {until}")
-        return True
+    def _check(self, info: worker_pb2.WorkerInfo) -> None:
+        """Raises WorkerRefused where there is no place for the worker, or for its model."""
+        if len(self._members) >= self._max_workers:
+            raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
+        fingerprint = fingerprint_of(info, self._tokenizer.sha256 if self._tokenizer else info.tokenizer_sha256)
+        same = [member.info for member in self._members if member.model.fingerprint == fingerprint]
+        if same and same[0].block_size != info.block_size:
+            theirs, ours = info.block_size, same[0].block_size
+            raise WorkerRefused(f"its cache blocks hold {theirs} tokens, those of its model's other workers {ours}")
+        known, expected = self.models.known, self._members
+        fingerprints = {each.model.fingerprint for each in known} | {each.model.fingerprint for each in expected}
+        if fingerprint in fingerprints or len(fingerprints) < self._max_models:
+            return
+        if not self._forget_one():
+            names = ", ".join(self.models.names)
+            raise WorkerRefused(f"{self._max_models} models are known already (--max-models): {names}")
 
-    def _define_model(
-        self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
-    ) -> None:
-        former = self.model
-        if self._tokenizer_folder is not None:
-            tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
-        elif tokenizer is None and former is not None and former.tokenizer_sha256 == info.tokenizer_sha256:
-            tokenizer = former.tokenizer
-        if tokenizer is None:
-            raise WorkerRefused("its model became the pool's while it was asked for less; it is asked again")
-        self.model = model = ServedModel.from_worker(info, sizes, tokenizer, self._served_model_name)
-        self._has_served = False
-        log.info("model is known", model=model.name, max_model_len=model.max_model_len)
-        if former is not None:
-            log.warning("another model is served from now on", model=model.name, before=former.name)
+    def _known_tokenizer(self, info: worker_pb2.WorkerInfo) -> Tokenizer | None:
+        known = (each.model for each in self.models.known)
+        return next((model.tokenizer for model in known if model.tokenizer_sha256 == info.tokenizer_sha256), None)
 
-    def left(self) -> None:
+    def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None:
+        with self._lock:
+            member.link = link
+            self._define(member)
+        self.engine.worker_joined(link, member.info, member.sizes, lease, model=member.model.fingerprint)
+
+    def left(self, member: Membership) -> None:
         """A worker that was accepted is connected no more, or could not be: another one may take its place."""
-        with self._accepting:
-            self._num_accepted -= 1
-            self._last_left_s = time.monotonic()
-
-    def joined(
-        self,
-        link: StepStream,
-        info: worker_pb2.WorkerInfo,
-        sizes: worker_pb2.InitializeResponse,
-        lease: worker_pb2.LeaseGranted,
-    ) -> None:
-        assert self.model is not None, "it was accepted"
-        self.engine.worker_joined(link, info, sizes, lease, self.model.fingerprint)
-        self._has_served = True
+        with self._lock:
+            self._members.remove(member)
+            self._count()
 
     def said(self, link: StepStream, data: bytes) -> None:
         self.engine.worker_said(link, data)
 
     def lost(self, link: StepStream, reason: str) -> None:
         self.engine.worker_lost(link, reason)
+
+    # ---- models -----------------------------------------------------------------------------------------------------
+
+    def look(self) -> ServedModels:
+        """The models of now: workers that drain are counted, and models that have had none for long are forgotten.
+
+        To be called now and then.
+        """
+        with self._lock:
+            self._count()
+            if len(self._empty_since_s) < len(self.models.known):
+                now_s = time.monotonic()
+                for fingerprint, since_s in list(self._empty_since_s.items()):
+                    if now_s - since_s >= self._forget_after_s:
+                        self._forget(fingerprint)
+            return self.models
+
+    def replace_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Of every model that is known: for text from now on."""
+        with self._lock:
+            known = (replace(each, model=replace(each.model, tokenizer=tokenizer)) for each in self.models.known)
+            self.models = replace(self.models, known=tuple(known))
+
+    def _define(self, member: Membership) -> None:
+        """The worker's model is known from now on, with what this worker adds to it."""
+        fingerprint = member.model.fingerprint
+        if self.models.find(fingerprint) is None:
+            log.info("model is known", model=member.model.name, fingerprint=fingerprint, others=self.models.names)
+            known = (*self.models.known, KnownModel(member.model))
+        else:
+            known = tuple(
+                replace(each, model=each.model.with_worker(member.info, member.sizes))
+                if each.model.fingerprint == fingerprint
+                else each
+                for each in self.models.known
+            )
+        self.models = replace(self.models, known=known)
+        self._empty_since_s.pop(fingerprint, None)
+        self._count()
+
+    def _count(self) -> None:
+        """Workers by model."""
+        are_draining = {id(worker.link) for worker in list(self.engine.workers) if worker.is_draining}
+        joined, draining = Counter[str](), Counter[str]()
+        for member in self._members:
+            if member.link is not None:
+                joined[member.model.fingerprint] += 1
+                draining[member.model.fingerprint] += id(member.link) in are_draining
+        known = []
+        for each in self.models.known:
+            num_draining = draining[fingerprint := each.model.fingerprint]
+            known.append(KnownModel(each.model, joined[fingerprint] - num_draining, num_draining))
+            if not joined[fingerprint]:
+                self._empty_since_s.setdefault(fingerprint, time.monotonic())
+        if tuple(known) != self.models.known:
+            self.models = replace(self.models, known=tuple(known))
+
+    def _forget_one(self) -> bool:
+        """Makes room: forgets the model that has been without a worker for longest, if no request is live for one."""
+        wanted = self.engine.live.num_by_model()
+        for fingerprint in sorted(self._empty_since_s, key=self._empty_since_s.__getitem__):
+            if fingerprint not in wanted:
+                self._forget(fingerprint)
+                return True
+        return False
+
+    def _forget(self, fingerprint: str) -> None:
+        del self._empty_since_s[fingerprint]
+        known = (each for each in self.models.known if each.model.fingerprint != fingerprint)
+        self.models = replace(self.models, known=tuple(known))
+        log.info("model is forgotten", fingerprint=fingerprint, others=self.models.names)
 
     # ---- addresses --------------------------------------------------------------------------------------------------
 

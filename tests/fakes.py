@@ -102,6 +102,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         swap_bytes_per_s: float = 1e9,
         max_loras: int = 0,
         block_size: int = 4,
+        model: str = "fake-model",
         model_hash: str = "fake",
         port: int = 0,
     ) -> None:
@@ -124,7 +125,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._info = worker_pb2.WorkerInfo(
             instance_id=f"fake-{id(self)}",
             schema_revision=SCHEMA_REVISION,
-            model="fake-model",
+            model=model,
             model_hash=model_hash,
             architecture="Fake",
             dtype="float32",

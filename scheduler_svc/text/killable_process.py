@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 from octavo.end_with_parent import ends_with_parent
 from octavo.options import environment_without_options
-from protos.frontend_pb2 import ModelDescription
-from scheduler_svc.model_description import encode_model
-from scheduler_svc.served_model import ServedModel
+from scheduler_svc.model_description import encode_models
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text import frames
 from scheduler_svc.text.frames import Answer, Ask
 
@@ -24,12 +23,12 @@ class KillableProcess:
     """For one event loop.
 
     Attributes:
-        loaded: the model that it has; None until `load`.
+        loaded: the models that it has; None until `load`.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, on_end: Callable[[], None]) -> None:
         assert process.stdin is not None and process.stdout is not None
-        self.loaded: ServedModel | None = None
+        self.loaded: ServedModels | None = None
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self._ended = asyncio.create_task(process.wait())
@@ -61,18 +60,20 @@ class KillableProcess:
         except ChildProcessError:
             return True
 
-    async def load(self, model: ServedModel, settings: bytes) -> None:
-        """The tokenizer's files are sent where it does not have them. Raises as `ask`, RuntimeError for what it cannot
-        load."""
-        description: ModelDescription = encode_model(model)
-        parts = [settings, description.SerializeToString()]
-        if self.loaded is None or self.loaded.tokenizer is not model.tokenizer:
-            for name, content in model.tokenizer.files.items():
-                parts += [name.encode(), content]
+    async def load(self, models: ServedModels, settings: bytes) -> None:
+        """Files of tokenizers are sent where it does not have them, and it forgets models that are not among these.
+
+        Raises as `ask`, RuntimeError for what it cannot load.
+        """
+        parts = [settings, encode_models(models).SerializeToString()]
+        for model in (each.model for each in models.known):
+            if self.loaded is None or self.loaded.find(model.fingerprint) is None:
+                files = (part for name, content in model.tokenizer.files.items() for part in (name.encode(), content))
+                parts.append(frames.pack([model.fingerprint.encode(), *files]))
         answer, payload = await self.ask(Ask.LOAD, frames.pack(parts))
         if answer is not Answer.OK:
             raise RuntimeError(f"a text process could not load the tokenizer: {payload.decode(errors='replace')}")
-        self.loaded = model
+        self.loaded = models
 
     async def ask(self, kind: Ask, payload: bytes) -> tuple[Answer, bytes]:
         """Raises EOFError or ConnectionError where it dies meanwhile."""

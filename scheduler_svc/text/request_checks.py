@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from octavo.sampling_params import MAX_OUTPUTS, SamplingLimits, validate
 from protos import inference_pb2 as pb
-from scheduler_svc.errors import FieldViolation, InvalidRequest, UnknownName, Unsupported
+from scheduler_svc.errors import FieldViolation, InvalidRequest, Unsupported
 from scheduler_svc.served_model import ServedModel
 
 MAX_REQUEST_ID_CHARS = 256
@@ -46,17 +46,7 @@ class TextSettings:
     allow_special_tokens_in_content: bool = False
 
 
-def check_model(name: str, model: ServedModel) -> None:
-    """Raises UnknownName when the client wants another."""
-    if name and name != model.name:
-        raise UnknownName(f"model {name!r} is not served here; {model.name!r} is")
-
-
 def check_request(request: pb.GenerateRequest, model: ServedModel, settings: TextSettings) -> None:
-    check_model(request.model, model)
-    if request.model_fingerprint and request.model_fingerprint != model.fingerprint:
-        theirs, ours = request.model_fingerprint[:32], model.fingerprint
-        raise UnknownName(f"model {model.name!r} is {ours} here; the request began with {theirs!r}")
     _check_sizes(request, model)
     _check_known_fields(request)
     _check_resume(request, model)

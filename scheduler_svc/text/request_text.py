@@ -12,12 +12,12 @@ from protos import inference_pb2 as pb
 from scheduler_svc.chat_template import TemplateError
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.content_guard import without_mark
 from scheduler_svc.text.request_checks import (
     TextSettings,
     check_fits,
     check_length,
-    check_model,
     check_prompt_size,
     check_request,
     check_vocabulary,
@@ -39,8 +39,28 @@ class PreparedText(NamedTuple):
     bad_words: Sequence[Sequence[int]]
 
 
+class RequestTexts:
+    """Of whichever model a request is for. Thread-safe. All methods raise RequestRefused."""
+
+    def __init__(self, models: ServedModels, settings: TextSettings) -> None:
+        self._models = models
+        self._settings = settings
+
+    def prepare(self, request: pb.GenerateRequest) -> PreparedText:
+        return self._of(request.model, request.model_fingerprint).prepare(request)
+
+    def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        return self._of(request.model).tokenize(request)
+
+    def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        return self._of(request.model).detokenize(request)
+
+    def _of(self, name: str, fingerprint: str = "") -> RequestText:
+        return RequestText(self._models.resolve(name, fingerprint), self._settings)
+
+
 class RequestText:
-    """Thread-safe. All methods raise RequestRefused."""
+    """Of one model's requests. Thread-safe. All methods raise RequestRefused."""
 
     def __init__(self, model: ServedModel, settings: TextSettings) -> None:
         self._model = model
@@ -58,7 +78,6 @@ class RequestText:
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         model = self._model
-        check_model(request.model, model)
         check_prompt_size(request, model)
         token_ids = self._encode(request, "one of prompt and messages")
         texts = {token_id: model.tokenizer.token_text(token_id) for token_id in set(token_ids)}  # a long text has few
@@ -67,7 +86,6 @@ class RequestText:
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         model = self._model
-        check_model(request.model, model)
         check_length("token_ids", len(request.token_ids), "ids", model)
         check_vocabulary("token_ids", request.token_ids, model)
         text = model.tokenizer.decode(list(request.token_ids), skip_special_tokens=request.skip_special_tokens)

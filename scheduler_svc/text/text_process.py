@@ -15,12 +15,13 @@ from octavo.log import trace
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import RequestRefused
-from scheduler_svc.model_description import decode_model_with
+from scheduler_svc.model_description import decode_model_with, decode_models
 from scheduler_svc.request_reader import parse, read_generate_request
+from scheduler_svc.served_model import ServedModel
 from scheduler_svc.text import frames
 from scheduler_svc.text.frames import Answer, Ask
 from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.request_text import RequestText
+from scheduler_svc.text.request_text import RequestTexts
 from scheduler_svc.tokenizer import Tokenizer
 
 
@@ -51,8 +52,8 @@ class _Text:
     """What was loaded last, and what it makes of requests."""
 
     def __init__(self) -> None:
-        self._text: RequestText | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._texts: RequestTexts | None = None
+        self._tokenizers: dict[str, Tokenizer] = {}  # by the fingerprint of their model
 
     def answer(self, kind: Ask, data: bytes) -> tuple[Answer, bytes]:
         try:
@@ -65,28 +66,32 @@ class _Text:
     def _answer(self, kind: Ask, data: bytes) -> bytes:
         if kind is Ask.LOAD:
             return self._load(data)
-        assert self._text is not None, "nothing was loaded"
+        assert self._texts is not None, "nothing was loaded"
         if kind is Ask.PREPARE:
             request = parse(read_generate_request, data, "/octavo.v1.Inference/Generate")
-            return frames.encode_prepared(self._text.prepare(request))
+            return frames.encode_prepared(self._texts.prepare(request))
         if kind is Ask.TOKENIZE:
-            return self._text.tokenize(
+            return self._texts.tokenize(
                 parse(pb.TokenizeRequest.FromString, data, "/octavo.v1.Inference/Tokenize")
             ).SerializeToString()
-        return self._text.detokenize(
+        return self._texts.detokenize(
             parse(pb.DetokenizeRequest.FromString, data, "/octavo.v1.Inference/Detokenize")
         ).SerializeToString()
 
     def _load(self, data: bytes) -> bytes:
-        """Settings, the model's description, and the names and contents of its tokenizer's files unless it has them."""
-        settings, description, *files = frames.unpack(data)
-        if files:
+        """Settings, all models, and of those that it does not have: fingerprint, names and contents of files."""
+        settings, models, *loaded = frames.unpack(data)
+        message = frontend_pb2.ServedModels.FromString(models)
+        for fingerprint, *files in map(frames.unpack, loaded):
             names = [name.decode() for name in files[::2]]
-            self._tokenizer = Tokenizer(dict(zip(names, files[1::2], strict=True)))
-        assert self._tokenizer is not None, "no tokenizer was given"
-        model = decode_model_with(frontend_pb2.ModelDescription.FromString(description), self._tokenizer)
-        self._text = RequestText(model, TextSettings(**json.loads(settings)))
+            self._tokenizers[fingerprint.decode()] = Tokenizer(dict(zip(names, files[1::2], strict=True)))
+        served = decode_models(message, self._decode)
+        self._texts = RequestTexts(served, TextSettings(**json.loads(settings)))
+        self._tokenizers = {each.model.fingerprint: each.model.tokenizer for each in served.known}
         return b""
+
+    def _decode(self, description: frontend_pb2.ModelDescription) -> ServedModel:
+        return decode_model_with(description, self._tokenizers[description.fingerprint])
 
 
 if __name__ == "__main__":

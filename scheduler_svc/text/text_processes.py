@@ -17,7 +17,7 @@ from itertools import count
 import structlog
 
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady, RequestRefused
-from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text import frames
 from scheduler_svc.text.admission import SMALL_BYTES
 from scheduler_svc.text.frames import Answer, Ask
@@ -35,19 +35,19 @@ class TextProcesses:
     """For one event loop.
 
     Args:
-        served_model: what requests are prepared for. Raises NotReady before there is one.
+        served_models: what requests are prepared for.
         num_processes: at least 1.
         time_limit_s: for one request, rendering and tokenising together.
     """
 
     def __init__(
         self,
-        served_model: Callable[[], ServedModel],
+        served_models: Callable[[], ServedModels],
         settings: TextSettings,
         num_processes: int = 2,
         time_limit_s: float = 10.0,
     ) -> None:
-        self._served_model = served_model
+        self._served_models = served_models
         self._settings = json.dumps(dataclasses.asdict(settings)).encode()
         self._time_limit_s = time_limit_s
         self._numbers = count()
@@ -56,7 +56,8 @@ class TextProcesses:
         self._slots = [_Slot(takes_large=number < max(1, num_processes - 1)) for number in range(num_processes)]
         self._running: set[_Job] = set()
         self._keepers: list[asyncio.Task[None]] = []
-        self._model: ServedModel | None = None  # the last that was asked for: a new process loads it at once
+        self._seen = self._models = ServedModels()  # the last that were asked for: a new process loads them at once
+        self._is_loading = False  # a process that has some already, while the others go on with what they have
         self._closed_by: RequestRefused | None = None
 
     def start(self) -> None:
@@ -75,11 +76,14 @@ class TextProcesses:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    def expect(self, model: ServedModel) -> None:
-        """Requests for this model are about to come: it is loaded meanwhile."""
-        self._model = model
-        for slot in self._slots:
-            slot.wake.set()
+    def expect(self, models: ServedModels) -> None:
+        """Requests for these models are about to come: they are loaded meanwhile, and all others forgotten."""
+        if models is self._seen:
+            return
+        self._seen, models = models, models.without_counts()
+        if models != self._models:
+            self._models = models
+            self._wake_all()
 
     @property
     def pids(self) -> list[int]:
@@ -100,14 +104,19 @@ class TextProcesses:
     async def _ask(self, kind: Ask, data: bytes) -> bytes:
         if self._closed_by is not None:
             raise self._closed_by
-        self._model = self._served_model()
-        job = _Job(kind, data, self._model, next(self._numbers))
+        self.expect(self._served_models())
+        self._models.check_any()
+        job = _Job(kind, data, next(self._numbers))
         self._queue_of(job).append(job)
         self._wake_for(job)
         return await job.answer
 
     def _queue_of(self, job: _Job) -> deque[_Job]:
         return self._small if len(job.data) <= SMALL_BYTES else self._large
+
+    def _wake_all(self) -> None:
+        for slot in self._slots:
+            slot.wake.set()
 
     def _wake_for(self, job: _Job) -> None:
         """One idle slot that takes it; of a small one, rather that which takes nothing else."""
@@ -154,17 +163,19 @@ class TextProcesses:
         """Until it has ended, or has to be replaced. Raises RuntimeError where it cannot load the model."""
         while not process.has_ended:
             slot.wake.clear()
-            if (job := self._next_job(slot)) is not None:
+            if process.loaded is not None and process.loaded is not self._models and not self._is_loading:
+                if not await self._load_next(process):
+                    return
+            elif (job := self._next_job(slot)) is not None:
                 self._running.add(job)
                 try:
                     if not await self._run(job, process):
                         return
                 finally:
                     self._running.discard(job)
-            elif self._model is not None and process.loaded is not self._model:
+            elif process.loaded is None and self._models.known:
                 try:
-                    async with asyncio.timeout(LOAD_TIMEOUT_S):
-                        await process.load(self._model, self._settings)
+                    await self._load(process)
                 except (EOFError, ConnectionError):
                     return
             else:
@@ -172,21 +183,39 @@ class TextProcesses:
                 await slot.wake.wait()
                 slot.is_idle = False
 
+    async def _load_next(self, process: KillableProcess) -> bool:
+        """One process after another: a tokenizer may take seconds. False: it has ended."""
+        self._is_loading = True
+        try:
+            await self._load(process)
+        except (EOFError, ConnectionError):
+            return False
+        finally:
+            self._is_loading = False
+            self._wake_all()
+        return True
+
+    async def _load(self, process: KillableProcess) -> None:
+        """All models of now. Raises what `KillableProcess.load` raises."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await process.load(self._models, self._settings)
+        except TimeoutError:
+            raise RuntimeError(f"a text process had no tokenizer after {LOAD_TIMEOUT_S:g} s") from None
+
     async def _run(self, job: _Job, process: KillableProcess) -> bool:
         """Gives the job its answer; False: the process is of no more use."""
         if process.has_ended:  # before it had anything of this request
             self._put_back(job)
             return False
         try:
-            if process.loaded is not job.model:
-                async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    await process.load(job.model, self._settings)
-            async with asyncio.timeout(self._time_limit_s):
-                answer, payload = await process.ask(job.kind, job.data)
+            if process.loaded is None:
+                await self._load(process)
+            answer, payload = await self._ask_in_time(job, process)
+            if answer is Answer.REFUSED and process.loaded is not self._models:
+                await self._load(process)  # a model that came a moment ago is no stranger
+                answer, payload = await self._ask_in_time(job, process)
         except TimeoutError:
-            if process.loaded is not job.model:
-                job.fail(RuntimeError(f"a text process had no tokenizer after {LOAD_TIMEOUT_S:g} s"))
-                return False
             log.warning("a request takes too long; its text process is killed", pid=process.pid, bytes=len(job.data))
             what = f"not rendered and tokenised within {self._time_limit_s:g} s (--text-timeout)"
             job.fail(InvalidRequest(FieldViolation("request", what)))
@@ -206,6 +235,10 @@ class TextProcesses:
             failure.add_note(payload.decode(errors="replace"))
             job.fail(failure)
         return True
+
+    async def _ask_in_time(self, job: _Job, process: KillableProcess) -> tuple[Answer, bytes]:
+        async with asyncio.timeout(self._time_limit_s):
+            return await process.ask(job.kind, job.data)
 
     def _lose(self, job: _Job) -> None:
         """It is tried again before all others, unless it met more deaths than there were processes: all of these may
@@ -230,12 +263,11 @@ class TextProcesses:
 class _Job:
     """One request on its way through a process, and who waits for its answer."""
 
-    __slots__ = ("answer", "data", "kind", "model", "num_losses", "number")
+    __slots__ = ("answer", "data", "kind", "num_losses", "number")
 
-    def __init__(self, kind: Ask, data: bytes, model: ServedModel, number: int) -> None:
+    def __init__(self, kind: Ask, data: bytes, number: int) -> None:
         self.kind = kind
         self.data = data
-        self.model = model
         self.number = number
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.num_losses = 0

@@ -15,6 +15,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.control_service import ControlService
 from scheduler_svc.errors import InvalidRequest, UnknownName
 from scheduler_svc.request_states import RequestCopy
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.worker_client import ConnectionState
 from tests.scheduler.hand_turned_loop import Loop
 
@@ -35,7 +36,9 @@ class Seen:
             "there:1": ConnectionState(pb.WORKER_HEALTH_LOST, "gone"),
         }
         clients = {address: SimpleNamespace(address=address, state=state) for address, state in states.items()}
-        serving: Any = SimpleNamespace(engine=self.loop.engine, pool=SimpleNamespace(clients=clients))
+        serving: Any = SimpleNamespace(
+            engine=self.loop.engine, pool=SimpleNamespace(clients=clients, models=ServedModels())
+        )
         self.service = ControlService(serving, SchedulerConfig(), lambda: None)
 
 

@@ -21,7 +21,7 @@ from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, UnknownN
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.model_description import encode_model
+from scheduler_svc.model_description import encode_models
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
@@ -83,7 +83,8 @@ async def both_ends(tmp_path, worker: FakeWorker, **options: object) -> AsyncIte
     await until(lambda: serving.is_ready)
     model = serving.frontend.model()
     model.tokenizer.save(tmp_path / "tokenizer")
-    links.set_state(frontend_pb2.CoreState(model=encode_model(model, tmp_path / "tokenizer"), is_ready=True))
+    models = encode_models(serving.pool.models, lambda model: tmp_path / "tokenizer")
+    links.set_state(frontend_pb2.CoreState(models=models, is_ready=True))
     mailboxes, told = Mailboxes(asyncio.get_running_loop()), asyncio.Event()
 
     async def on_state(state: frontend_pb2.CoreState) -> None:
@@ -93,7 +94,7 @@ async def both_ends(tmp_path, worker: FakeWorker, **options: object) -> AsyncIte
         link = CoreLink(channel, mailboxes)
         following = asyncio.create_task(link.follow(on_state))
         await asyncio.wait_for(told.wait(), DEADLINE_S)
-        frontend = Frontend(lambda: link.model, link.finish_sequence)
+        frontend = Frontend(lambda: link.models, link.finish_sequence)
         (core_end,) = links._links
         yield Ends(link, core_end, links, serving, frontend, mailboxes, following)
         await asyncio.to_thread(serving.stop)

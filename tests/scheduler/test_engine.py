@@ -273,21 +273,6 @@ def test_before_the_first_worker_requests_are_refused():
         it.serving.stop()
 
 
-def test_a_worker_with_another_model_is_refused_by_name():
-    with FakeWorker() as first, FakeWorker(model_hash="other") as second:
-        it = Client(worker=(first.address,))
-        it.serving.start()
-        try:
-            it.wait(lambda: it.serving.is_ready)
-            it.serving.pool._add(second.address)
-            refused = it.serving.pool.clients[second.address]
-            it.wait(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
-            assert "fake-model (other)" in refused.state.problem
-            assert len(it.serving.engine.workers) == 1
-        finally:
-            it.serving.stop()
-
-
 def test_a_silent_worker_is_given_up_and_its_requests_wait(monkeypatch: pytest.MonkeyPatch):
     """Also where its process answers gRPC's pings."""
     monkeypatch.setattr("scheduler_svc.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
@@ -324,30 +309,6 @@ def test_with_all_workers_lost_each_request_waits_its_time_and_ends_with_an_erro
             it.submit("after", max_tokens=5)
             it.finish("after")
             assert it.token_ids["after"] == hashed_after("say|", 5)
-
-
-def test_requests_wait_their_time_for_a_worker_of_their_model_before_another_one_is_served() -> None:
-    old = FakeWorker(delay_s=0.01)
-    with client(old.__enter__(), worker_wait_timeout=0.8) as it, FakeWorker(spell("new"), model_hash="new") as new:
-        it.submit("old one", max_tokens=200)
-        it.read(lambda: len(it.token_ids["old one"]) > 3)
-        late = it.serving.frontend.prepare(pb.GenerateRequest(request_id="late", prompt="say|"))
-        old.kill()
-        it.wait(lambda: not it.serving.engine.workers)
-        it.serving.pool._add(new.address)
-        refused = it.serving.pool.clients[new.address]
-        it.wait(lambda: "1 requests are for that one" in refused.state.problem)
-        it.finish("old one")
-        assert it.reasons["old one"] == pb.FINISH_REASON_ERROR
-        it.wait(lambda: it.serving.is_ready)
-        assert it.serving.frontend.model().model_hash == "new"
-        it.submit("new one")
-        it.finish("new one")
-        assert it.text["new one"] == "new"
-        it.text["late"], it.token_ids["late"] = "", []
-        it.serving.engine.submit(late)  # tokenised for the old one, and slower on its way
-        it.finish("late")
-        assert it.token_ids["late"] == [] and "its model is not served here" in it.last["late"].outputs[0].error.message
 
 
 def test_requests_go_on_when_a_worker_of_their_model_comes_back_in_time() -> None:

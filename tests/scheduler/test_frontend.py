@@ -12,6 +12,7 @@ from scheduler_svc.errors import InvalidRequest, Unsupported
 from scheduler_svc.frontend import MAX_PROMPT_LOGPROBS, Frontend
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.request_checks import TextSettings
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import END_OF_TEXT, IM_END
@@ -26,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 def _prepare(model: ServedModel, params: dict[str, Any], prompt: str = "abc", **fields: Any) -> SequenceGroup:
     frontend = Frontend(
-        lambda: model,
+        lambda: ServedModels.of(model),
         lambda _: None,
         TextSettings(scheduling_policy=fields.pop("scheduling_policy", "fcfs")),
         enable_chunked_prefill=False,
@@ -57,7 +58,7 @@ def test_the_end_of_a_prompt_is_what_is_left_of_a_truncated_one(model: ServedMod
 @pytest.mark.parametrize(("of_server", "of_model"), [(3, 20), (20, 3)])
 def test_the_lower_limit_of_logprobs_counts(model: ServedModel, of_server: int, of_model: int) -> None:
     model = dataclasses.replace(model, max_logprobs=of_model)
-    frontend = Frontend(lambda: model, lambda _: None, TextSettings(of_server))
+    frontend = Frontend(lambda: ServedModels.of(model), lambda _: None, TextSettings(of_server))
     request = pb.GenerateRequest(prompt="abc", sampling_params=pb.SamplingParams(logprobs=3))
     assert frontend.prepare(request).wants_logprobs
     request.sampling_params.logprobs = 4
@@ -168,7 +169,7 @@ def test_prompt_logprobs_that_no_message_can_bring_are_refused(model: ServedMode
         request = pb.GenerateRequest(sampling_params=pb.SamplingParams(prompt_logprobs=num_top, max_tokens=1))
         request.prompt_token_ids.ids.extend([65] * num_prompt_tokens)
         served = dataclasses.replace(model, max_model_len=10_000, max_cached_tokens=10_000)
-        return Frontend(lambda: served, lambda sequence: None).prepare(request)
+        return Frontend(lambda: ServedModels.of(served), lambda sequence: None).prepare(request)
 
     assert prepare(MAX_PROMPT_LOGPROBS // 21, 20).awaits_prompt_logprobs
     with pytest.raises(

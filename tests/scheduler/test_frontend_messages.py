@@ -200,6 +200,7 @@ def test_the_model_and_its_tokenizer_arrive(tmp_path):
     write_byte_tokenizer(tmp_path / "given", 400)
     model = ServedModel(
         name="m",
+        fingerprint="f" * 32,
         model_hash="h",
         architecture="A",
         dtype="float32",

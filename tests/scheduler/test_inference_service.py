@@ -17,6 +17,7 @@ from scheduler_svc.inference_service import InferenceService
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.output_stream import TOKENS_A_PIECE, OutputStream
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import PreparedText, RequestText
@@ -146,7 +147,7 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
     """Of 40,000 tokens looked through for stop strings no two pieces follow one another without a turn of the loop."""
     tiny = tiny_served_model(tmp_path)
     model = dataclasses.replace(tiny, max_model_len=50_000, max_cached_tokens=60_000)
-    frontend: Any = Frontend(lambda: model, lambda _: None)
+    frontend: Any = Frontend(lambda: ServedModels.of(model), lambda _: None)
     core: Any = OpenCore()
     service = InferenceService(
         frontend,

@@ -30,6 +30,7 @@ from scheduler_svc.output_stream import OutputStream
 from scheduler_svc.public_server import public_server
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.step_plan import NewTokens
 from scheduler_svc.text import text_process
 from scheduler_svc.text.admission import Admission
@@ -144,7 +145,7 @@ async def harness(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     core.boxes = Mailboxes(asyncio.get_running_loop())
     any_core: Any = core
     texts: Any = InlineTexts(RequestText(model, TextSettings()))
-    frontend = Frontend(lambda: model, lambda _: None)
+    frontend = Frontend(lambda: ServedModels.of(model), lambda _: None)
     inference = InferenceService(frontend, texts, any_core, core.boxes, Admission(100, 1 << 24))
     loop = Loop()
     loop.engine.start()
@@ -263,7 +264,7 @@ def test_a_text_process_that_fails_tells_where_and_not_what(monkeypatch: pytest.
             raise KeyError(request.prompt)
 
     text = text_process._Text()
-    monkeypatch.setattr(text, "_text", Broken())
+    monkeypatch.setattr(text, "_texts", Broken())
     kind, payload = text.answer(Ask.PREPARE, pb.GenerateRequest(prompt=SECRET).SerializeToString())
     assert kind is Answer.FAILED and SECRET not in payload.decode() and "in prepare" in payload.decode()
     error = RuntimeError(SECRET)

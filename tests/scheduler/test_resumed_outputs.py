@@ -13,6 +13,7 @@ from scheduler_svc.errors import InvalidRequest
 from scheduler_svc.frontend import Frontend
 from scheduler_svc.sequence import FinishReason, SequenceGroup, SequenceStatus
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import IM_END
 
@@ -31,7 +32,7 @@ def _prepare(model: ServedModel, resume: list[dict[str, Any]], **params: Any) ->
     request = pb.GenerateRequest(
         request_id="it", prompt="abc", sampling_params=pb.SamplingParams(**params), resume=resume, stream=stream
     )
-    group = Frontend(lambda: model, lambda _: None).prepare(request)
+    group = Frontend(lambda: ServedModels.of(model), lambda _: None).prepare(request)
     assert group.output.is_behind == bool(resume)
     for _ in group.output.catch_up():
         pass
@@ -158,7 +159,7 @@ def test_the_prompt_that_is_told_again_is_the_prompt_alone(model: ServedModel) -
         prompt="abc", return_prompt_token_ids=True, resume=[{"index": 0, "token_ids": [65, 66]}]
     )
     request.sampling_params.seed = 5
-    admission = Frontend(lambda: model, lambda _: None).prepare(request).output.admission()
+    admission = Frontend(lambda: ServedModels.of(model), lambda _: None).prepare(request).output.admission()
     assert list(admission.prompt_token_ids) == list(b"abc")
 
 
@@ -192,6 +193,6 @@ def test_draws_can_only_go_on_with_their_seed(model: ServedModel) -> None:
     sampling = pb.SamplingParams(temperature=1.0)
     request = pb.GenerateRequest(prompt="abc", sampling_params=sampling, resume=[{"index": 0, "token_ids": [65]}])
     with pytest.raises(InvalidRequest, match=r"sampling_params.seed: got none; accepted: with resume"):
-        Frontend(lambda: model, lambda _: None).prepare(request)
+        Frontend(lambda: ServedModels.of(model), lambda _: None).prepare(request)
     request.sampling_params.temperature = 0
-    assert Frontend(lambda: model, lambda _: None).prepare(request).sequences[0].num_tokens == 4
+    assert Frontend(lambda: ServedModels.of(model), lambda _: None).prepare(request).sequences[0].num_tokens == 4

@@ -11,7 +11,7 @@ from octavo.ports import free_port
 from scheduler_svc import server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.front import InProcessFront
-from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker
 
@@ -37,7 +37,7 @@ async def test_no_request_is_taken_once_those_who_wait_are_sent_away(monkeypatch
 
 
 async def test_a_fault_in_telling_readiness_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(front: InProcessFront, is_ready: bool, model: ServedModel | None) -> None:
+    async def fail(front: InProcessFront, is_ready: bool, models: ServedModels) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(InProcessFront, "show", fail)

@@ -23,6 +23,7 @@ import pytest
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest, NotReady, UnknownName
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text import frames, killable_process, text_processes
 from scheduler_svc.text.admission import SMALL_BYTES
 from scheduler_svc.text.frames import Answer, Ask
@@ -50,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 @asynccontextmanager
 async def _processes(model: ServedModel, count: int = 1, time_limit_s: float = 60.0) -> AsyncIterator[TextProcesses]:
-    processes = TextProcesses(lambda: model, TextSettings(), count, time_limit_s)
+    processes = TextProcesses(lambda: ServedModels.of(model), TextSettings(), count, time_limit_s)
     processes.start()
     try:
         yield processes
@@ -245,10 +246,11 @@ async def test_it_ends_with_its_parent_and_does_not_hear_its_signals(model: Serv
     program = """
 import asyncio, sys, time
 from pathlib import Path
+from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.text_processes import TextProcesses
 async def main():
-    processes = TextProcesses(None, TextSettings(), 1)
+    processes = TextProcesses(ServedModels, TextSettings(), 1)
     processes.start()
     while not processes.pids:
         await asyncio.sleep(0.01)

@@ -76,7 +76,7 @@ def test_a_worker_initialises_while_its_tokenizer_is_fetched_and_made() -> None:
 
     with Eager() as worker, pool_of(worker.address) as pool:
         until(lambda: _serving(pool) == {worker.address})
-        assert pool.served_model is not None and pool.served_model.tokenizer.encode("a")
+        assert pool.models.default().tokenizer.encode("a")
 
 
 def test_no_more_workers_than_it_may_have_and_another_one_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_sizes_that_no_worker_has_are_refused_before_anything_is_made_of_them(fi
     with Rogue() as worker, pool_of(worker.address) as pool:
         client = pool.clients[worker.address]
         until(lambda: client.state.health == pb.WORKER_HEALTH_REFUSED)
-        assert "can be" in client.state.problem and pool.model is None and not worker.num_leases
+        assert "can be" in client.state.problem and not pool.models.known and not worker.num_leases
 
 
 def test_who_is_wrong_time_after_time_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,24 +183,6 @@ def test_a_stream_that_does_not_begin_with_its_lease_is_given_up(first: str, mon
         assert not _serving(pool) and not pool.engine.workers
 
 
-def test_a_wrong_first_worker_gives_way_to_the_right_ones_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.02)
-    with FakeWorker(model_hash="wrong") as wrong, FakeWorker() as right, pool_of(wrong.address) as pool:
-        until(lambda: _serving(pool) == {wrong.address})
-        pool._add(right.address)
-        refused = pool.clients[right.address]
-        until(lambda: refused.state.health == pb.WORKER_HEALTH_REFUSED)
-        assert "it serves fake-model (fake), this pool fake-model (wrong)" in refused.state.problem
-        time.sleep(0.1)  # five more tries
-        assert _serving(pool) == {wrong.address}, "who serves is not pushed aside"
-        before = pool.served_model
-        wrong.kill()
-        until(lambda: _serving(pool) == {right.address})
-        until(lambda: pool.served_model is not None and pool.served_model.model_hash == "fake")
-        assert before is not None and pool.served_model is not None
-        assert before.fingerprint != pool.served_model.fingerprint
-
-
 def test_a_worker_that_could_never_join_defines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another scheduler holds it: its model is not this pool's."""
     monkeypatch.setattr(worker_client, "LEASED_RETRY_S", 0.02)
@@ -212,7 +194,7 @@ def test_a_worker_that_could_never_join_defines_nothing(monkeypatch: pytest.Monk
 
     with Held(model_hash="held") as held, FakeWorker() as right, pool_of(held.address) as pool:
         until(lambda: "another scheduler" in pool.clients[held.address].state.problem)
-        assert not pool.served_model
+        assert not pool.models.known
         pool._add(right.address)
         until(lambda: _serving(pool) == {right.address})
-        until(lambda: pool.served_model is not None and pool.served_model.model_hash == "fake")
+        assert [each.model.model_hash for each in pool.models.known] == ["fake"]

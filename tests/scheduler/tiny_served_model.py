@@ -14,6 +14,7 @@ def tiny_served_model(folder: Path) -> ServedModel:
     write_byte_tokenizer(folder, 400)
     return ServedModel(
         name="tiny",
+        fingerprint="0123456789abcdef0123456789abcdef",
         model_hash="",
         architecture="",
         dtype="float32",
