@@ -41,11 +41,10 @@ def test_what_would_give_other_tokens_is_another_model(changes: dict[str, Any]) 
 
 def test_another_tokenizer_than_the_workers_makes_another_model_to_go_on_with(tmp_path: Path) -> None:
     """`--tokenizer`: a prompt is other tokens with it, and an output's tokens are other text."""
-    write_byte_tokenizer(tmp_path / "a", 400)
-    write_byte_tokenizer(tmp_path / "b", 400, seed=1)
-    a, b = (
-        ServedModel.from_worker(info(), SIZES, Tokenizer.from_folder(tmp_path / name), "tiny") for name in ("a", "b")
-    )
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        write_byte_tokenizer(tmp_path / name, 400, seed)
+    a, b = (ServedModel.from_worker(info(), SIZES, Tokenizer.from_folder(tmp_path / name), "tiny") for name in "ab")
     assert a.fingerprint != b.fingerprint
     assert decode_model_with(encode_model(b), Tokenizer(b.tokenizer.files)).fingerprint == b.fingerprint
 
