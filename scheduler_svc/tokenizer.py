@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tokenizers
 
@@ -31,7 +31,6 @@ _FILE_NAMES = (
     "config.json",
 )
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CACHED = 4  # tokenizers kept: a scheduler serves one model, tests and `LLM` a few
 
 
 class TokenizerError(ValueError):
@@ -175,22 +174,22 @@ class Tokenizer:
 
 
 class _TokenizerCache:
-    """The last few tokenizers by the hash of their files."""
+    """Tokenizers in use, and the last that was asked for, by the hash of their files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Tokenizer] = OrderedDict()
+        self._in_use: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()
+        self._last: Tokenizer | None = None  # an `LLM` may be made anew with the same
 
     def get(self, files: Mapping[str, bytes]) -> Tokenizer:
         known = {name: files[name] for name in _FILE_NAMES if name in files}
         key = _hash(known)
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = Tokenizer(known)
-            self._kept.move_to_end(key)
-            while len(self._kept) > _CACHED:
-                self._kept.popitem(last=False)
-            return self._kept[key]
+            tokenizer = self._in_use.get(key)
+            if tokenizer is None:
+                tokenizer = self._in_use[key] = Tokenizer(known)
+            self._last = tokenizer
+            return tokenizer
 
 
 _CACHE = _TokenizerCache()

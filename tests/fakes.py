@@ -104,12 +104,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         block_size: int = 4,
         model: str = "fake-model",
         model_hash: str = "fake",
+        tokenizer_seed: int = 0,
         port: int = 0,
     ) -> None:
         self.delay_s = delay_s
         self.received: list[tuple[int, float]] = []
         self.answered: list[tuple[int, float]] = []
         self.num_leases = 0
+        self._tokenizer_seed = tokenizer_seed
         self.adapters: dict[str, int] = {}
         self.broken_paths: set[str] = set()
         self._language = _Spoken(next_token)
@@ -138,7 +140,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             eos_token_ids=[IM_END],
             max_logprobs=20,
             max_loras=max_loras,
-            tokenizer_sha256=byte_tokenizer_files(VOCAB_SIZE)[1],
+            tokenizer_sha256=byte_tokenizer_files(VOCAB_SIZE, tokenizer_seed)[1],
         )
         self._server = grpc.server(futures.ThreadPoolExecutor(8), options=WORKER_SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
@@ -171,7 +173,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return self._info
 
     def GetTokenizer(self, request, context):
-        files, sha256 = byte_tokenizer_files(VOCAB_SIZE)
+        files, sha256 = byte_tokenizer_files(VOCAB_SIZE, self._tokenizer_seed)
         for name, data in files.items():
             yield worker_pb2.TokenizerChunk(file_name=name, data=data, sha256=sha256)
 

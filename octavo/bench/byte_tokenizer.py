@@ -52,9 +52,9 @@ def write_byte_tokenizer(folder: str | Path, vocab_size: int, seed: int = 0) -> 
 
 
 @cache
-def byte_tokenizer_files(vocab_size: int) -> tuple[dict[str, bytes], str]:
+def byte_tokenizer_files(vocab_size: int, seed: int = 0) -> tuple[dict[str, bytes], str]:
     """The files of `write_byte_tokenizer` by name, and the hash that a worker tells of them."""
     with tempfile.TemporaryDirectory() as folder:
-        write_byte_tokenizer(folder, vocab_size)
+        write_byte_tokenizer(folder, vocab_size, seed)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
     return files, hashlib.sha256(b"".join(files.values())).hexdigest()
