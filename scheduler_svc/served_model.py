@@ -62,6 +62,7 @@ class ServedModel:
             max_model_len=max(self.max_model_len, sizes.max_model_len),
             max_num_seqs=max(self.max_num_seqs, sizes.max_num_seqs),
             max_num_batched_tokens=max(self.max_num_batched_tokens, sizes.max_num_batched_tokens),
+            block_size=info.block_size,  # that of all workers there are
             max_cached_tokens=max(self.max_cached_tokens, sizes.num_device_blocks * info.block_size),
         )
 

@@ -155,7 +155,8 @@ def test_a_worker_with_blocks_of_another_size_is_refused_until_its_models_others
     with FakeWorker() as first, FakeWorker(block_size=8) as second, a_pool(first) as pool:
         assert "its cache blocks hold 8 tokens, those of its model's other workers 4" in pool.refusal(second)
         first.kill()
-        pool.wait(lambda: pool.models.known[0].num_serving and pool.serving.engine.workers[0].info.block_size == 8)
+        pool.wait(lambda: [each.info.block_size for each in pool.serving.engine.workers] == [8])
+        assert pool.models.default().block_size == 8
 
 
 def test_a_model_without_workers_is_waited_for_and_then_unknown() -> None:
