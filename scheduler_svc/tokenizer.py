@@ -20,6 +20,7 @@ import tokenizers
 
 from scheduler_svc.chat_template import ChatTemplate
 from scheduler_svc.text.content_guard import ContentGuard
+from scheduler_svc.text.quick_tokenizers import is_quick
 from scheduler_svc.text_stream import StreamFactory, TextStream, stream_factory
 
 _FILE_NAMES = (
@@ -88,6 +89,11 @@ class Tokenizer:
     def files(self) -> Mapping[str, bytes]:
         """What it was made of."""
         return self._files
+
+    @cached_property
+    def is_quick(self) -> bool:
+        """Whether a short text takes it no time to speak of, whatever is in it."""
+        return is_quick(self._tokenizer)
 
     @cached_property
     def sha256(self) -> str:

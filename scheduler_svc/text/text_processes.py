@@ -1,4 +1,5 @@
-"""The text processes of a server: a few of them, fed one request at a time, killed when one takes too long.
+"""The text processes of a server: a few of them, fed one request at a time, killed when one takes too long. What is
+too short to take long never comes to them.
 
 A request whose process dies goes to another; one that takes longer than the limit is refused, and its process
 is replaced. Where there are several, the last takes small requests alone, so that these never wait behind large ones;
@@ -24,6 +25,7 @@ from scheduler_svc.text.frames import Answer, Ask
 from scheduler_svc.text.killable_process import KillableProcess
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import PreparedText
+from scheduler_svc.text.short_texts import ShortTexts
 
 log = structlog.get_logger()
 
@@ -48,6 +50,7 @@ class TextProcesses:
         time_limit_s: float = 10.0,
     ) -> None:
         self._served_models = served_models
+        self._short = ShortTexts(served_models, settings)
         self._settings = json.dumps(dataclasses.asdict(settings)).encode()
         self._time_limit_s = time_limit_s
         self._numbers = count()
@@ -91,6 +94,9 @@ class TextProcesses:
 
     async def prepare(self, data: bytes) -> PreparedText:
         """What the bytes of a `GenerateRequest` ask for. Raises RequestRefused."""
+        self._check_open()
+        if (prepared := self._short.prepare(data)) is not None:
+            return prepared
         return frames.decode_prepared(await self._ask(Ask.PREPARE, data))
 
     async def tokenize(self, data: bytes) -> bytes:
@@ -102,14 +108,17 @@ class TextProcesses:
         return await self._ask(Ask.DETOKENIZE, data)
 
     async def _ask(self, kind: Ask, data: bytes) -> bytes:
-        if self._closed_by is not None:
-            raise self._closed_by
+        self._check_open()
         self.expect(self._served_models())
         self._models.check_any()
         job = _Job(kind, data, next(self._numbers))
         self._queue_of(job).append(job)
         self._wake_for(job)
         return await job.answer
+
+    def _check_open(self) -> None:
+        if self._closed_by is not None:
+            raise self._closed_by
 
     def _queue_of(self, job: _Job) -> deque[_Job]:
         return self._small if len(job.data) <= SMALL_BYTES else self._large
