@@ -66,7 +66,7 @@ class Answers:
                 if sequence.num_pending_tokens and sequence.last_generation == generations[entry]:
                     sequence.append(token_id)
                     sequence.num_pending_tokens -= 1
-                    self._charge(sequence.group.tenant, 1)
+                    self._charge(sequence.group.share, 1)
                     reasons[entry] = _finish_reason(sequence, token_id)
                     is_wanted[entry] = True
         for entry in reasons.nonzero()[0]:
@@ -177,7 +177,7 @@ class Answers:
         group.sequences = beams
         for beam, (_, token_id) in zip(beams, continuations, strict=True):
             beam.append(token_id)
-        self._charge(group.tenant, len(beams))
+        self._charge(group.share, len(beams))
         if group in self._groups.running:
             self._groups.ready_beams.add(group)
 

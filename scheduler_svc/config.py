@@ -11,6 +11,7 @@ from octavo.options import COMMON, LOGGING, check_port, is_host, option
 from scheduler_svc.model_names import ModelNames
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.preemption import MODES
+from scheduler_svc.tenants import check_metadata_field
 
 if TYPE_CHECKING:
     from scheduler_svc.text.request_checks import TextSettings
@@ -42,6 +43,12 @@ class SchedulerConfig:
     )
     tenant_weights: tuple[str, ...] = option(
         (), "under fair: a tenant's share, NAME=WEIGHT; others have 1; repeatable", group=SCHEDULING, metavar="SHARE"
+    )
+    tenant_metadata: str = option(
+        "",
+        "metadata field with a call's tenant, set by a proxy (default: clients say, and share one weight under fair)",
+        group=REQUESTS,
+        metavar="FIELD",
     )
     preemption_mode: str = option(
         "auto",
@@ -125,6 +132,7 @@ class SchedulerConfig:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
+        check_metadata_field(self.tenant_metadata)
         self.weights()  # raises for what is none
         self.model_names()  # likewise
         if self.scheduler_delay_factor < 0:

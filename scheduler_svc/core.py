@@ -29,8 +29,8 @@ class Core(Protocol):
     def abandon(self, group: SequenceGroup) -> None:
         """Nobody reads it any more; does nothing for one that has ended."""
 
-    async def abort(self, request_id: str) -> bool:
-        """Ends live requests of this id; False when there is none."""
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """Ends live requests of this id, of one tenant or of all; False when there is none."""
 
     async def adapters(self) -> list[str]:
         """Names of those that a request may use now."""
@@ -60,8 +60,8 @@ class EngineCore:
     def abandon(self, group: SequenceGroup) -> None:
         self._engine.abort_group(group)
 
-    async def abort(self, request_id: str) -> bool:
-        return self._engine.abort(request_id)
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        return self._engine.abort(request_id, tenant)
 
     async def adapters(self) -> list[str]:
         return self._engine.adapters.names()

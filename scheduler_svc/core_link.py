@@ -121,8 +121,8 @@ class CoreLink:
             del self._groups[number]
             self._outbox.put(frontend_pb2.FrontendEvent(closed=frontend_pb2.GroupClosed(number=number)))
 
-    async def abort(self, request_id: str) -> bool:
-        response: pb.AbortResponse = await self._stub.Abort(pb.AbortRequest(request_id=request_id))
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        response: pb.AbortResponse = await self._stub.Abort(pb.AbortRequest(request_id=request_id, tenant=tenant))
         return response.found
 
     async def adapters(self) -> list[str]:

@@ -41,7 +41,8 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
             self._links.remove(link)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=self._serving.engine.abort(request.request_id))
+        tenant = request.tenant if request.HasField("tenant") else None
+        return pb.AbortResponse(found=self._serving.engine.abort(request.request_id, tenant))
 
     async def CheckRoom(
         self, request: frontend_pb2.CheckRoomRequest, context: grpc.aio.ServicerContext

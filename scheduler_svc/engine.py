@@ -71,6 +71,7 @@ class OutputSink(Protocol):
 class EngineSettings:
     scheduling_policy: str = "fcfs"
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tenants_are_known: bool = False  # their names do not come from clients, see `ServedTokens.share_of`
     preemption_mode: str = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -98,7 +99,7 @@ class Engine:
         self.sink = sink
         self.metrics = Metrics(counts_prefixes=settings.enable_prefix_caching)
         self.workers: list[WorkerHandle] = []
-        served = ServedTokens(settings.tenant_weights)
+        self._served = served = ServedTokens(settings.tenant_weights)
         self._scheduler_settings = SchedulerSettings(
             policy=POLICIES[settings.scheduling_policy],
             enable_chunked_prefill=settings.enable_chunked_prefill,
@@ -140,6 +141,7 @@ class Engine:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queues a group. Raises what `Adapters.use` and `LiveRequests.add` raise."""
+        group.share = self._served.share_of(group.tenant, is_known=self.settings.tenants_are_known)
         try:
             self.adapters.use(group)
             self.live.add(group)

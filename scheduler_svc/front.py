@@ -19,6 +19,7 @@ from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.public_server import GRACE_S, public_server
 from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Outputs, Serving
+from scheduler_svc.tenants import Tenants
 from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.text_processes import TextProcesses
 
@@ -65,7 +66,8 @@ class InProcessFront:
         self._texts = TextProcesses(serving.frontend.models, **self._config.text_options())
         admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
         core = EngineCore(serving.engine)
-        self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission)
+        tenants = Tenants(self._config.tenant_metadata)
+        self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
         add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
         self._server, self._health = public_server(self._config, self._inference, add_control)
         port = bind(self._server, self._config.host, self._config.port)

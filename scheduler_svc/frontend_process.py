@@ -27,6 +27,7 @@ from scheduler_svc.frontend import Frontend
 from scheduler_svc.inference_service import InferenceService
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.public_server import GRACE_S, public_server
+from scheduler_svc.tenants import Tenants
 from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.text_processes import TextProcesses
 
@@ -69,7 +70,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         )
         texts = TextProcesses(frontend.models, **config.text_options())
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
-        inference = InferenceService(frontend, texts, link, mailboxes, admission)
+        inference = InferenceService(frontend, texts, link, mailboxes, admission, Tenants(config.tenant_metadata))
         server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)
 
         is_listening = False

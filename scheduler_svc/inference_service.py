@@ -23,6 +23,7 @@ from scheduler_svc.request_reader import parse, read_head
 from scheduler_svc.request_stream import RequestStream
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.status import refusals
+from scheduler_svc.tenants import Metadata, Tenants
 from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.request_checks import MAX_REQUEST_ID_CHARS
 from scheduler_svc.text.request_text import PreparedText
@@ -50,11 +51,18 @@ class Texts(Protocol):
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Answers clients: `texts` and `frontend` prepare, `core` runs, `mailboxes` bring what there is to write.
 
-    `admission` bounds what is in preparation; `Generate`, `Tokenize` and `Detokenize` pass it alike.
+    `admission` bounds what is in preparation; `Generate`, `Tokenize` and `Detokenize` pass it alike. `tenants` says
+    whose a call is.
     """
 
     def __init__(
-        self, frontend: Frontend, texts: Texts, core: Core, mailboxes: Mailboxes, admission: Admission
+        self,
+        frontend: Frontend,
+        texts: Texts,
+        core: Core,
+        mailboxes: Mailboxes,
+        admission: Admission,
+        tenants: Tenants | None = None,
     ) -> None:
         self.is_draining = False
         self._frontend = frontend
@@ -62,6 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._core = core
         self._mailboxes = mailboxes
         self._admission = admission
+        self._tenants = tenants or Tenants()
         self._calls: set[asyncio.Task[None]] = set()
         self._is_broken_off = False
         self._catching_up = asyncio.Lock()
@@ -72,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
         with structlog.contextvars.bound_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS]):
             async with refusals(context):
-                group, replaces = await self._prepare(data, head, request_id, arrival_ns)
+                group, replaces = await self._prepare(data, head, request_id, context.invocation_metadata(), arrival_ns)
                 del data  # a stream may live for hours
                 stream: RequestStream = group.output
                 box = self._mailboxes.open(stream)
@@ -98,11 +107,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     self._mailboxes.close(stream)
 
     async def _prepare(
-        self, data: bytes, head: pb.GenerateRequest, request_id: str, arrival_ns: int
+        self, data: bytes, head: pb.GenerateRequest, request_id: str, metadata: Metadata | None, arrival_ns: int
     ) -> tuple[SequenceGroup, bool]:
         """A group, and whether it replaces a live one. Refuses what cannot be taken anyway before any work is done."""
         num_preparing = self._admission.num_requests
         try:
+            of_call = self._tenants.of_call(metadata)
+            head.tenant = self._tenants.check(of_call, head.tenant)
             with self._admission.admit(len(data)):
                 if self.is_draining:
                     raise NotReady("this server is draining")
@@ -110,6 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 prepared = await self._texts.prepare(data)
                 request = prepared.request
                 request.request_id = request.request_id or request_id
+                request.tenant = self._tenants.check(of_call, request.tenant)
                 group = await self._new_group(prepared, arrival_ns)
                 if group.output.is_behind:
                     await self._catch_up(group.output)
@@ -153,7 +165,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             call.cancel()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=await self._core.abort(request.request_id))
+        claimed = request.tenant if request.HasField("tenant") else None
+        of_call = self._tenants.of_call(context.invocation_metadata())
+        tenant = claimed if of_call is None else self._tenants.check(of_call, claimed or "")
+        return pb.AbortResponse(found=await self._core.abort(request.request_id, tenant))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         model = self._frontend.model(request.model)

@@ -46,9 +46,9 @@ def _one_lane(group: SequenceGroup) -> None:
     return None
 
 
-def _lane_of_tenant(group: SequenceGroup) -> str | None:
+def _lane_of_share(group: SequenceGroup) -> str | None:
     """Of a group that had begun and lost its worker, none: a client is in the middle of its answer."""
-    return group.tenant if group.first_scheduled_ns is None else None
+    return group.share if group.first_scheduled_ns is None else None
 
 
 def _never(waiting: SequenceGroup, running: SequenceGroup) -> bool:
@@ -68,5 +68,5 @@ POLICIES: dict[str, Policy] = {
     # The tenant that was served the fewest tokens for its weight first; within a tenant first come, first served. Says
     # who begins and takes nothing away: a flood keeps the slots that it has until those requests end, and then gets its
     # share of them. To preempt for fairness' sake would compute twice, at the cost of both tenants.
-    "fair": Policy(key=_by_order, lane=_lane_of_tenant, overrules=_never, counts_tokens=True),
+    "fair": Policy(key=_by_order, lane=_lane_of_share, overrules=_never, counts_tokens=True),
 }

@@ -424,7 +424,7 @@ class Scheduler:
             group.first_scheduled_ns = now_ns
         if is_first_time and self.settings.served is not None and self.settings.policy.counts_tokens:
             num_cached = len(self.blocks.find(group.sequences[0])) * self.blocks.block_size
-            self.settings.served.charge(group.tenant, max(0, group.num_prompt_tokens - num_cached))
+            self.settings.served.charge(group.share, max(0, group.num_prompt_tokens - num_cached))
         self.groups.seat(group, self.groups.num_free_slots_for(group))
 
     def _add_group(self, plan: StepPlan, group: SequenceGroup) -> None:

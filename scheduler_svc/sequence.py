@@ -261,6 +261,7 @@ class SequenceGroup:
         self.beam_search = beam_search
         self.priority = priority
         self.tenant = tenant
+        self.share = tenant  # under which fair turns count it; several tenants may have one together
         self.adapter = adapter
         self.cache_salt = cache_salt
         self.model = model

@@ -39,7 +39,7 @@ class SequenceColumns:
         eos_token_id: ends the sequence when drawn; -1 for none.
         has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
         wants_logprobs: whether its draws are to come with their logprobs.
-        tenant: a number for the group's tenant.
+        tenant: a number for the share that the group counts under.
         last_token_ns: when its last token arrived; 0 before the first.
         owner: the Sequence in the slot, or None.
     """

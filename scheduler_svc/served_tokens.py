@@ -35,6 +35,14 @@ class ServedTokens:
         self._floor = 0.0  # where a tenant that is not in `_levels` stands
         self._look_at = MIN_REMEMBERED
 
+    def share_of(self, tenant: str, *, is_known: bool) -> str:
+        """Under which name a tenant is counted. `is_known`: the server has the name from others than its clients.
+
+        Else it may be made up, and who takes a new name for every request would come first with each. So all names but
+        those that were given a weight share one.
+        """
+        return tenant if is_known or tenant in self._weights else ""
+
     def level(self, tenant: str) -> float:
         """Weighted tokens that the tenant has been served. Never falls."""
         return self._levels.get(tenant, self._floor)

@@ -41,6 +41,7 @@ class Serving:
             EngineSettings(
                 scheduling_policy=config.scheduling_policy,
                 tenant_weights=config.weights(),
+                tenants_are_known=bool(config.tenant_metadata),
                 preemption_mode=config.preemption_mode,
                 enable_prefix_caching=config.enable_prefix_caching,
                 enable_chunked_prefill=config.enable_chunked_prefill,

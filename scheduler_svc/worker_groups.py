@@ -134,7 +134,7 @@ class WorkerGroups:
         group = sequence.group
         sequence.attach(self.columns)
         self.columns.is_held[sequence.slot] = group.uses_beam_search
-        self.columns.tenant[sequence.slot] = self._tenant_number(group.tenant)
+        self.columns.tenant[sequence.slot] = self._tenant_number(group.share)
         self.unknown.add(sequence)
 
     def _settle(self, group: SequenceGroup) -> None:

@@ -14,9 +14,10 @@ from octavo.sampling_params import MAX_OUTPUTS, SamplingLimits, validate
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import FieldViolation, InvalidRequest, Unsupported
 from scheduler_svc.served_model import ServedModel
+from scheduler_svc.tenants import MAX_TENANT_CHARS
 
 MAX_REQUEST_ID_CHARS = 256
-_MAX_CHARS = {"request_id": MAX_REQUEST_ID_CHARS, "cache_salt": 256, "tenant": 256}
+_MAX_CHARS = {"request_id": MAX_REQUEST_ID_CHARS, "cache_salt": 256, "tenant": MAX_TENANT_CHARS}
 MAX_CHARS_PER_TOKEN = 100  # text with more for each token that the model takes is refused before it is tokenised
 # Scalars of SamplingParams that do something only at another value than this, and nothing in a beam search.
 _NEUTRAL = {

@@ -180,7 +180,7 @@ async def test_what_is_refused(tmp_path):
             await ends.link.check_room(pb.GenerateRequest(request_id="waiting"), 0)  # it is live: others answer it
             again = await ends.submit("waiting", replaces=True)
             await until(lambda: waiting.output.is_finished)
-            assert await ends.link.abort("running") and not await ends.link.abort("nobody's")
+            assert await ends.link.abort("running", None) and not await ends.link.abort("nobody's", None)
             await until(lambda: running.output.is_finished)
             for group in (running, waiting, again):
                 ends.leave(group)

@@ -198,7 +198,7 @@ async def test_who_resumes_gives_way_to_others_and_is_dropped_with_its_client(
 
 
 async def _prepare(service: InferenceService, data: bytes = b"") -> Any:
-    return await service._prepare(data, pb.GenerateRequest(), "it", 0)
+    return await service._prepare(data, pb.GenerateRequest(), "it", None, 0)
 
 
 async def _tokenize(service: InferenceService, data: bytes) -> Any:

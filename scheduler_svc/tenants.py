@@ -1,0 +1,54 @@
+"""Whose a call is: what a proxy in front of this server wrote into its metadata, or else what the client says.
+
+For every way in, whatever it speaks: metadata are pairs of a lower-case name and a value, as HTTP's headers are, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from scheduler_svc.errors import FieldViolation, InvalidRequest
+
+MAX_TENANT_CHARS = 256
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class Tenants:
+    """`field` is the name of the metadata that brings the tenant; empty: clients are believed."""
+
+    def __init__(self, field: str = "") -> None:
+        self._field = field
+
+    def of_call(self, metadata: Metadata | None) -> str | None:
+        """None: whatever the request says. A call without the field is of the unnamed tenant. Raises InvalidRequest."""
+        if not self._field:
+            return None
+        found = {str(value) for name, value in metadata or () if name == self._field}
+        if len(found) > 1:  # whoever wrote the second one, only one of them is to be believed
+            raise InvalidRequest(
+                FieldViolation("tenant", f"metadata {self._field!r} has {len(found)} different values")
+            )
+        tenant = found.pop() if found else ""
+        if len(tenant) > MAX_TENANT_CHARS:
+            what = f"metadata {self._field!r} has {len(tenant)} characters; accepted: at most {MAX_TENANT_CHARS}"
+            raise InvalidRequest(FieldViolation("tenant", what))
+        return tenant
+
+    def check(self, of_call: str | None, claimed: str) -> str:
+        """The tenant of a request that says `claimed`. Raises InvalidRequest where the call is of another one."""
+        if of_call is None:
+            return claimed
+        if claimed and claimed != of_call:
+            what = f"got {claimed[:MAX_TENANT_CHARS]!r}; accepted here: none, as metadata {self._field!r} brings it"
+            raise InvalidRequest(FieldViolation("tenant", what))
+        return of_call
+
+
+def check_metadata_field(name: str) -> None:
+    """Raises ValueError for a name that no metadata of text can have."""
+    if name and (not re.fullmatch(r"[a-z0-9_.-]+", name) or name.startswith("grpc-") or name.endswith("-bin")):
+        raise ValueError(
+            f"tenant_metadata is {name!r}; lower-case letters, digits, _ . and - are accepted, no grpc-, -bin"
+        )
