@@ -27,7 +27,7 @@ from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
 from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.live_requests import LiveRequests
-from scheduler_svc.metrics import Metrics
+from scheduler_svc.model_metrics import ModelMetrics
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.scheduler import SchedulerSettings
@@ -97,7 +97,7 @@ class Engine:
         self.settings = settings
         self._clock = clock
         self.sink = sink
-        self.metrics = Metrics(counts_prefixes=settings.enable_prefix_caching)
+        self.metrics = ModelMetrics(counts_prefixes=settings.enable_prefix_caching)
         self.workers: list[WorkerHandle] = []
         self._served = served = ServedTokens(settings.tenant_weights)
         self._scheduler_settings = SchedulerSettings(
@@ -149,7 +149,7 @@ class Engine:
             self._inbox.put(partial(self.adapters.release, group))
             self.metrics.rejected(refusal)
             raise
-        self.metrics.admitted(group)
+        self.metrics.of(group.model).admitted(group)
         self._inbox.put(partial(self._on_submitted, group))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
@@ -497,7 +497,8 @@ class Engine:
         before: BeforeAnswer,
     ) -> None:
         decoded_ns = self._clock()
-        self.metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
+        metrics = self.metrics.of(worker.model)
+        metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs, worker.info.vocab_size):
             self.sink.put_prompt_logprobs(group, logprobs)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
@@ -505,9 +506,9 @@ class Engine:
         if len(tokens.sequences):
             self.sink.put_tokens(tokens, result.outputs)
         before.was_told()
-        self.metrics.generated(sent.rows, tokens)
+        metrics.generated(sent.rows, tokens)
         for group, hypotheses in tokens.beams:
-            self.metrics.begun(group, decoded_ns)
+            metrics.begun(group, decoded_ns)
             self._forget(group, hypotheses[0].finish_reason)
             self.sink.put_beams(group, hypotheses)
         # By group, of which several sequences may end at once.
@@ -526,7 +527,7 @@ class Engine:
             process_ns=self._clock() - decoded_ns,
         )
         worker.statistics.add(answered)
-        self.metrics.answered(answered)
+        metrics.answered(answered)
         for observer in list(self._step_observers):
             observer(worker, answered)
 
@@ -577,7 +578,7 @@ class Engine:
         if worker is None:
             return
         self.workers.remove(worker)
-        self.metrics.num_worker_losses += not worker.is_draining
+        self.metrics.of(worker.model).num_worker_losses += not worker.is_draining
         self._last_lost_ns = None if self.workers else self._clock()
         self.adapters.worker_left(worker)
         link.close()
@@ -619,7 +620,7 @@ class Engine:
         if group.is_finished:
             self.live.free(group)
             self.adapters.release(group)
-            self.metrics.ended(group, reason, self._clock())
+            self.metrics.of(group.model).ended(group, reason, self._clock())
 
     def _drain(self, address: str) -> int:
         (worker,) = self.workers_at(address)

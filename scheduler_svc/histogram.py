@@ -24,6 +24,12 @@ class Histogram:
         self.total = 0.0
         self._edges = np.array(self.bounds)
 
+    def add(self, other: Histogram) -> None:
+        """All values of one with the same bounds."""
+        assert other.bounds == self.bounds
+        self.counts = self.counts + other.counts
+        self.total += other.total
+
     def observe(self, value: float, count: int = 1) -> None:
         """`count` values, all the same."""
         self.counts[bisect_left(self.bounds, value)] += count

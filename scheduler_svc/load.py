@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.block_allocator import BlockAllocator
 from scheduler_svc.engine import Engine
+from scheduler_svc.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,29 @@ class Load:
     @classmethod
     def of(cls, engine: Engine) -> Load:
         """From any thread; states that change meanwhile may be counted twice or not at all."""
-        schedulers = [worker.scheduler for worker in list(engine.workers)]
+        return cls._of_schedulers([worker.scheduler for worker in list(engine.workers)], len(engine.live))
+
+    @classmethod
+    def by_model(cls, engine: Engine) -> dict[str, Load]:
+        """By the names of models, those of workers and those of requests without any. As `of`."""
+        name_of, schedulers, num_live = engine.metrics.name_of, dict[str, list[Scheduler]](), Counter[str]()
+        for worker in list(engine.workers):
+            schedulers.setdefault(name_of(worker.model), []).append(worker.scheduler)
+        for model, count in engine.live.num_by_model().items():
+            num_live[name_of(model)] += count
+        return {
+            name: cls._of_schedulers(schedulers.get(name, []), num_live[name])
+            for name in {**dict.fromkeys(engine.metrics.by_name()), **schedulers, **num_live}
+        }
+
+    @classmethod
+    def _of_schedulers(cls, schedulers: Sequence[Scheduler], num_live: int) -> Load:
+        num_running = sum(len(scheduler.running) for scheduler in schedulers)
+        num_swapped = sum(len(scheduler.swapped) for scheduler in schedulers)
         return cls(
-            num_running=sum(len(scheduler.running) for scheduler in schedulers),
-            num_swapped=sum(len(scheduler.swapped) for scheduler in schedulers),
-            num_pending=engine.live.num_waiting + sum(len(scheduler.preempted) for scheduler in schedulers),
+            num_running=num_running,
+            num_swapped=num_swapped,
+            num_pending=max(0, num_live - num_running - num_swapped),
             num_workers=len(schedulers),
             device_usage=_usage(scheduler.blocks.allocator for scheduler in schedulers),
             host_usage=_usage(scheduler.blocks.host_allocator for scheduler in schedulers),

@@ -1,5 +1,7 @@
 """What an operator asks of a scheduler, counted where it happens: in the step loop, by event and by column.
 
+One `Metrics` a model's name; `model_metrics.py` has them all.
+
 Knows nothing of who reads it and how (`metrics_exporter.py`). The step loop's thread writes, and whoever admits or
 refuses requests; others may read at any time.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, QueueFull, RequestRefused, UnknownName
 from scheduler_svc.histogram import Histogram
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
@@ -21,13 +22,6 @@ _REQUEST_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 
 _PHASE_S = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_REJECTIONS: dict[type[RequestRefused], str] = {
-    QueueFull: "queue_full",
-    NotReady: "not_ready",
-    DuplicateRequest: "duplicate",
-    InvalidRequest: "invalid",
-    UnknownName: "unknown_name",
-}
 
 
 class Metrics:
@@ -36,7 +30,6 @@ class Metrics:
     Attributes:
         num_preemptions: groups that gave their slots up, by mode.
         num_finished: requests, by how the last of their outputs ended.
-        num_rejected: requests that were not admitted, by reason.
         num_prefix_queries, num_prefix_hits: prompt tokens looked for and found in the prefix cache, of requests that
             have begun; looking again after a preemption does not count.
         num_prefill_tokens: known tokens that were computed, again ones included, cached ones not.
@@ -48,7 +41,6 @@ class Metrics:
         self._counts_prefixes = counts_prefixes
         self.num_preemptions: Counter[str] = Counter(swap=0, recompute=0)
         self.num_finished: Counter[FinishReason] = Counter({reason: 0 for reason in FinishReason if reason})
-        self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
         self.num_prefix_queries = self.num_prefix_hits = 0
         self.num_prompt_tokens = self.num_prefill_tokens = self.num_generation_tokens = 0
         self.num_worker_losses = self.num_resumed = 0
@@ -63,9 +55,6 @@ class Metrics:
 
     def admitted(self, group: SequenceGroup) -> None:
         self.num_resumed += any(sequence.num_tokens > group.num_prompt_tokens for sequence in group.sequences)
-
-    def rejected(self, refusal: RequestRefused) -> None:
-        self.num_rejected[_REJECTIONS.get(type(refusal), "unsupported")] += 1
 
     def drawn(self, rows: ScheduledRows, columns: SequenceColumns, now_ns: int) -> None:
         """An answer with a token for each sample of the rows; called before they are taken.
@@ -113,6 +102,20 @@ class Metrics:
             if histogram is None:
                 histogram = self.phase_s[phase] = Histogram(_PHASE_S)
             histogram.observe(nanoseconds / 1e9)
+
+    def add(self, other: Metrics) -> None:
+        """What another one has counted, too."""
+        for name, value in list(vars(other).items()):
+            mine = getattr(self, name)
+            if isinstance(mine, Histogram):
+                mine.add(value)
+            elif isinstance(mine, Counter):
+                mine.update(value)
+            elif isinstance(mine, dict):
+                for phase, histogram in list(value.items()):
+                    mine.setdefault(phase, Histogram(histogram.bounds)).add(histogram)
+            elif not isinstance(mine, bool):
+                setattr(self, name, mine + value)
 
     def ended(self, group: SequenceGroup, reason: FinishReason, now_ns: int) -> None:
         """All outputs of a request have ended, the last of them with `reason`."""

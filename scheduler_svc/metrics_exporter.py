@@ -15,6 +15,7 @@ from scheduler_svc.histogram import Histogram
 from scheduler_svc.load import Load
 
 PREFIX = "octavo:"
+MODEL = "model_name"
 
 
 class EngineCollector(Collector):
@@ -29,56 +30,76 @@ class EngineCollector(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        load = Load.of(self._engine)
-        for name, value, text in (
-            ("num_requests_running", load.num_running, "Requests that have slots"),
-            ("num_requests_waiting", load.num_pending, "Requests that wait, or are to be computed again"),
-            ("num_requests_swapped", load.num_swapped, "Requests whose cache lies in host memory"),
-            ("kv_cache_usage_perc", load.device_usage, "Share of device cache blocks in use; 1 is all"),
-            ("cpu_cache_usage_perc", load.host_usage, "Share of host cache blocks in use; 1 is all"),
+        loads = Load.by_model(self._engine)
+        for name, attribute, text in (
+            ("num_requests_running", "num_running", "Requests that have slots"),
+            ("num_requests_waiting", "num_pending", "Requests that wait, or are to be computed again"),
+            ("num_requests_swapped", "num_swapped", "Requests whose cache lies in host memory"),
+            ("kv_cache_usage_perc", "device_usage", "Share of device cache blocks in use; 1 is all"),
+            ("cpu_cache_usage_perc", "host_usage", "Share of host cache blocks in use; 1 is all"),
         ):
-            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=[MODEL])
+            for model, load in loads.items():
+                gauge.add_metric([model], getattr(load, attribute))
+            yield gauge
 
     def _counters(self) -> Iterator[Metric]:
-        metrics = self._engine.metrics
-        reasons = {reason.name.lower(): count for reason, count in metrics.num_finished.items()}
-        yield _counter("num_preemptions", "Requests that were preempted", "mode", metrics.num_preemptions)
-        yield _counter("request_success", "Requests that have ended", "finished_reason", reasons)
-        yield _counter("admission_rejections", "Requests that were not admitted", "reason", metrics.num_rejected)
-        for name, value, text in (
-            ("prefix_cache_queries", metrics.num_prefix_queries, "Prompt tokens looked for in the prefix cache"),
-            ("prefix_cache_hits", metrics.num_prefix_hits, "Prompt tokens found in the prefix cache"),
-            ("prompt_tokens", metrics.num_prompt_tokens, "Prompt tokens of requests that have begun"),
-            ("generation_tokens", metrics.num_generation_tokens, "Tokens generated"),
-            ("worker_losses", metrics.num_worker_losses, "Workers that were lost"),
-            ("requests_resumed", metrics.num_resumed, "Requests admitted with tokens of an earlier life"),
+        models = self._engine.metrics.by_name()
+        preemptions = {model: metrics.num_preemptions for model, metrics in models.items()}
+        ends = {
+            model: {reason.name.lower(): count for reason, count in metrics.num_finished.items()}
+            for model, metrics in models.items()
+        }
+        yield _counter("num_preemptions", "Requests that were preempted", "mode", preemptions)
+        yield _counter("request_success", "Requests that have ended", "finished_reason", ends)
+        rejections = CounterMetricFamily(
+            PREFIX + "admission_rejections", "Requests that were not admitted", labels=["reason"]
+        )
+        for reason, count in list(self._engine.metrics.num_rejected.items()):
+            rejections.add_metric([reason], count)
+        yield rejections
+        for name, attribute, text in (
+            ("prefix_cache_queries", "num_prefix_queries", "Prompt tokens looked for in the prefix cache"),
+            ("prefix_cache_hits", "num_prefix_hits", "Prompt tokens found in the prefix cache"),
+            ("prompt_tokens", "num_prompt_tokens", "Prompt tokens of requests that have begun"),
+            ("generation_tokens", "num_generation_tokens", "Tokens generated"),
+            ("worker_losses", "num_worker_losses", "Workers that were lost"),
+            ("requests_resumed", "num_resumed", "Requests admitted with tokens of an earlier life"),
         ):
-            yield CounterMetricFamily(PREFIX + name, text, value=value)
+            counter = CounterMetricFamily(PREFIX + name, text, labels=[MODEL])
+            for model, metrics in models.items():
+                counter.add_metric([model], getattr(metrics, attribute))
+            yield counter
 
     def _histograms(self) -> Iterator[Metric]:
-        metrics = self._engine.metrics
-        for name, histogram, text in (
-            ("time_to_first_token_seconds", metrics.time_to_first_token_s, "From arrival to the first token"),
-            ("inter_token_latency_seconds", metrics.inter_token_latency_s, "Between two tokens of an output"),
-            ("e2e_request_latency_seconds", metrics.e2e_request_latency_s, "From arrival to the end"),
-            ("request_queue_time_seconds", metrics.request_queue_time_s, "From arrival to the first step"),
-            ("request_prompt_tokens", metrics.request_prompt_tokens, "Prompt tokens of a request"),
-            ("request_generation_tokens", metrics.request_generation_tokens, "Tokens generated for a request"),
-            ("iteration_tokens_total", metrics.iteration_tokens, "Tokens computed in a step"),
+        models = self._engine.metrics.by_name()
+        for name, attribute, text in (
+            ("time_to_first_token_seconds", "time_to_first_token_s", "From arrival to the first token"),
+            ("inter_token_latency_seconds", "inter_token_latency_s", "Between two tokens of an output"),
+            ("e2e_request_latency_seconds", "e2e_request_latency_s", "From arrival to the end"),
+            ("request_queue_time_seconds", "request_queue_time_s", "From arrival to the first step"),
+            ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request"),
+            ("request_generation_tokens", "request_generation_tokens", "Tokens generated for a request"),
+            ("iteration_tokens_total", "iteration_tokens", "Tokens computed in a step"),
         ):
-            family = HistogramMetricFamily(PREFIX + name, text)
-            family.add_metric([], *_buckets(histogram))
+            family = HistogramMetricFamily(PREFIX + name, text, labels=[MODEL])
+            for model, metrics in models.items():
+                family.add_metric([model], *_buckets(getattr(metrics, attribute)))
             yield family
-        phases = HistogramMetricFamily(PREFIX + "step_phase_seconds", "Time of a step by phase", labels=["phase"])
-        for phase, histogram in list(metrics.phase_s.items()):
-            phases.add_metric([phase], *_buckets(histogram))
+        phases = HistogramMetricFamily(
+            PREFIX + "step_phase_seconds", "Time of a step by phase", labels=["phase", MODEL]
+        )
+        for model, metrics in models.items():
+            for phase, histogram in list(metrics.phase_s.items()):
+                phases.add_metric([phase, model], *_buckets(histogram))
         yield phases
 
 
-def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
-    for key, value in list(values.items()):
-        family.add_metric([key], value)
+def _counter(name: str, text: str, label: str, models: Mapping[str, Mapping[str, int]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label, MODEL])
+    for model, values in models.items():
+        for key, value in list(values.items()):
+            family.add_metric([key, model], value)
     return family
 
 

@@ -201,6 +201,7 @@ class WorkerPool:
         if self.models.find(fingerprint) is None:
             log.info("model is known", model=member.model.name, fingerprint=fingerprint, others=self.models.names)
             known = (*self.models.known, KnownModel(member.model))
+            self.engine.metrics.introduce(fingerprint, member.model.name)
         else:
             known = tuple(
                 replace(each, model=each.model.with_worker(member.info, member.sizes))
@@ -240,6 +241,7 @@ class WorkerPool:
 
     def _forget(self, fingerprint: str) -> None:
         del self._empty_since_s[fingerprint]
+        self.engine.metrics.forget(fingerprint)
         known = (each for each in self.models.known if each.model.fingerprint != fingerprint)
         self.models = replace(self.models, known=tuple(known))
         log.info("model is forgotten", fingerprint=fingerprint, others=self.models.names)

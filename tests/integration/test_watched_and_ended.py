@@ -44,8 +44,8 @@ async def test_metrics_are_served_over_http(frontends):
         await it.call(GENERATE, {"prompt": ""})
         with await asyncio.to_thread(urlopen, f"http://127.0.0.1:{port}/metrics") as response:
             lines = response.read().decode().splitlines()
-    assert "octavo:generation_tokens_total 5.0" in lines
-    assert 'octavo:request_success_total{finished_reason="length"} 1.0' in lines
+    assert 'octavo:generation_tokens_total{model_name="fake-model"} 5.0' in lines
+    assert 'octavo:request_success_total{finished_reason="length",model_name="fake-model"} 1.0' in lines
     assert 'octavo:admission_rejections_total{reason="invalid"} 1.0' in lines
 
 

@@ -63,13 +63,15 @@ class Loop:
         assert group.request_id not in self.ends
         self.ends[group.request_id] = reason, message
 
-    def join(self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 0) -> FakeLink:
+    def join(
+        self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 0, model: str = ""
+    ) -> FakeLink:
         link = FakeLink(name)
         info = worker_pb2.WorkerInfo(vocab_size=1000, block_size=4, max_loras=max_loras)
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=128
         )
-        self.engine.worker_joined(link, info, sizes, worker_pb2.LeaseGranted(epoch=epoch))
+        self.engine.worker_joined(link, info, sizes, worker_pb2.LeaseGranted(epoch=epoch), model)
         return link
 
     def group(self, request_id: str, num_tokens: int = 3, **options: Any) -> SequenceGroup:

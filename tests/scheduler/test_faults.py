@@ -123,7 +123,7 @@ def test_the_request_that_brings_a_fault_ends_and_nobody_else_does(
         it.finish("later")
         assert it.token_ids["later"] == hashed_after("later|", 9)
         (handle,) = it.serving.engine.workers
-        assert worker.num_leases == 1 and it.serving.engine.metrics.num_worker_losses == 0, "no worker was lost"
+        assert worker.num_leases == 1 and it.serving.engine.metrics.total().num_worker_losses == 0, "no worker was lost"
         handle.scheduler.check_integrity()
         assert not handle.scheduler.groups.has_work and not it.serving.engine.live.all()
 

@@ -17,6 +17,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.errors import QueueFull, UnknownName
 from scheduler_svc.histogram import Histogram
 from scheduler_svc.metrics_exporter import EngineCollector
+from scheduler_svc.model_metrics import MAX_NAMES, ModelMetrics
 from scheduler_svc.sequence import FinishReason
 from tests.fakes import FakeWorker
 from tests.scheduler.hand_turned_loop import Loop
@@ -57,7 +58,8 @@ def read(engine: Engine) -> dict[str, float]:
     assert {family.name for family in families} == NAMES
     for family in families:
         for sample in family.samples:
-            samples[" ".join([sample.name, *(sample.labels[label] for label in sorted(sample.labels))])] = sample.value
+            labels = filter(None, (sample.labels[label] for label in sorted(sample.labels)))  # no model has the name ""
+            samples[" ".join([sample.name, *labels])] = sample.value
     return samples
 
 
@@ -112,7 +114,7 @@ def test_times_between_tokens_are_those_between_answers_preempted_or_not() -> No
     started = time.monotonic()
     loop.answer(link)
     loop.turn()
-    before = loop.engine.metrics.inter_token_latency_s.total
+    before = loop.engine.metrics.total().inter_token_latency_s.total
     (worker,) = loop.engine.workers
     (group,) = worker.scheduler.running
     while worker.in_flight:
@@ -121,7 +123,7 @@ def test_times_between_tokens_are_those_between_answers_preempted_or_not() -> No
     worker.scheduler._preempt(group, _plan())
     loop.run_to_end(link)
     elapsed = time.monotonic() - started
-    histogram = loop.engine.metrics.inter_token_latency_s
+    histogram = loop.engine.metrics.total().inter_token_latency_s
     assert histogram.counts.sum() == 8, "the one across the preemption as well"
     assert before <= histogram.total <= elapsed
 
@@ -138,7 +140,7 @@ def test_tokens_that_come_after_a_preemption_are_generated_like_any_others() -> 
     assert len(worker.in_flight) == 2
     worker.scheduler._preempt(group, _plan())
     loop.run_to_end(link)
-    metrics = loop.engine.metrics
+    metrics = loop.engine.metrics.total()
     assert len(loop.token_ids["one"]) == metrics.num_generation_tokens == 9
     assert metrics.inter_token_latency_s.counts.sum() == 8 - 2, "the slot they come from may be another's by then"
 
@@ -148,8 +150,51 @@ def test_tokens_of_beams_are_generated_too() -> None:
         it.submit("one", max_tokens=5, use_beam_search=True, best_of=3, ignore_eos=True)
         it.finish("one")
         samples = read(it.serving.engine)
-    assert samples["octavo:request_success_total length"] == samples["octavo:time_to_first_token_seconds_count"] == 1
-    assert samples["octavo:generation_tokens_total"] == 1 + 4 * 3, "they begin as one"
+    assert samples["octavo:request_success_total length fake-model"] == 1
+    assert samples["octavo:time_to_first_token_seconds_count fake-model"] == 1
+    assert samples["octavo:generation_tokens_total fake-model"] == 1 + 4 * 3, "they begin as one"
+
+
+def test_each_model_by_its_name_revisions_together_and_what_was_counted_stays() -> None:
+    loop = Loop()
+    for fingerprint, name in (("1", "a"), ("2", "a"), ("3", "b")):
+        loop.engine.metrics.introduce(fingerprint, name)
+    links = {model: loop.join(f"worker {model}", model=model) for model in ("1", "2", "3")}
+    for request_id, model in (("one", "1"), ("two", "2"), ("three", "3"), ("four", "3")):
+        loop.engine.submit(loop.group(request_id, model=model))
+    loop.turn()
+    samples = read(loop.engine)
+    assert samples["octavo:num_requests_running a"] == samples["octavo:num_requests_running b"] == 2
+    assert samples["octavo:kv_cache_usage_perc a"] == pytest.approx(2 / 64)
+    assert samples["octavo:kv_cache_usage_perc b"] == pytest.approx(2 / 32)
+    while loop.engine.live.all():
+        for worker in loop.engine.workers:
+            if worker.in_flight:
+                loop.answer(links[worker.model])
+        loop.turn()
+    loop.engine.submit(loop.group("waits", model="4"))
+    loop.engine.metrics.forget("1")
+    loop.engine.worker_lost(links["2"], "gone")
+    loop.turn()
+    samples = read(loop.engine)
+    for name in ("a", "b"):
+        assert samples[f"octavo:generation_tokens_total {name}"] == 18
+        assert samples[f"octavo:request_success_total length {name}"] == 2
+        assert samples[f"octavo:e2e_request_latency_seconds_count {name}"] == 2
+    assert (samples["octavo:worker_losses_total a"], samples["octavo:worker_losses_total b"]) == (1, 0)
+    assert samples["octavo:num_requests_waiting"] == 1, "of a model that nobody has named"
+    total = loop.engine.metrics.total()
+    assert total.num_generation_tokens == 36 and total.e2e_request_latency_s.counts.sum() == 4
+
+
+def test_models_names_do_not_grow_without_end() -> None:
+    metrics = ModelMetrics(counts_prefixes=True)
+    for number in range(MAX_NAMES + 9):
+        metrics.introduce(str(number), f"model {number}")
+        metrics.of(str(number)).num_generation_tokens += 1
+        metrics.forget(str(number))
+    assert len(metrics.by_name()) == MAX_NAMES + 1 and metrics.by_name()["others"].num_generation_tokens == 9
+    assert metrics.total().num_generation_tokens == MAX_NAMES + 9
 
 
 def _plan() -> Any:
@@ -244,4 +289,4 @@ def test_resumed_requests_are_counted() -> None:
     samples = read(loop.engine)
     assert samples["octavo:requests_resumed_total"] == 1
     assert samples["octavo:generation_tokens_total"] == 7 + 9
-    assert loop.engine.metrics.num_finished[FinishReason.LENGTH] == 2
+    assert loop.engine.metrics.total().num_finished[FinishReason.LENGTH] == 2

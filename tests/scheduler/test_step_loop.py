@@ -90,7 +90,7 @@ def test_a_drained_worker_is_given_back_when_it_has_answered_and_nothing_is_lost
         assert loop.token_ids == {"one": [7] * num_tokens}
     assert first.is_closed and len(first.steps) == 2 and not loop.engine.workers
     (group,) = loop.engine.live.all()
-    assert (group.num_moves, group.num_worker_losses, loop.engine.metrics.num_worker_losses) == (1, 0, 0)
+    assert (group.num_moves, group.num_worker_losses, loop.engine.metrics.total().num_worker_losses) == (1, 0, 0)
     loop.run_to_end(loop.join("second"))
     assert loop.token_ids == {"one": [7] * 9}
 

@@ -263,7 +263,7 @@ class Simulation:
             self._at(follower.at_ns, partial(self._submit, follower), is_arrival=True)
 
     def _close(self) -> None:
-        metrics, run = self.engine.metrics, self.run_seen
+        metrics, run = self.engine.metrics.total(), self.run_seen
         run.num_preemptions = sum(metrics.num_preemptions.values())
         run.num_cached_tokens, run.num_prompt_tokens = metrics.num_prefix_hits, metrics.num_prefix_queries
         self.engine.stop()
