@@ -23,8 +23,10 @@ Load, Unload = worker_pb2.LoadAdapterRequest, worker_pb2.UnloadAdapterRequest
 class Turned(Loop):
     """A loop with workers that take adapters."""
 
-    def join(self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 2) -> FakeLink:
-        link = super().join(name, epoch, max_num_seqs, max_loras)
+    def join(
+        self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 2, model: str = ""
+    ) -> FakeLink:
+        link = super().join(name, epoch, max_num_seqs, max_loras, model)
         self.turn()
         return link
 
