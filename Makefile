@@ -56,7 +56,7 @@ kernels: setup
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protos/inference.proto protos/worker.proto protos/frontend.proto
+	  protos/inference.proto protos/worker.proto protos/frontend.proto protos/shards.proto
 
 # What images install, by hash: after a change of pyproject.toml or constraints.txt.
 locks:

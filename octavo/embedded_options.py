@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 # Of what listens and is connected to, which an `LLM` has not.
-_NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends"})
+_NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards"})
 
 
 class EmbeddedOptions(NamedTuple):

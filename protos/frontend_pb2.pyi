@@ -1,4 +1,5 @@
 from protos import inference_pb2 as _inference_pb2
+from protos import shards_pb2 as _shards_pb2
 from protos import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -61,7 +62,7 @@ class Listening(_message.Message):
     def __init__(self, pid: _Optional[int] = ...) -> None: ...
 
 class PreparedGroup(_message.Message):
-    __slots__ = ("number", "request_id", "tenant", "sampling_params", "prompt_token_ids_i32", "resumed", "max_num_tokens", "arrival_ns", "eos_token_id", "stop_token_ids", "priority", "adapter", "cache_salt", "reads_logprobs", "replaces", "bad_words", "model_fingerprint")
+    __slots__ = ("number", "request_id", "tenant", "sampling_params", "prompt_token_ids_i32", "resumed", "max_num_tokens", "arrival_ns", "eos_token_id", "stop_token_ids", "priority", "adapter", "cache_salt", "reads_logprobs", "replaces", "bad_words", "model_fingerprint", "earlier_life")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +80,7 @@ class PreparedGroup(_message.Message):
     REPLACES_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_LIFE_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     tenant: str
@@ -96,7 +98,8 @@ class PreparedGroup(_message.Message):
     replaces: bool
     bad_words: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
     model_fingerprint: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids_i32: _Optional[bytes] = ..., resumed: _Optional[_Iterable[_Union[ResumedSequence, _Mapping]]] = ..., max_num_tokens: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reads_logprobs: bool = ..., replaces: bool = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    earlier_life: GroupCounters
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids_i32: _Optional[bytes] = ..., resumed: _Optional[_Iterable[_Union[ResumedSequence, _Mapping]]] = ..., max_num_tokens: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reads_logprobs: bool = ..., replaces: bool = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., model_fingerprint: _Optional[str] = ..., earlier_life: _Optional[_Union[GroupCounters, _Mapping]] = ...) -> None: ...
 
 class ResumedSequence(_message.Message):
     __slots__ = ("token_ids_i32", "is_finished")
@@ -129,7 +132,7 @@ class CoreMessage(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[CoreEvent, _Mapping]]] = ..., is_queue_full: bool = ...) -> None: ...
 
 class CoreEvent(_message.Message):
-    __slots__ = ("state", "admitted", "refused", "tokens", "beams", "end", "prompt_logprobs")
+    __slots__ = ("state", "admitted", "refused", "tokens", "beams", "end", "prompt_logprobs", "report")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +140,7 @@ class CoreEvent(_message.Message):
     BEAMS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     state: CoreState
     admitted: Admitted
     refused: Refused
@@ -144,7 +148,8 @@ class CoreEvent(_message.Message):
     beams: Beams
     end: GroupEnd
     prompt_logprobs: GroupPromptLogprobs
-    def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[GroupPromptLogprobs, _Mapping]] = ...) -> None: ...
+    report: _shards_pb2.ShardReport
+    def __init__(self, state: _Optional[_Union[CoreState, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., end: _Optional[_Union[GroupEnd, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[GroupPromptLogprobs, _Mapping]] = ..., report: _Optional[_Union[_shards_pb2.ShardReport, _Mapping]] = ...) -> None: ...
 
 class CoreState(_message.Message):
     __slots__ = ("is_ready", "is_draining", "is_broken_off", "models")

@@ -80,6 +80,11 @@ class Adapters:
         with self._lock:
             return self._names()
 
+    def generations(self) -> dict[str, int]:
+        """Of those that a request may name."""
+        with self._lock:
+            return {name: self._by_name[name].generation for name in self._names()}
+
     def use(self, group: SequenceGroup) -> None:
         """A request is being taken; `release` has to follow. Raises Unsupported, UnknownName."""
         if not group.adapter:

@@ -117,6 +117,7 @@ class SchedulerConfig:
     )
     max_worker_losses: int = option(3, "workers that may be lost under a request before it fails", group=WORKERS)
     frontends: int = option(1, "processes that share the port and stream; 1: the one that schedules", group=WORKERS)
+    shards: int = option(1, "processes with a step loop, each with some of the workers; 1: one for all", group=WORKERS)
     text_processes: int = option(2, "processes that render and tokenise, for each frontend", group=WORKERS)
 
     log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
@@ -153,6 +154,7 @@ class SchedulerConfig:
             "max_worker_losses",
             "max_stop_string_chars",
             "frontends",
+            "shards",
             "text_processes",
         ):
             if getattr(self, name) < 1:

@@ -28,6 +28,7 @@ from scheduler_svc.prepared_group import encode_group
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.served_models import ServedModels
+from scheduler_svc.step_plan import NewTokens
 
 GONE = "this server is shutting down"
 
@@ -79,6 +80,15 @@ class CoreLink:
                 if not answer.done():
                     answer.set_exception(NotReady(GONE))
 
+    def unfinished(self) -> list[SequenceGroup]:
+        """Groups that the core has taken and not ended, as far as it has said."""
+        groups = {number: group for number, group in self._groups.items() if not group.output.is_finished}
+        return [group for number, group in groups.items() if self._is_taken(number)]
+
+    def _is_taken(self, number: int) -> bool:
+        answer = self._answers.get(number)  # which is there until whoever submitted has looked at it
+        return answer is None or (answer.done() and not answer.cancelled() and answer.exception() is None)
+
     def say_listening(self, pid: int) -> None:
         self._outbox.put(frontend_pb2.FrontendEvent(listening=frontend_pb2.Listening(pid=pid)))
 
@@ -96,14 +106,30 @@ class CoreLink:
     def refused(self, refusal: RequestRefused) -> None:
         self._outbox.put(frontend_pb2.FrontendEvent(refused=encode_refusal(0, refusal)))
 
-    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_queue_full(self) -> bool:
+        """When the core last said anything."""
+        return self._is_queue_full
+
+    @property
+    def next_number(self) -> int:
+        """Of the group that is submitted next; numbers rise."""
+        return self._last_number + 1
+
+    async def submit(self, group: SequenceGroup, *, replaces: bool, is_moved: bool = False) -> None:
+        """`is_moved`: another core has had it."""
         if self._is_closed:
             raise NotReady(GONE)
-        self._last_number += 1
-        number = self._numbers[group] = self._last_number
+        number = self._numbers[group] = self._last_number = self.next_number
         self._groups[number] = group
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        prepared = encode_group(group, number, reads_logprobs=group.output.reads_logprobs, replaces=replaces)
+        prepared = encode_group(
+            group, number, reads_logprobs=group.output.reads_logprobs, replaces=replaces, is_moved=is_moved
+        )
         self._outbox.put(frontend_pb2.FrontendEvent(group=prepared))
         try:
             await answer
@@ -148,10 +174,9 @@ class CoreLink:
 
     def _decode(self, message: frontend_pb2.ServedModels) -> ServedModels:
         """Reads the files of those tokenizers alone that are not there yet."""
-        models = self.models
 
         def decode(description: frontend_pb2.ModelDescription) -> ServedModel | None:
-            model = models.find(description.fingerprint)
+            model = self._find_model(description.fingerprint)
             if model is not None:
                 return decode_model_with(description, model.tokenizer)
             if not Path(description.tokenizer_folder).exists():
@@ -160,13 +185,16 @@ class CoreLink:
 
         return decode_models(message, decode)
 
+    def _find_model(self, fingerprint: str) -> ServedModel | None:
+        """One whose tokenizer is here."""
+        return self.models.find(fingerprint)
+
     def _take(self, event: frontend_pb2.CoreEvent) -> None:
         kind = event.WhichOneof("kind")
         if kind == "tokens":
             for counters in event.tokens.counters:
                 self._apply(counters)
-            tokens = decode_tokens(event.tokens, self._groups)
-            self._mailboxes.ring(partial(take_tokens, tokens, event.tokens.logprobs, time.monotonic_ns()))
+            self._take_tokens(decode_tokens(event.tokens, self._groups), event.tokens)
         elif kind == "prompt_logprobs":
             if (group := self._groups.get(event.prompt_logprobs.number)) is not None:
                 self._mailboxes.ring(partial(take_prompt_logprobs, group, event.prompt_logprobs.logprobs))
@@ -181,6 +209,9 @@ class CoreLink:
             self._answer(event.admitted.number, None)
         elif kind == "refused":
             self._answer(event.refused.number, decode_refusal(event.refused))
+
+    def _take_tokens(self, tokens: NewTokens, columns: frontend_pb2.TokenColumns) -> None:
+        self._mailboxes.ring(partial(take_tokens, tokens, columns.logprobs, time.monotonic_ns()))
 
     def _answer(self, number: int, error: Exception | None) -> None:
         answer = self._answers.get(number)

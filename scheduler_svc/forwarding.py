@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -52,6 +53,15 @@ def _streaming(ask: Any) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitabl
 def _metadata(context: grpc.aio.ServicerContext) -> tuple[tuple[str, str | bytes], ...]:
     given = context.invocation_metadata() or ()
     return tuple((key, value) for key, value in given if not key.startswith(_OWN_KEYS))
+
+
+@asynccontextmanager
+async def failing_alike(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Where another server fails the call it asks for, this one fails with the same status and the same words."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        await _fail_alike(context, error)
 
 
 async def _fail_alike(context: grpc.aio.ServicerContext, error: grpc.aio.AioRpcError) -> None:

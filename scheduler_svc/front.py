@@ -24,7 +24,14 @@ from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.text_processes import TextProcesses
 
 
-class Front(Protocol):
+class Shown(Protocol):
+    """Whoever tells clients what there is."""
+
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        """Tells whether requests can be served, and by which models; called when either changes."""
+
+
+class Front(Shown, Protocol):
     """Opened once, before the `Serving` that writes to `outputs` is started; closed once, after that has stopped."""
 
     @property
@@ -33,9 +40,6 @@ class Front(Protocol):
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         """Lets clients in, and returns the port; `drain` is for a client who may end the server. Raises BindError."""
-
-    async def show(self, is_ready: bool, models: ServedModels) -> None:
-        """Tells whether requests can be served, and by which models; called when either changes."""
 
     async def drain(self) -> None:
         """No new requests, and not ready, from now on and for good."""

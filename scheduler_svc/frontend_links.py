@@ -78,6 +78,9 @@ class FrontendLinks:
         for link in self._links:
             link.outbox.put(frontend_pb2.CoreEvent(state=state))
 
+    def connected(self) -> list[FrontendLink]:
+        return list(self._links)
+
     def add(self, link: FrontendLink) -> None:
         self._links.add(link)
         link.outbox.put(frontend_pb2.CoreEvent(state=self._state))
@@ -102,11 +105,17 @@ class FrontendLink:
         self._serving = serving
         self._groups: dict[int, SequenceGroup] = {}
         self._submissions: dict[int, asyncio.Task[None]] = {}
+        self._last_number = 0
+
+    @property
+    def last_settled_number(self) -> int:
+        """The groups up to it have been given to the engine, or were refused; numbers rise."""
+        return min(self._submissions, default=self._last_number + 1) - 1
 
     def take(self, event: frontend_pb2.FrontendEvent) -> None:
         kind = event.WhichOneof("kind")
         if kind == "group":
-            number = event.group.number
+            number = self._last_number = event.group.number
             self._submissions[number] = asyncio.create_task(self._submit(number, event.group))
         elif kind == "sequence_end":
             self._finish_sequence(event.sequence_end)

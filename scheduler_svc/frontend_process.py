@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -30,6 +31,9 @@ from scheduler_svc.public_server import GRACE_S, public_server
 from scheduler_svc.tenants import Tenants
 from scheduler_svc.text.admission import Admission
 from scheduler_svc.text.text_processes import TextProcesses
+
+if TYPE_CHECKING:
+    from scheduler_svc.shards.sharded_core import ShardedCore
 
 log = structlog.get_logger()
 
@@ -61,7 +65,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
     """Serves until the core closes the link. Raises AioRpcError where it breaks."""
     mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
     async with grpc.aio.insecure_channel(core_address, options=CHANNEL_OPTIONS) as channel:
-        link = CoreLink(channel, mailboxes)
+        link = _link(channel, mailboxes, config)
         frontend = Frontend(
             lambda: link.models,
             link.finish_sequence,
@@ -96,6 +100,16 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
             await texts.stop()
         await health.shut_down()
         await server.stop(GRACE_S)
+
+
+def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConfig) -> CoreLink | ShardedCore:
+    if config.shards == 1:
+        return CoreLink(channel, mailboxes)
+    from scheduler_svc.shards.sharded_core import ShardedCore
+
+    return ShardedCore(
+        channel, mailboxes, wait_timeout_s=config.worker_wait_timeout, max_losses=config.max_worker_losses
+    )
 
 
 if __name__ == "__main__":

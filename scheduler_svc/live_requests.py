@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.ordered_groups import Entry, OrderedGroups
@@ -28,7 +29,7 @@ class LiveRequests:
         self._lock = threading.Lock()
         self._by_id: dict[str, dict[str, Entry]] = {}  # by request id, then by tenant; no inner one is empty
         self._in_order = OrderedGroups()  # of admission
-        self._numbers = itertools.count(1)
+        self._numbers: Iterator[int] = itertools.count(1)
         self._count = 0
         self._num_by_model: Counter[str] = Counter()  # by fingerprint
         self._num_on_the_way = 0
@@ -37,6 +38,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return self._count
+
+    def number_by(self, numbers: Iterator[int]) -> None:
+        """Numbers of requests that are taken from now on; they have to rise."""
+        self._numbers = numbers
 
     @property
     def num_waiting(self) -> int:

@@ -7,6 +7,7 @@ of who uses a block; reference counts are the allocator's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import cast
 
@@ -34,6 +35,14 @@ def extend_hashes(hashes: list[bytes], root: bytes, token_bytes: bytes, block_by
         hashes.append(parent)
 
 
+@dataclass(slots=True)
+class CacheChanges:
+    """Hashes of blocks that could be found from some moment on, and of such as could not any more, in any order."""
+
+    published: list[bytes] = field(default_factory=list)
+    forgotten: list[bytes] = field(default_factory=list)
+
+
 class PrefixCache:
     """An index over `num_blocks` blocks, in use or idle.
 
@@ -50,6 +59,7 @@ class PrefixCache:
         self.parents: BlockIds = np.full(num_blocks, -1, np.int32)
         self.publishers: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self.times_forgotten: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._changes: CacheChanges | None = None
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 
@@ -76,6 +86,8 @@ class PrefixCache:
                 self._block_of[digest] = block
                 self._hash_of[block] = digest
                 published.append(block)
+                if self._changes is not None:
+                    self._changes.published.append(digest)
         self.is_cached[published] = True
         self.parents[blocks] = parents
         self.publishers[blocks] = publishers
@@ -83,6 +95,8 @@ class PrefixCache:
 
     def forget(self, blocks: list[int]) -> None:
         """The blocks, all cached, are used for something else now."""
+        if self._changes is not None:
+            self._changes.forgotten.extend(cast(bytes, self._hash_of[block]) for block in blocks)
         for block in blocks:
             del self._block_of[cast(bytes, self._hash_of[block])]
             self._hash_of[block] = None
@@ -101,6 +115,11 @@ class PrefixCache:
         withdrawn: list[int] = np.flatnonzero(self.is_cached & is_wrong[:-1]).tolist()
         self.forget(withdrawn)
         return withdrawn
+
+    def take_changes(self) -> CacheChanges:
+        """What has changed since this was asked last; the first time, all that is there. They are kept from then on."""
+        changes, self._changes = self._changes, CacheChanges()
+        return changes or CacheChanges(published=list(self._block_of))
 
     def check_integrity(self, part: slice = slice(None)) -> None:
         """Raises AssertionError unless the cached blocks, in that part of all, are found under hashes of their own."""

@@ -6,14 +6,15 @@ import numpy as np
 
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
+from scheduler_svc.frontend_messages import apply_counters, encode_counters
 from scheduler_svc.group_limits import best_of, new_beam_search, num_outputs
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 
 
 def encode_group(
-    group: SequenceGroup, number: int, *, reads_logprobs: bool, replaces: bool
+    group: SequenceGroup, number: int, *, reads_logprobs: bool, replaces: bool, is_moved: bool = False
 ) -> frontend_pb2.PreparedGroup:
-    """A group that nobody has scheduled yet."""
+    """A group that nobody has scheduled yet, or, where it `is_moved`, another core before."""
     num_prompt_tokens = group.num_prompt_tokens
     message = frontend_pb2.PreparedGroup(
         number=number,
@@ -32,6 +33,7 @@ def encode_group(
         reads_logprobs=reads_logprobs,
         replaces=replaces,
         bad_words=[pb.TokenIds(ids=word) for word in group.bad_words],
+        earlier_life=encode_counters(number, group) if is_moved else None,
     )
     finished = SequenceStatus.FINISHED  # an output may have ended without a token: its client says so
     if any(each.num_tokens > num_prompt_tokens or each.status is finished for each in group.sequences):
@@ -72,4 +74,8 @@ def decode_group(message: frontend_pb2.PreparedGroup, vocab_size: int) -> Sequen
     for sequence, resumed in zip(group.sequences, message.resumed, strict=False):
         if resumed.is_finished:
             sequence.status = SequenceStatus.FINISHED
+    if message.HasField("earlier_life"):
+        apply_counters(message.earlier_life, group)
+        if any(sequence.num_tokens > len(prompt) for sequence in group.sequences):
+            group.first_token_ns = message.arrival_ns  # it was told of elsewhere, and counted there
     return group

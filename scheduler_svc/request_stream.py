@@ -127,6 +127,11 @@ class RequestStream:
         self._resumed = ()
         self.is_ready = self.is_finished or any(output.has_news for output in self._outputs)
 
+    def begins_anew_elsewhere(self) -> None:
+        """Another worker computes the prompt again; its logprobs come again where no token came yet."""
+        if self._prompt_logprobs and self._first_token_ns is None:
+            self._prompt_logprobs = [pb.TokenLogprobs()]
+
     def take_prompt_logprobs(self, columns: LogprobColumns) -> None:
         """Those of the next tokens of the prompt, all of which come before the first token."""
         for entry in range(len(columns)):

@@ -197,6 +197,11 @@ class Sequence:
             columns.token_ids[slot, columns.num_tokens[slot]] = token_id
             columns.num_tokens[slot] += 1
 
+    def extend(self, token_ids: AbstractSequence[int]) -> None:
+        """Takes what another process drew for it; for a sequence without a slot."""
+        assert self._columns is None
+        self._own_token_ids = np.append(self._own_token_ids, np.asarray(token_ids, np.int32))
+
     def truncate(self, num_tokens: int) -> None:
         """Takes back tokens that nobody has been told of; for a sequence without a slot."""
         assert self._columns is None and num_tokens >= self.group.num_prompt_tokens

@@ -9,12 +9,13 @@ import threading
 import time
 
 import structlog
+from prometheus_client.registry import Collector
 
 from octavo import log as logging
 from octavo.options import OptionError
 from octavo.ports import BindError
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.front import Front, InProcessFront
+from scheduler_svc.front import Front, InProcessFront, Shown
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.metrics_server import MetricsServer
 from scheduler_svc.process_front import ProcessFront
@@ -23,7 +24,7 @@ from scheduler_svc.serving import Serving
 from scheduler_svc.statistics import log_statistics
 from scheduler_svc.stopping import Stopping
 from scheduler_svc.tokenizer import TokenizerError
-from scheduler_svc.vital_parts import ServiceBroken
+from scheduler_svc.vital_parts import ServiceBroken, VitalParts
 
 log = structlog.get_logger()
 
@@ -42,8 +43,14 @@ def main(config: SchedulerConfig) -> int:
         raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
     logging.configure(config.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if config.shards > 1:
+        from scheduler_svc.shards import sharded_server
+
+        run = sharded_server.serve
+    else:
+        run = serve
     try:
-        asyncio.run(serve(config))
+        asyncio.run(run(config))
     except ServiceBroken as error:
         log.critical("scheduler has ended", why=str(error))
         return 1
@@ -61,13 +68,14 @@ async def serve(config: SchedulerConfig) -> None:
     except TokenizerError as error:
         raise OptionError(f"--tokenizer: {error}") from None
     stopping = Stopping()
-    metrics = _serve_metrics(serving, config)  # first, as a front that is open has to be closed
+    # First, as a front that is open has to be closed.
+    metrics = serve_metrics(EngineCollector(serving.engine), config, serving.vital)
     port = await front.open(serving, stopping.drain)
     serving.start()
     stopping.listen()
     log.info("scheduler is listening", host=config.host, port=port, workers=list(config.worker))
     told = asyncio.create_task(stopping.told())
-    readiness = asyncio.create_task(_follow_readiness(serving, front))
+    readiness = asyncio.create_task(follow_readiness(serving, front))
     broken = asyncio.create_task(serving.vital.broken())
     watches = [told, readiness, broken]
     if not config.disable_log_stats:
@@ -99,7 +107,8 @@ async def serve(config: SchedulerConfig) -> None:
         anyway.cancel()
 
 
-async def _follow_readiness(serving: Serving, front: Front) -> None:
+async def follow_readiness(serving: Serving, front: Shown) -> None:
+    """Tells `front` whether requests can be served, and the models, whenever either changes."""
     ready, models = False, ServedModels()
     while True:
         if serving.is_ready != ready or serving.pool.look() is not models:
@@ -122,11 +131,11 @@ def _end_by_force() -> None:
     os._exit(1)
 
 
-def _serve_metrics(serving: Serving, config: SchedulerConfig) -> MetricsServer | None:
+def serve_metrics(collector: Collector, config: SchedulerConfig, vital: VitalParts) -> MetricsServer | None:
     """Raises BindError for a port that was asked for and cannot be had."""
     port = METRICS_PORT if config.metrics_port is None else config.metrics_port
     try:
-        server = MetricsServer(EngineCollector(serving.engine), config.host, port, serving.vital)
+        server = MetricsServer(collector, config.host, port, vital)
     except OSError as error:
         if config.metrics_port is not None:
             raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None

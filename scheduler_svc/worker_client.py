@@ -187,7 +187,8 @@ class WorkerClient:
         self._told = ""  # the problem that the log has
         self._num_distrusted = 0  # times in a row that what it said was wrong
         self._closed = threading.Event()
-        self._thread = vital.thread(f"worker-{address}", self._run, self._closed.is_set)
+        self._leaving = threading.Event()
+        self._thread = vital.thread(f"worker-{address}", self._run, self._is_done)
 
     def start(self) -> None:
         self._thread.start()
@@ -197,8 +198,17 @@ class WorkerClient:
         if (stream := self._stream) is not None:
             stream.close()
 
+    def leave(self) -> None:
+        """Ends with the stream that it has, which somebody else ends; without one at once."""
+        self._leaving.set()
+        if self._stream is None:
+            self.close()
+
+    def _is_done(self) -> bool:
+        return self._closed.is_set() or self._leaving.is_set()
+
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self._is_done():
             retry_s = RETRY_S
             try:
                 with grpc.insecure_channel(
@@ -260,7 +270,7 @@ class WorkerClient:
                 self._members.said(stream, data)
             self._members.lost(stream, "it ended the stream")
         except grpc.RpcError as error:
-            if self._closed.is_set():
+            if self._closed.is_set() and not self._leaving.is_set():
                 raise _Closed from error
             self._members.lost(stream, f"{error.code().name}: {error.details()}")
             raise

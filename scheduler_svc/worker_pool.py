@@ -6,11 +6,12 @@ re-resolution was seen to miss a container that came back.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import structlog
 
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.engine import Engine
+from scheduler_svc.errors import UnknownName
 from scheduler_svc.model_names import ModelNames
 from scheduler_svc.served_model import ServedModel, fingerprint_of
 from scheduler_svc.served_models import KnownModel, ServedModels
@@ -248,13 +250,25 @@ class WorkerPool:
 
     # ---- addresses --------------------------------------------------------------------------------------------------
 
+    def hold(self, addresses: Collection[str]) -> None:
+        """These workers from now on, and no others: who is not among them is given back once it has answered."""
+        for address in self.clients.keys() - set(addresses):
+            log.info("worker is given back", worker=address)
+            client = self.clients.pop(address)
+            with contextlib.suppress(UnknownName):  # it has not joined
+                self.engine.drain_worker(address)
+            client.leave()
+        for address in addresses:
+            if address not in self.clients:
+                self._add(address)
+
     def _add(self, address: str) -> None:
         client = self.clients[address] = WorkerClient(address, self, self._vital)
         client.start()
 
     def _follow_names(self) -> None:
         while not self._closed.wait(0 if not self.clients else DNS_INTERVAL_S):
-            found = {address for name in self._names for address in _resolve(name)}
+            found = {address for name in self._names for address in resolve(name)}
             for address in found - self.clients.keys():
                 log.info("worker address appeared", worker=address)
                 self._add(address)
@@ -270,7 +284,7 @@ def _lower(bound: int, wanted: int) -> int:
     return min(bound, wanted) if wanted else bound
 
 
-def _resolve(name: str) -> set[str]:
+def resolve(name: str) -> set[str]:
     """`HOST:PORT` of every address of the name; none while the name is unknown, or the resolver fails."""
     host, _, port = name.rpartition(":")
     try:

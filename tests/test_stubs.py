@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PROTOS = ("protos/inference.proto", "protos/worker.proto", "protos/frontend.proto")
+PROTOS = ("protos/inference.proto", "protos/worker.proto", "protos/frontend.proto", "protos/shards.proto")
 
 
 def test_stubs_have_not_drifted_from_the_protos(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from prometheus_client import CollectorRegistry
 from octavo.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc import frontend_processes, server
+from scheduler_svc import kept_processes, server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine import Engine
 from scheduler_svc.errors import NotReady
 from scheduler_svc.front import InProcessFront
-from scheduler_svc.frontend_processes import FrontendProcesses
+from scheduler_svc.kept_processes import KeptProcesses
 from scheduler_svc.metrics_server import MetricsServer
 from scheduler_svc.output_processor import OutputProcessor
 from scheduler_svc.serving import Serving
@@ -129,7 +129,7 @@ def test_what_follows_names_is_vital_and_survives_every_resolver(monkeypatch: py
     try:
         wait(lambda: len(asked) > 6)
         assert serving.vital.failure == ""
-        monkeypatch.setattr("scheduler_svc.worker_pool._resolve", fail)
+        monkeypatch.setattr("scheduler_svc.worker_pool.resolve", fail)
         wait(lambda: serving.vital.failure)
         assert serving.vital.failure.startswith("worker-names: KeyError")
     finally:
@@ -155,18 +155,18 @@ def test_the_metrics_thread_is_vital(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_frontend_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_processes, "FIRST_PAUSE_S", 0.01)
-    start, tries = FrontendProcesses._start, []
+    monkeypatch.setattr(kept_processes, "FIRST_PAUSE_S", 0.01)
+    start, tries = KeptProcesses._start, []
 
-    async def try_in_vain(self: FrontendProcesses) -> Any:
+    async def try_in_vain(self: KeptProcesses, number: int) -> Any:
         tries.append(1)
         if len(tries) < 4:
             raise OSError("Cannot allocate memory")
-        return await start(self)
+        return await start(self, number)
 
-    monkeypatch.setattr(FrontendProcesses, "_start", try_in_vain)
+    monkeypatch.setattr(KeptProcesses, "_start", try_in_vain)
     vital = VitalParts()
-    processes = FrontendProcesses(["/bin/sleep", "0.3"], 1, vital)
+    processes = KeptProcesses("sleeper", lambda number: ["/bin/sleep", "0.3"], 1, vital)
     processes.start()
     while not processes._running:
         await asyncio.sleep(0.01)

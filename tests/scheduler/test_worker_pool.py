@@ -47,7 +47,7 @@ def _serving(pool: WorkerPool) -> set[str]:
 def test_addresses_of_a_name_come_and_go_and_who_serves_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "DNS_INTERVAL_S", 0.01)
     found: set[str] = set()
-    monkeypatch.setattr(worker_pool, "_resolve", lambda name: set(found))
+    monkeypatch.setattr(worker_pool, "resolve", lambda name: set(found))
     with FakeWorker() as first, FakeWorker() as second, pool_of("dns:///workers:1") as pool:
         found.add(first.address)
         until(lambda: _serving(pool) == {first.address})

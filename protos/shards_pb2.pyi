@@ -1,0 +1,172 @@
+from protos import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FrontRequests(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[FrontRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[FrontRequest, _Mapping]]] = ...) -> None: ...
+
+class FrontRequest(_message.Message):
+    __slots__ = ("claim", "released", "listening")
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    LISTENING_FIELD_NUMBER: _ClassVar[int]
+    claim: IdClaim
+    released: int
+    listening: int
+    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ...) -> None: ...
+
+class IdClaim(_message.Message):
+    __slots__ = ("number", "tenant", "request_id")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    tenant: str
+    request_id: str
+    def __init__(self, number: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class FrontAnswers(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[FrontAnswer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[FrontAnswer, _Mapping]]] = ...) -> None: ...
+
+class FrontAnswer(_message.Message):
+    __slots__ = ("state", "id")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    state: FrontState
+    id: IdAnswer
+    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ...) -> None: ...
+
+class IdAnswer(_message.Message):
+    __slots__ = ("number", "is_taken")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    is_taken: bool
+    def __init__(self, number: _Optional[int] = ..., is_taken: bool = ...) -> None: ...
+
+class FrontState(_message.Message):
+    __slots__ = ("shards", "is_draining", "is_broken_off")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_BROKEN_OFF_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[ShardAddress]
+    is_draining: bool
+    is_broken_off: bool
+    def __init__(self, shards: _Optional[_Iterable[_Union[ShardAddress, _Mapping]]] = ..., is_draining: bool = ..., is_broken_off: bool = ...) -> None: ...
+
+class ShardAddress(_message.Message):
+    __slots__ = ("index", "socket")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    socket: str
+    def __init__(self, index: _Optional[int] = ..., socket: _Optional[str] = ...) -> None: ...
+
+class WorkerShare(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ShardStatus(_message.Message):
+    __slots__ = ("is_ready", "serving", "num_live", "model")
+    IS_READY_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    is_ready: bool
+    serving: _containers.RepeatedScalarFieldContainer[str]
+    num_live: int
+    model: str
+    def __init__(self, is_ready: bool = ..., serving: _Optional[_Iterable[str]] = ..., num_live: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+
+class ListNumberedRequests(_message.Message):
+    __slots__ = ("after", "limit")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    limit: int
+    def __init__(self, after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class NumberedRequests(_message.Message):
+    __slots__ = ("requests", "numbers", "is_last")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[_inference_pb2.RequestState]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    is_last: bool
+    def __init__(self, requests: _Optional[_Iterable[_Union[_inference_pb2.RequestState, _Mapping]]] = ..., numbers: _Optional[_Iterable[int]] = ..., is_last: bool = ...) -> None: ...
+
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MetricsText(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: bytes
+    def __init__(self, text: _Optional[bytes] = ...) -> None: ...
+
+class ShardReport(_message.Message):
+    __slots__ = ("last_number", "workers", "adapters")
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    last_number: int
+    workers: _containers.RepeatedCompositeFieldContainer[ReportedWorker]
+    adapters: _containers.RepeatedCompositeFieldContainer[ReportedAdapter]
+    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ...) -> None: ...
+
+class ReportedWorker(_message.Message):
+    __slots__ = ("number", "description", "queued_s", "tokens_per_s", "set_bits_u32", "cleared_bits_u32")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SET_BITS_U32_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_BITS_U32_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    description: WorkerDescription
+    queued_s: float
+    tokens_per_s: float
+    set_bits_u32: bytes
+    cleared_bits_u32: bytes
+    def __init__(self, number: _Optional[int] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., queued_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., set_bits_u32: _Optional[bytes] = ..., cleared_bits_u32: _Optional[bytes] = ...) -> None: ...
+
+class WorkerDescription(_message.Message):
+    __slots__ = ("model_fingerprint", "block_size", "max_model_len", "max_cached_tokens", "num_bits", "bits", "takes_adapters")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BITS_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    block_size: int
+    max_model_len: int
+    max_cached_tokens: int
+    num_bits: int
+    bits: bytes
+    takes_adapters: bool
+    def __init__(self, model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_cached_tokens: _Optional[int] = ..., num_bits: _Optional[int] = ..., bits: _Optional[bytes] = ..., takes_adapters: bool = ...) -> None: ...
+
+class ReportedAdapter(_message.Message):
+    __slots__ = ("name", "generation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,61 @@
+"""What a prepared group asks of a worker, for the choice among shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from scheduler_svc.prefix_cache import extend_hashes, root_hash
+from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.shards.cached_bits import Places, places
+from scheduler_svc.shards.routing_table import Wanted
+
+NOWHERE: Places = np.zeros(0, np.uint32)
+
+
+def wanted_of(group: SequenceGroup, block_size: int, generation: Callable[[int], int | None]) -> Wanted:
+    """`generation`: of the group's adapter in a shard; None where it is not loaded."""
+    return Wanted(
+        model=group.model,
+        num_prompt_tokens=group.num_prompt_tokens,
+        max_num_tokens=group.max_num_tokens,
+        num_cached_tokens=_num_cached_tokens(group, block_size),
+        uses_adapter=bool(group.adapter),
+        places=_Places(group, generation),
+    )
+
+
+def _num_cached_tokens(group: SequenceGroup, block_size: int) -> int:
+    """When all its sequences are as long as they may get and share the prompt's full blocks."""
+    num_shared = group.num_prompt_tokens // block_size
+    longest = -(-(group.max_num_tokens - 1) // block_size)  # nothing is computed from the token that is drawn last
+    return (num_shared + group.best_of * max(0, longest - num_shared)) * block_size
+
+
+class _Places:
+    """Made once for each block size, and for each shard where an adapter has its own generation."""
+
+    def __init__(self, group: SequenceGroup, generation: Callable[[int], int | None]) -> None:
+        self._group = group
+        self._generation = generation
+        self._made: dict[tuple[int, int], Places] = {}
+
+    def __call__(self, block_size: int, shard: int) -> Places:
+        key = block_size, shard
+        if key not in self._made:
+            self._made[key] = self._make(block_size, shard)
+        return self._made[key]
+
+    def _make(self, block_size: int, shard: int) -> Places:
+        group = self._group
+        if group.awaits_prompt_logprobs:
+            return NOWHERE
+        generation = self._generation(shard) if group.adapter else 0
+        if generation is None:
+            return NOWHERE
+        root = root_hash(group.adapter, str(generation) if group.adapter else "", group.cache_salt)
+        hashes: list[bytes] = []
+        token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens // block_size * block_size]
+        extend_hashes(hashes, root, token_ids.tobytes(), 4 * block_size)
+        return places(hashes)

@@ -1,0 +1,152 @@
+"""A shard's side of the choice among shards: what its workers have to do and have cached, told to every frontend.
+
+Load is read on the step loop's thread after all requests that had come by then were given to a worker; each frontend is
+told which of its own those are. Changes of a cache are told once; who is told of a worker first gets all of its bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from protos import frontend_pb2, shards_pb2
+from scheduler_svc.engine import Engine
+from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
+from scheduler_svc.prefix_cache import CacheChanges, PrefixCache
+from scheduler_svc.shards.cached_bits import CachedBits
+from scheduler_svc.worker_handle import WorkerHandle
+
+INTERVAL_S = 0.05
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A worker at one moment, between two steps."""
+
+    handle: WorkerHandle
+    cache: PrefixCache | None
+    changes: CacheChanges
+    queued_s: float
+    tokens_per_s: float
+
+
+@dataclass(slots=True)
+class _Told:
+    """What frontends have been told of a worker. `cache`: its state is forgotten with it, and begins anew."""
+
+    number: int
+    cache: PrefixCache | None
+    bits: CachedBits | None
+    description: shards_pb2.WorkerDescription
+
+
+class ShardReporter:
+    """Belongs to one event loop's thread."""
+
+    def __init__(self, engine: Engine, links: FrontendLinks) -> None:
+        self._engine = engine
+        self._links = links
+        self._workers: dict[WorkerHandle, _Told] = {}
+        self._num_workers = 0  # ever
+        self._told_links: dict[FrontendLink, tuple[int, set[int]]] = {}
+        self._last: shards_pb2.ShardReport = shards_pb2.ShardReport()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.report()
+
+    async def report(self) -> None:
+        """Tells every frontend what is news to it."""
+        settled = {link: link.last_settled_number for link in self._links.connected()}
+        seen = await asyncio.wrap_future(self._engine.call(self._look))
+        adapters = self._engine.adapters.generations()
+        report = shards_pb2.ShardReport(
+            workers=[self._fold(each) for each in seen],
+            adapters=[shards_pb2.ReportedAdapter(name=name, generation=number) for name, number in adapters.items()],
+        )
+        gone = self._workers.keys() - {each.handle for each in seen}
+        for handle in gone:
+            del self._workers[handle]
+        is_news, self._last = _without_changes(report) != self._last or _has_changes(report), _without_changes(report)
+        self._told_links = {link: told for link, told in self._told_links.items() if link in settled}
+        for link, number in settled.items():
+            last_number, told = self._told_links.get(link, (-1, set()))
+            if is_news or number != last_number:
+                numbers = {worker.number for worker in report.workers}
+                self._send(link, report, number, told)
+                self._told_links[link] = number, numbers
+
+    def _send(self, link: FrontendLink, common: shards_pb2.ShardReport, last_number: int, told: set[int]) -> None:
+        report = shards_pb2.ShardReport()
+        report.CopyFrom(common)
+        report.last_number = last_number
+        described = {each.number: each for each in self._workers.values()}
+        for worker in report.workers:
+            if worker.number not in told:
+                known = described[worker.number]
+                worker.description.CopyFrom(known.description)
+                worker.description.bits = known.bits.snapshot() if known.bits is not None else b""
+                worker.ClearField("set_bits_u32")
+                worker.ClearField("cleared_bits_u32")
+        link.outbox.put(frontend_pb2.CoreEvent(report=report))
+
+    def _look(self) -> list[_Seen]:
+        """On the step loop's thread."""
+        seen = []
+        for handle in self._engine.workers:
+            if handle.is_draining:
+                continue
+            cache = handle.scheduler.blocks.cache if self._engine.settings.enable_prefix_caching else None
+            changes = cache.take_changes() if cache is not None else CacheChanges()
+            queued_s, tokens_per_s = load_of(handle, self._engine)
+            seen.append(_Seen(handle, cache, changes, queued_s, tokens_per_s))
+        return seen
+
+    def _fold(self, seen: _Seen) -> shards_pb2.ReportedWorker:
+        told = self._workers.get(seen.handle)
+        if told is None or told.cache is not seen.cache:
+            self._num_workers += 1
+            told = self._workers[seen.handle] = _new(seen, self._num_workers)
+        worker = shards_pb2.ReportedWorker(
+            number=told.number, queued_s=round(seen.queued_s, 4), tokens_per_s=round(seen.tokens_per_s, 1)
+        )
+        if told.bits is not None and (seen.changes.published or seen.changes.forgotten):
+            came, went = told.bits.change(seen.changes.published, seen.changes.forgotten)
+            worker.set_bits_u32, worker.cleared_bits_u32 = came.astype("<u4").tobytes(), went.astype("<u4").tobytes()
+        return worker
+
+
+def load_of(handle: WorkerHandle, engine: Engine) -> tuple[float, float]:
+    """Seconds of work that are assigned to a worker, and prompt tokens that it computes a second."""
+    tokens_per_s = max(1.0, handle.sizes.prefill_tokens_per_s)
+    waiting = engine.live.num_waiting_tokens / max(1, len(engine.workers))
+    return (handle.scheduler.num_outstanding_tokens + waiting) / tokens_per_s, tokens_per_s
+
+
+def _new(seen: _Seen, number: int) -> _Told:
+    sizes, info = seen.handle.sizes, seen.handle.info
+    bits = CachedBits(sizes.num_device_blocks) if seen.cache is not None else None
+    description = shards_pb2.WorkerDescription(
+        model_fingerprint=seen.handle.model,
+        block_size=info.block_size,
+        max_model_len=sizes.max_model_len,
+        max_cached_tokens=sizes.num_device_blocks * info.block_size,
+        num_bits=bits.num_bits if bits is not None else 0,
+        takes_adapters=info.max_loras > 0,
+    )
+    return _Told(number, seen.cache, bits, description)
+
+
+def _has_changes(report: shards_pb2.ShardReport) -> bool:
+    return any(worker.set_bits_u32 or worker.cleared_bits_u32 for worker in report.workers)
+
+
+def _without_changes(report: shards_pb2.ShardReport) -> shards_pb2.ShardReport:
+    bare = shards_pb2.ShardReport()
+    bare.CopyFrom(report)
+    for worker in bare.workers:
+        worker.ClearField("set_bits_u32")
+        worker.ClearField("cleared_bits_u32")
+    return bare

@@ -1,0 +1,80 @@
+"""Adapters of a sharded scheduler: every shard has them, and each that comes gets what the others have."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import NotReady
+from scheduler_svc.shards.shards import LiveShard, Shards
+
+CATCH_UP_S = 0.25  # between two attempts, for a shard that has no worker yet
+
+
+class ShardedAdapters:
+    """Generations are each shard's own; what is cached with one shard's is never looked for with another's."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._loaded: dict[str, str] = {}  # paths by name
+        self._catching_up: set[asyncio.Task[None]] = set()
+        shards.came.append(self._give)
+
+    async def load(self, request: pb.ControlLoadAdapterRequest) -> pb.ControlLoadAdapterResponse:
+        """Where a shard with workers refuses it, it is taken back from the others. Raises AioRpcError, NotReady."""
+        lives = list(self._shards.live.values())
+        serving = [live for live in lives if live.status.serving]
+        if not serving:
+            raise NotReady("no worker that takes adapters is here now")
+        calls = [live.control.LoadAdapter(request) for live in serving]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        loaded = [live for live, answer in zip(serving, answers, strict=True) if not isinstance(answer, BaseException)]
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed:
+            if request.name not in self._loaded:
+                undone = pb.ControlUnloadAdapterRequest(name=request.name)
+                await asyncio.gather(*(live.control.UnloadAdapter(undone) for live in loaded), return_exceptions=True)
+            raise failed[0]
+        self._loaded[request.name] = request.path
+        for live in lives:
+            if live not in serving:
+                self._give(live)
+        return pb.ControlLoadAdapterResponse(generation=max(each.generation for each in answers))  # type: ignore[union-attr]  # none failed
+
+    async def unload(self, request: pb.ControlUnloadAdapterRequest) -> pb.ControlUnloadAdapterResponse:
+        """That a shard never had it is no reason to refuse, unless none had. Raises AioRpcError, NotReady."""
+        calls = [live.control.UnloadAdapter(request) for live in self._shards.live.values()]
+        if not calls:
+            raise NotReady("no shard of this scheduler runs at this moment")
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if other := [error for error in failed if not _is_unknown(error)]:
+            raise other[0]
+        if failed and len(failed) == len(answers):
+            raise failed[0]
+        self._loaded.pop(request.name, None)
+        return pb.ControlUnloadAdapterResponse()
+
+    def _give(self, live: LiveShard) -> None:
+        task = asyncio.create_task(self._catch_up(live))
+        self._catching_up.add(task)
+        task.add_done_callback(self._catching_up.discard)
+
+    async def _catch_up(self, live: LiveShard) -> None:
+        """Loads what there is, as soon as the shard has a worker."""
+        given: dict[str, str] = {}
+        while self._shards.live.get(live.index) is live and given != self._loaded:
+            for name, path in list(self._loaded.items()):
+                try:
+                    await live.control.LoadAdapter(pb.ControlLoadAdapterRequest(name=name, path=path))
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(CATCH_UP_S)
+                    break
+                given[name] = path
+            given = {name: path for name, path in given.items() if name in self._loaded}
+
+
+def _is_unknown(error: BaseException) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.NOT_FOUND

@@ -1,0 +1,325 @@
+"""A frontend's core when there are several: each group goes to the shard with the cheapest worker for it, and on to
+another one when its shard is lost, or has no worker for it any more.
+
+Everything that goes on with a group is here: its prompt and sampling parameters, and what its outputs have got. Another
+shard gets it as a request that is resumed, and draws what the lost one would have drawn: a draw depends on its position
+alone. Of beams, of which nobody has seen anything, the search begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from functools import partial
+
+import grpc
+import structlog
+
+from octavo.rpc import WORKER_CHANNEL_OPTIONS
+from protos import frontend_pb2, shards_pb2
+from protos import inference_pb2 as pb
+from scheduler_svc.core_link import StateListener
+from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused
+from scheduler_svc.mailboxes import Mailboxes
+from scheduler_svc.output_processor import take_end
+from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.served_models import ServedModels
+from scheduler_svc.shards.front_link import FrontLink
+from scheduler_svc.shards.group_wants import wanted_of
+from scheduler_svc.shards.routing_table import RoutingTable
+from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
+from scheduler_svc.shards.shared_models import SharedModels
+
+log = structlog.get_logger()
+
+RETRY_S = 0.05  # of what may be otherwise at any moment: an id that is being freed, a shard that takes nothing now
+STRANDED_S = 1.0  # that a group waits in a shard without a worker for it, while another shard has one
+NO_SHARD = "no shard of this scheduler runs at this moment"
+
+
+class ShardedCore:
+    """A `Core` over all shards. For one event loop's thread.
+
+    Args:
+        channel: to the parent.
+        wait_timeout_s: that a group waits for a shard which can go on with it, once its own is lost.
+        max_losses: of shards under one group, which may be the reason.
+
+    Attributes:
+        models: of all shards.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, mailboxes: Mailboxes, *, wait_timeout_s: float, max_losses: int
+    ) -> None:
+        self._front = FrontLink(channel)
+        self._mailboxes = mailboxes
+        self._wait_timeout_s = wait_timeout_s
+        self._max_losses = max_losses
+        self._table = RoutingTable()
+        self._drawn = DrawnTokens()
+        self._links: dict[str, ShardLink] = {}  # by socket
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._homes: dict[SequenceGroup, ShardLink] = {}
+        self._ids: dict[SequenceGroup, int] = {}  # numbers of their claims
+        self._moves: dict[SequenceGroup, asyncio.Task[None]] = {}
+        self._num_losses: dict[SequenceGroup, int] = {}
+        self._shared_models = SharedModels()
+        self.models = ServedModels()
+        self._state = shards_pb2.FrontState()
+        self._on_state: StateListener | None = None
+        self._is_closing = False
+
+    async def follow(self, on_state: StateListener) -> None:
+        """Takes what the parent and the shards say until the parent closes its link. Raises AioRpcError where that
+        breaks."""
+        self._on_state = on_state
+        looking = asyncio.create_task(self._look_for_stranded())
+        try:
+            await self._front.follow(self._take_front_state)
+        finally:
+            self._is_closing = True
+            tasks = [looking, *self._followers.values(), *self._moves.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def say_listening(self, pid: int) -> None:
+        self._front.say_listening(pid)
+
+    # ---- Core -------------------------------------------------------------------------------------------------------
+
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        links = self._open_links()
+        if links and all(link.is_queue_full for link in links):
+            refusal: QueueFull | None = None
+            for link in links:
+                try:
+                    return await link.check_room(request, num_preparing // len(links))
+                except QueueFull as error:
+                    refusal = error
+            assert refusal is not None
+            raise refusal
+
+    def refused(self, refusal: RequestRefused) -> None:
+        for link in self._open_links()[:1]:  # one of them counts it
+            link.refused(refusal)
+
+    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        self._ids[group] = await self._claim(group, replaces)
+        try:
+            await self._submit_anywhere(group)
+        except BaseException:
+            self._release_id(group)
+            raise
+
+    def forget(self, group: SequenceGroup) -> None:
+        self.abandon(group)
+
+    def abandon(self, group: SequenceGroup) -> None:
+        if (move := self._moves.pop(group, None)) is not None:
+            move.cancel()
+        if (link := self._homes.pop(group, None)) is not None:
+            link.abandon(group)
+        self._drawn.forget(group)
+        self._num_losses.pop(group, None)
+        self._release_id(group)
+
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        moving = [group for group in self._moves if group.request_id == request_id and tenant in (None, group.tenant)]
+        for group in moving:
+            self._end(group, FinishReason.ABORT, "")
+        found = await _any(link.abort(request_id, tenant) for link in self._open_links())
+        return found or bool(moving)
+
+    async def adapters(self) -> list[str]:
+        return sorted({name for link in self._open_links() for name in link.adapters_there})
+
+    def finish_sequence(self, sequence: Sequence) -> None:
+        """The sequence's text is complete."""
+        sequence.status = SequenceStatus.FINISHED
+        group = sequence.group
+        if (link := self._homes.get(group)) is not None:
+            link.finish_sequence(sequence)
+        if group.output.is_finished:
+            self._release_id(group)
+
+    # ---- ids --------------------------------------------------------------------------------------------------------
+
+    async def _claim(self, group: SequenceGroup, replaces: bool) -> int:
+        while (number := await self._front.claim(group.tenant, group.request_id)) is None:
+            if not replaces:
+                raise DuplicateRequest(f"request {group.request_id!r} is live already")
+            await self.abort(group.request_id, group.tenant)
+            await asyncio.sleep(RETRY_S)
+        return number
+
+    def _release_id(self, group: SequenceGroup) -> None:
+        if (number := self._ids.pop(group, None)) is not None:
+            self._front.release(number)
+
+    # ---- where a group goes -----------------------------------------------------------------------------------------
+
+    async def _submit_anywhere(self, group: SequenceGroup, *, is_moved: bool = False) -> None:
+        """Raises what the last of the shards that would have been asked refuses it with."""
+        refusal: RequestRefused = NotReady(NO_SHARD)
+        asked: set[ShardLink] = set()
+        while (link := self._choose(group, asked)) is not None:
+            self._homes[group] = link
+            try:
+                return await link.submit(group, replaces=False, is_moved=is_moved)
+            except RequestRefused as error:
+                self._homes.pop(group, None)
+                if not (link.is_closed or isinstance(error, QueueFull | NotReady)):
+                    raise
+                refusal = refusal if link.is_closed else error
+                asked.add(link)
+            except BaseException:
+                self._homes.pop(group, None)
+                link.abandon(group)
+                raise
+        raise refusal
+
+    def _choose(self, group: SequenceGroup, asked: set[ShardLink]) -> ShardLink | None:
+        """The shard of the cheapest worker, of those that were not asked; who has no worker at all comes last."""
+        links = {link.shard: link for link in self._open_links() if link not in asked and link.models.find(group.model)}
+        if group.adapter:
+            links = {s: link for s, link in links.items() if group.adapter in link.adapters_there} or links
+        if not links:
+            return None
+        model = self.models.find(group.model)
+        wanted = wanted_of(
+            group,
+            model.block_size if model is not None else 1,
+            lambda shard: links[shard].adapters_there.get(group.adapter),
+        )
+        choice = self._table.choose(wanted, links)
+        if choice is not None:
+            link = links[choice.shard]
+            self._table.assign(choice, link.next_number)
+            return link
+        serving = [link for link in links.values() if self._table.serves(link.shard, group.model)]
+        return (serving or sorted(links.values(), key=lambda link: not link.is_ready))[0]
+
+    def _open_links(self) -> list[ShardLink]:
+        return [link for link in self._links.values() if not link.is_closed]
+
+    # ---- groups that move -------------------------------------------------------------------------------------------
+
+    def _move(self, group: SequenceGroup) -> None:
+        """Its shard is lost, or has no worker for it: it goes on at another."""
+        self._homes.pop(group, None)
+        self._drawn.give_to(group)
+        group.output.begins_anew_elsewhere()
+        group.num_moves += 1
+        self._moves[group] = asyncio.create_task(self._submit_again(group))
+
+    async def _submit_again(self, group: SequenceGroup) -> None:
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                while True:
+                    try:
+                        await self._submit_anywhere(group, is_moved=True)
+                        return
+                    except (NotReady, QueueFull):
+                        await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            why = f"its shard is lost, and none took it within {self._wait_timeout_s:g} s (--worker-wait-timeout)"
+            self._end(group, FinishReason.ERROR, why)
+        except RequestRefused as refusal:
+            self._end(group, FinishReason.ERROR, f"its shard is lost, and another one refused it: {refusal}")
+        finally:
+            if self._moves.get(group) is asyncio.current_task():
+                del self._moves[group]
+
+    def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """Of a group that no shard has."""
+        self._mailboxes.ring(partial(take_end, group, reason, message))
+        self._release_id(group)
+        move = self._moves.pop(group, None)
+        if move is not None and move is not asyncio.current_task():
+            move.cancel()
+
+    def _on_lost(self, link: ShardLink) -> None:
+        self._table.forget(link.shard)
+        groups = link.unfinished()
+        log.warning("a shard is lost; its requests go on at others", shard=link.shard, requests=len(groups))
+        for group in groups:
+            losses = self._num_losses[group] = self._num_losses.get(group, 0) + 1
+            if losses >= self._max_losses:
+                self._homes.pop(group, None)
+                self._end(group, FinishReason.ERROR, f"{losses} shards were lost while running it")
+            else:
+                self._move(group)
+
+    async def _look_for_stranded(self) -> None:
+        """Moves groups from shards without a worker of their model to such as have one."""
+        since: dict[tuple[ShardLink, str], float] = {}
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(STRANDED_S / 4)
+            stranded: dict[tuple[ShardLink, str], list[SequenceGroup]] = {}
+            for link in self._open_links():
+                for group in link.unfinished():
+                    if not self._table.serves(link.shard, group.model):
+                        stranded.setdefault((link, group.model), []).append(group)
+            since = {key: since.get(key, loop.time()) for key in stranded}
+            for (link, model), groups in stranded.items():
+                is_served = any(self._table.serves(other.shard, model) for other in self._open_links())
+                if is_served and loop.time() - since[link, model] >= STRANDED_S:
+                    log.info("requests move to another shard", shard=link.shard, requests=len(groups))
+                    for group in groups:
+                        link.abandon(group)
+                        self._move(group)
+
+    # ---- what the parent says ---------------------------------------------------------------------------------------
+
+    async def _take_front_state(self, state: shards_pb2.FrontState) -> None:
+        self._state = state
+        sockets = {shard.socket: shard.index for shard in state.shards}
+        for socket in self._followers.keys() - sockets.keys():
+            self._followers.pop(socket).cancel()
+        for socket, shard in sockets.items():
+            if socket not in self._followers:
+                self._followers[socket] = asyncio.create_task(self._follow_shard(socket, shard))
+        await self._tell_state()
+
+    async def _follow_shard(self, socket: str, shard: int) -> None:
+        async with grpc.aio.insecure_channel(socket, options=WORKER_CHANNEL_OPTIONS) as channel:
+            link = self._links[socket] = ShardLink(
+                channel, self._mailboxes, shard, self._table, self._drawn, self._shared_models, self._on_group_ended
+            )
+            try:
+                await link.follow(partial(self._take_shard_state, link))
+            except grpc.aio.AioRpcError as error:
+                log.info("the link to a shard is broken", shard=shard, why=error.details())
+            except Exception:
+                log.exception("the link to a shard has failed", shard=shard)
+            finally:
+                self._links.pop(socket, None)
+                if not (self._is_closing or self._state.is_broken_off):
+                    self._on_lost(link)
+                    await self._tell_state()
+
+    def _on_group_ended(self, group: SequenceGroup) -> None:
+        self._release_id(group)
+
+    async def _take_shard_state(self, link: ShardLink, state: frontend_pb2.CoreState) -> None:
+        link.is_ready = state.is_ready
+        await self._tell_state()
+
+    async def _tell_state(self) -> None:
+        if self._on_state is None:
+            return
+        self.models = self._shared_models.merged(link.models for link in self._links.values())
+        state = frontend_pb2.CoreState(
+            is_ready=any(link.is_ready for link in self._links.values()),
+            is_draining=self._state.is_draining,
+            is_broken_off=self._state.is_broken_off,
+        )
+        await self._on_state(state)
+
+
+async def _any(calls: Iterable[Awaitable[bool]]) -> bool:
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    return any(answer is True for answer in answers)

@@ -1,0 +1,151 @@
+"""The parent of a scheduler that runs in shards: starts shards and frontends, answers `Control` for all of them, keeps
+the request ids, tells metrics, and ends everything in order. It sees no prompt and no token."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import grpc
+import structlog
+
+from octavo.options import to_arguments
+from octavo.ports import reserve_port
+from octavo.rpc import WORKER_SERVER_OPTIONS
+from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.kept_processes import KeptProcesses
+from scheduler_svc.public_server import GRACE_S
+from scheduler_svc.request_guard import RequestGuard
+from scheduler_svc.server import READINESS_INTERVAL_S, serve_metrics
+from scheduler_svc.shards.front_service import FrontService
+from scheduler_svc.shards.sharded_control import ShardedControl
+from scheduler_svc.shards.sharded_metrics import ShardedCollector, Texts
+from scheduler_svc.shards.shards import LiveShard, Shards
+from scheduler_svc.stopping import Stopping
+from scheduler_svc.vital_parts import VitalParts
+
+log = structlog.get_logger()
+
+METRICS_TIMEOUT_S = 2.0
+
+
+async def serve(config: SchedulerConfig) -> None:
+    """Runs the service in the current event loop until it is told to stop.
+
+    Raises BindError, and ServiceBroken when a part has ended that it cannot live without.
+    """
+    parent = Parent(config)
+    stopping = Stopping()
+    metrics = serve_metrics(ShardedCollector(asyncio.get_running_loop(), parent.read_metrics), config, parent.vital)
+    try:
+        port = await parent.open(stopping)
+        stopping.listen()
+        workers = list(config.worker)
+        log.info("scheduler is listening", host=config.host, port=port, workers=workers, shards=config.shards)
+        told, broken = asyncio.create_task(stopping.told()), asyncio.create_task(parent.vital.broken())
+        try:
+            await asyncio.wait([told, broken], return_when=asyncio.FIRST_COMPLETED)
+            parent.drain()
+            log.info("scheduler is draining", requests=len(parent.front.ids))
+            deadline_s = time.monotonic() + config.drain_timeout
+            while not (parent.is_idle or stopping.is_urgent or broken.done()) and time.monotonic() < deadline_s:
+                await stopping.wait_no_longer(READINESS_INTERVAL_S)
+            if broken.done():
+                await broken  # raises
+        finally:
+            log.info("scheduler is stopping")
+            told.cancel()
+            broken.cancel()
+            await parent.close()
+    finally:
+        if metrics is not None:
+            await asyncio.to_thread(metrics.stop)
+
+
+class Parent:
+    """Sockets and tokenizer files lie in a folder that nobody but this user can enter."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.vital = VitalParts()
+        self.front = FrontService()
+        self._config = config
+        self._state = shards_pb2.FrontState()
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._shards = Shards(config, self._folder, self.vital, self._on_change)
+        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(RequestGuard(),))
+        self._frontends: KeptProcesses | None = None
+        self._reserved: socket.socket | None = None  # keeps the port while no frontend listens
+        self._was_ready = False
+
+    async def open(self, stopping: Stopping) -> int:
+        """Starts everything, and returns the port. Raises BindError."""
+        config = self._config
+        self._reserved, port = reserve_port(config.host, config.port)
+        address = f"unix:{self._folder}/front"
+        control = ShardedControl(self._shards, self.front.ids, config, stopping.drain)
+        shards_pb2_grpc.add_FrontServicer_to_server(self.front, self._server)
+        inference_pb2_grpc.add_ControlServicer_to_server(control, self._server)
+        self._server.add_insecure_port(address)
+        await self._server.start()
+        self._shards.start()
+        options = to_arguments(dataclasses.replace(config, port=port))
+        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
+        self._frontends = KeptProcesses("frontend", lambda number: command, config.frontends, self.vital)
+        self._frontends.start()
+        return port
+
+    def drain(self) -> None:
+        """No new requests, and not ready, from now on and for good."""
+        self._state.is_draining = True
+        self.front.set_state(self._state)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer; of interest while it drains."""
+        return not len(self.front.ids)
+
+    async def close(self) -> None:
+        """Sends those who still wait to another scheduler, and ends frontends, then shards."""
+        self._state.is_broken_off = not self.is_idle
+        self.front.set_state(self._state)
+        self.front.close()
+        if self._frontends is not None:
+            await self._frontends.stop()
+        await self._shards.stop()
+        await self._server.stop(GRACE_S)
+        if self._reserved is not None:
+            self._reserved.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def read_metrics(self) -> Texts:
+        lives = list(self._shards.live.values())
+        answers = await asyncio.gather(*map(_metrics_of, lives), return_exceptions=True)
+        return {
+            (live.index, live.socket): answer
+            for live, answer in zip(lives, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+
+    def _on_change(self) -> None:
+        """Frontends hear which shards there are, and the log whether there is a worker."""
+        shards = [shards_pb2.ShardAddress(index=live.index, socket=live.socket) for live in self._shards.live.values()]
+        if shards != list(self._state.shards):
+            del self._state.shards[:]
+            self._state.shards.extend(shards)
+            self.front.set_state(self._state)
+        is_ready = any(live.status.is_ready for live in self._shards.live.values())
+        if is_ready != self._was_ready:
+            self._was_ready = is_ready
+            log.info("scheduler is ready" if is_ready else "scheduler has no worker")
+
+
+async def _metrics_of(live: LiveShard) -> str:
+    answer = await live.shard.GetMetrics(shards_pb2.GetMetricsRequest(), timeout=METRICS_TIMEOUT_S)
+    return answer.text.decode()

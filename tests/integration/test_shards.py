@@ -1,0 +1,252 @@
+"""`--shards 2` with real processes: one server to clients and operators, also when a shard is killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import psutil
+import pytest
+
+from octavo.ports import free_port
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.fakes import FakeWorker
+from tests.integration.scheduler_process import Service, scheduler
+
+DEADLINE_S = 30.0
+NUM_REQUESTS = 32
+KINDS: dict[str, pb.SamplingParams] = {
+    "greedy": pb.SamplingParams(temperature=0.0),
+    "drawn": pb.SamplingParams(logprobs=2),
+    "several": pb.SamplingParams(n=3),
+    "best of": pb.SamplingParams(n=2, best_of=3),
+    "beams": pb.SamplingParams(temperature=0.0, use_beam_search=True, n=2, best_of=3),
+    "prompt logprobs": pb.SamplingParams(prompt_logprobs=1),
+    "stop strings": pb.SamplingParams(stop=["zzzz", "qqqq"]),
+    "one message": pb.SamplingParams(),
+}
+
+
+@dataclass
+class Sharded:
+    service: Service
+    metrics_port: int
+    inference: inference_pb2_grpc.InferenceStub
+    control: inference_pb2_grpc.ControlStub
+
+    def shards(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.service.process.pid).children()
+            return [child for child in children if "scheduler_svc.shards.shard_process" in child.cmdline()]
+        return []
+
+    async def until(self, what: str, is_so: Callable[[pb.Load], bool]) -> pb.Load:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so(load := await self.control.GetLoad(pb.GetLoadRequest(), wait_for_ready=True)):
+            assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s: {load}"
+            await asyncio.sleep(0.02)
+        return load
+
+    async def until_both_serve(self) -> None:
+        """And requests come to both: frontends have heard of them."""
+        load = await self.until("both workers", lambda load: _num_serving(load) == 2)
+        before = {worker.address: worker.num_steps for worker in load.workers}
+        deadline = time.monotonic() + DEADLINE_S
+        while [worker.address for worker in load.workers if worker.num_steps == before[worker.address]]:
+            assert time.monotonic() < deadline, f"one gets no requests: {load}"
+            request = pb.GenerateRequest(prompt="|", sampling_params=pb.SamplingParams(max_tokens=1))
+            async for _ in self.inference.Generate(request):
+                pass
+            load = await self.control.GetLoad(pb.GetLoadRequest())
+
+    def counters(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+            lines = re.findall(r"^(\w+:\w+(?:{[^}]*})?) (\S+)$", answer.read().decode(), re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+
+def _num_serving(load: pb.Load) -> int:
+    return sum(worker.health == pb.WORKER_HEALTH_SERVING for worker in load.workers)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[Service, int]]:
+    port = free_port()
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                FakeWorker(
+                    delay_s=0.02,
+                    num_blocks=1024,
+                    max_num_seqs=32,
+                    max_num_batched_tokens=512,
+                    prefill_tokens_per_s=1e4,
+                )
+            )
+            for _ in range(2)
+        ]
+        flags = [f"--worker={worker.address}" for worker in workers]
+        it = stack.enter_context(scheduler(*flags, "--shards=2", "--max-waiting-requests=64", f"--metrics-port={port}"))
+        it.wait_until_ready()
+        yield it, port
+
+
+@pytest.fixture
+async def sharded(service: tuple[Service, int]) -> AsyncIterator[Sharded]:
+    it, port = service
+    async with grpc.aio.insecure_channel(it.address) as channel:
+        both = Sharded(it, port, inference_pb2_grpc.InferenceStub(channel), inference_pb2_grpc.ControlStub(channel))
+        await both.until_both_serve()
+        yield both
+
+
+def request_of(number: int, max_tokens: int = 60) -> pb.GenerateRequest:
+    kind = list(KINDS)[number % len(KINDS)]
+    request = pb.GenerateRequest(request_id=f"{kind} {number}", prompt=f"say {number}|" + "x" * (7 * number))
+    request.sampling_params.CopyFrom(KINDS[kind])
+    request.sampling_params.max_tokens, request.sampling_params.seed = max_tokens, number
+    request.sampling_params.ignore_eos = True
+    request.stream = kind != "one message"
+    return request
+
+
+@dataclass
+class Answer:
+    outputs: dict[int, pb.OutputDelta]
+    prompt_logprobs: list[str]
+    times_moved: int
+
+    def plain(self) -> dict[int, str]:
+        """What a client has of each output, without how it was spread over messages."""
+        return {index: str(output) for index, output in sorted(self.outputs.items())}
+
+
+async def answer_to(stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest) -> Answer:
+    answer = Answer({}, [], 0)
+    async for message in stub.Generate(request):
+        answer.prompt_logprobs += map(str, message.prompt_logprobs)
+        answer.times_moved = message.timings.times_moved
+        for delta in message.outputs:
+            text = answer.outputs[delta.index].text if delta.index in answer.outputs else ""
+            whole = answer.outputs.setdefault(delta.index, pb.OutputDelta())
+            whole.MergeFrom(delta)
+            whole.text = text + delta.text
+    return answer
+
+
+@asynccontextmanager
+async def one_shard() -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    with FakeWorker(num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=1024) as worker:
+        with scheduler(f"--worker={worker.address}") as alone:
+            alone.wait_until_ready()
+            async with grpc.aio.insecure_channel(alone.address) as channel:
+                yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def test_operators_and_clients_see_one_scheduler(sharded: Sharded) -> None:
+    params = pb.SamplingParams(max_tokens=200, ignore_eos=True)
+    calls = [
+        sharded.inference.Generate(pb.GenerateRequest(request_id=f"r{n}", prompt=f"{n}|", sampling_params=params))
+        for n in range(12)
+    ]
+    for call in calls:
+        await call.read()
+    load = await sharded.until("all run", lambda load: load.num_requests_running == 12)
+    assert min(worker.num_running for worker in load.workers) >= 2, "they are spread over both shards"
+    ids, token = list[str](), ""
+    while token or not ids:
+        page = await sharded.control.ListRequests(pb.ListRequestsRequest(page_size=5, page_token=token))
+        assert len(page.requests) <= 5
+        ids += [state.request_id for state in page.requests]
+        token = page.next_page_token
+    assert sorted(ids) == sorted(f"r{n}" for n in range(12))
+    for address in [worker.address for worker in load.workers]:
+        blocks = await sharded.control.GetBlocks(pb.GetBlocksRequest(worker=address))
+        assert {block.worker for block in blocks.blocks} == {address}
+    seen, token = set[tuple[str, int]](), ""
+    while token or not seen:
+        blocks = await sharded.control.GetBlocks(pb.GetBlocksRequest(page_size=4, page_token=token))
+        seen |= {(block.worker, block.block_id) for block in blocks.blocks}
+        token = blocks.next_page_token
+    assert {worker for worker, _ in seen} == {worker.address for worker in load.workers}
+    steps = sharded.control.WatchSteps(pb.WatchStepsRequest())
+    watched: set[str] = set()
+    while len(watched) < 2:
+        step: pb.StepSummary = await asyncio.wait_for(steps.read(), DEADLINE_S)
+        watched.add(step.worker)
+    steps.cancel()
+    for asked in (sharded.control.GetBlocks(pb.GetBlocksRequest(worker="nobody:1")),):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await asked
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    # An id is one, wherever it runs: it is live, found, replaced and aborted.
+    again = pb.GenerateRequest(request_id="r3", prompt="|", sampling_params=params)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await sharded.inference.Generate(again).read()
+    assert raised.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert (await sharded.control.GetRequest(pb.GetRequestRequest(request_id="r3"))).request_id == "r3"
+    again.attempt = 1
+    replacing = sharded.inference.Generate(again)
+    assert (await replacing.read()).request_id == "r3"
+    for number in range(12):
+        assert (await sharded.inference.Abort(pb.AbortRequest(request_id=f"r{number}"))).found
+    for call in (*calls, replacing):
+        last = None
+        while (message := await call.read()) is not grpc.aio.EOF:
+            last = message
+        assert last is not None and last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await sharded.control.GetRequest(pb.GetRequestRequest(request_id="r3"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    await sharded.until("nothing runs", lambda load: not load.num_requests_running)
+    counters = await asyncio.to_thread(sharded.counters)
+    assert counters['octavo:request_success_total{finished_reason="abort"}'] == 13
+    assert {'octavo:kv_cache_usage_perc{shard="0"}', 'octavo:kv_cache_usage_perc{shard="1"}'} <= counters.keys()
+
+
+async def test_a_prompt_goes_where_its_prefix_is_cached(sharded: Sharded) -> None:
+    await sharded.control.FlushPrefixCache(pb.FlushPrefixCacheRequest())
+    params = pb.SamplingParams(max_tokens=2, ignore_eos=True)
+    cached = []
+    for number in range(8):
+        prompt = "a long beginning that all of them have " * 4 + f"and {number}"
+        call = sharded.inference.Generate(pb.GenerateRequest(prompt=prompt, sampling_params=params))
+        messages = [message async for message in call]
+        cached.append(messages[-1].usage.cached_tokens)
+        await asyncio.sleep(0.15)  # until the next report, of what the step has cached
+    assert cached[0] == 0 and min(cached[1:]) > 128, "seven of eight find it, though the other shard is as idle"
+
+
+async def test_a_killed_shard_costs_a_pause_and_no_token(sharded: Sharded) -> None:
+    requests = [request_of(number) for number in range(NUM_REQUESTS)]
+    async with one_shard() as alone:
+        undisturbed = await asyncio.gather(*(answer_to(alone, request) for request in requests))
+    before = await asyncio.to_thread(sharded.counters)
+    running = [asyncio.create_task(answer_to(sharded.inference, request)) for request in requests]
+    await sharded.until("all run", lambda load: load.num_requests_running >= NUM_REQUESTS - 2)
+    await asyncio.sleep(0.3)
+    victim, other = sharded.shards()
+    victim.kill()
+    disturbed = await asyncio.wait_for(asyncio.gather(*running), DEADLINE_S)
+    assert any(answer.times_moved for answer in disturbed), "none was in the shard that was killed"
+    assert not all(answer.times_moved for answer in disturbed), "all were"
+    for request, ours, theirs in zip(requests, disturbed, undisturbed, strict=True):
+        assert ours.plain() == theirs.plain(), request.request_id
+        assert ours.prompt_logprobs == theirs.prompt_logprobs, request.request_id
+    await sharded.until_both_serve()
+    assert victim.pid not in [shard.pid for shard in sharded.shards()] and len(sharded.shards()) == 2
+    assert other.pid in [shard.pid for shard in sharded.shards()]
+    after = await asyncio.to_thread(sharded.counters)
+    fallen = [name for name, value in before.items() if name.endswith("_total") and after[name] < value]
+    assert not fallen, "what the lost shard had counted was forgotten"
+    load = await sharded.until("nothing is left", lambda load: not load.num_requests_running)
+    for worker in load.workers:
+        assert worker.num_free_device_blocks == worker.num_device_blocks

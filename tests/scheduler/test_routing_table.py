@@ -1,0 +1,150 @@
+"""A frontend's choice among the workers of all shards: by cost, with its own assignments counted at once and once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from scheduler_svc.prefix_cache import extend_hashes, root_hash
+from scheduler_svc.shards.cached_bits import CachedBits, num_bits_for, places
+from scheduler_svc.shards.routing_table import KnownWorker, RoutingTable, Wanted
+
+BLOCK = 16
+
+
+def chain(num_blocks: int, seed: int = 0) -> list[bytes]:
+    hashes: list[bytes] = []
+    tokens = np.random.default_rng(seed).integers(0, 50_000, num_blocks * BLOCK).astype(np.int32)
+    extend_hashes(hashes, root_hash(""), tokens.tobytes(), 4 * BLOCK)
+    return hashes
+
+
+def worker(cached: list[bytes] | None = None, *, model: str = "m", num_blocks: int = 1024, **other: int) -> KnownWorker:
+    bits = CachedBits(num_blocks)
+    bits.change(cached or [], [])
+    limits = {"max_model_len": 4096, "max_cached_tokens": num_blocks * BLOCK, **other}
+    snapshot = np.frombuffer(bits.snapshot(), np.uint8)
+    return KnownWorker(model, BLOCK, takes_adapters=False, num_bits=bits.num_bits, bits=snapshot, **limits)
+
+
+def table_of(*shards: dict[int, KnownWorker], queued_s: float = 0.0, tokens_per_s: float = 1000.0) -> RoutingTable:
+    table = RoutingTable()
+    for shard, workers in enumerate(shards):
+        table.set_workers(shard, workers, workers)
+        for number in workers:
+            table.report(shard, number, queued_s, tokens_per_s)
+    return table
+
+
+def wanted(num_tokens: int, hashes: list[bytes] = [], model: str = "m", max_num_tokens: int = 0) -> Wanted:  # noqa: B006  # read only
+    most = max_num_tokens or num_tokens + 1
+    return Wanted(model, num_tokens, most, most, False, lambda block_size, shard: places(hashes))
+
+
+def test_an_idle_worker_before_a_busy_one_and_the_cached_before_the_idle() -> None:
+    prompt = chain(10)
+    table = table_of({1: worker()}, {1: worker(prompt)}, {1: worker()})
+    table.report(0, 1, 0.05, 1000.0)
+    asked = wanted(161, prompt)
+    choice = table.choose(asked, {0, 1, 2})
+    assert choice is not None and (choice.shard, choice.num_cached_tokens) == (1, 160)
+    assert choice.prefill_s == pytest.approx(0.001)
+    table.report(1, 1, 1.0, 1000.0)  # longer than computing all of it anew, counted half more
+    choice = table.choose(asked, {0, 1, 2})
+    assert choice is not None and (choice.shard, choice.num_cached_tokens) == (2, 0)
+    choice = table.choose(asked, {0, 1})
+    assert choice is not None and choice.shard == 0
+
+
+def test_what_was_assigned_counts_at_once_and_not_twice() -> None:
+    """480 of 480 to one worker is what comes of counting load when it is reported."""
+    table = table_of({1: worker()}, {1: worker()}, {1: worker(), 2: worker()})
+    given: Counter[tuple[int, int]] = Counter()
+    for number in range(1, 481):
+        choice = table.choose(wanted(100), {0, 1, 2})
+        assert choice is not None
+        table.assign(choice, number)
+        given[choice.shard, choice.number] += 1
+    assert set(given.values()) == {120}
+    for shard, count in ((0, 1), (1, 1), (2, 2)):  # all that was assigned is reported: it is the same load as before
+        for each in range(1, count + 1):
+            table.report(shard, each, 12.0, 1000.0)
+        table.contains(shard, 480)
+    table.report(1, 1, 11.95, 1000.0)
+    choice = table.choose(wanted(100), {0, 1, 2})
+    assert choice is not None and choice.shard == 1, "counted twice, or not at all, it would not be the least"
+
+
+def test_a_report_that_does_not_contain_an_assignment_keeps_it() -> None:
+    table = table_of({1: worker()}, {1: worker()})
+    first = table.choose(wanted(1000), {0})
+    assert first is not None
+    table.assign(first, 7)
+    table.report(0, 1, 0.0, 1000.0)
+    table.contains(0, 6)
+    choice = table.choose(wanted(1000), {0, 1})
+    assert choice is not None and choice.shard == 1
+    table.contains(0, 7)
+    chosen = {choice.shard for _ in range(60) if (choice := table.choose(wanted(1000), {0, 1}))}
+    assert chosen == {0, 1}, "ties go to either"
+
+
+def test_who_could_never_run_it_is_not_asked() -> None:
+    table = table_of({1: worker(model="other")}, {1: worker(max_model_len=100)}, {1: worker()})
+    for _ in range(20):
+        choice = table.choose(wanted(50, max_num_tokens=200), {0, 1, 2})
+        assert choice is not None and choice.shard == 2
+    assert table.choose(wanted(50, max_num_tokens=200), {0, 1}) is None
+    assert table.serves(0, "other") and not table.serves(0, "m")
+
+
+def test_workers_come_and_go_and_others_keep_what_is_known_of_them() -> None:
+    prompt = chain(4)
+    table = table_of({1: worker(), 2: worker()}, {1: worker()})
+    table.change_bits(0, 2, places(prompt) & np.uint32(num_bits_for(1024) - 1), places([]))
+    table.report(1, 1, 3.0, 500.0)
+    table.set_workers(1, [1, 5], {5: worker()})
+    table.report(1, 5, 0.0, 1000.0)
+    choice = table.choose(wanted(65, prompt), {0, 1})
+    assert choice is not None and (choice.shard, choice.number, choice.num_cached_tokens) == (0, 2, 64)
+    table.set_workers(0, [1], {})
+    assert not table.has(0, 2)
+    table.forget(0)
+    choice = table.choose(wanted(65, prompt), {0, 1})
+    assert choice is not None and (choice.shard, choice.number) == (1, 5), "the other has 3 s to do"
+
+
+def test_a_prefix_is_as_long_as_it_is_but_for_a_fraction_of_a_block() -> None:
+    """Full caches, and prompts of which 0, 40 or 300 blocks are cached: never too short, hardly ever too long."""
+    cached = [digest for seed in range(8) for digest in chain(128, seed)]
+    table = table_of({1: worker(cached, num_blocks=1024)})
+    extra = []
+    for seed in range(400):
+        known = chain(128, seed % 8)[:40] if seed % 2 else []
+        prompt = known + chain(20, 1000 + seed)
+        choice = table.choose(wanted(len(prompt) * BLOCK + 1, prompt), {0})
+        assert choice is not None
+        extra.append(choice.num_cached_tokens // BLOCK - len(known))
+    assert min(extra) == 0
+    assert np.mean(extra) < 0.15, "blocks too many, on average"
+
+
+def test_bits_follow_a_cache_block_by_block() -> None:
+    rng, blocks = np.random.default_rng(3), chain(400)
+    bits, cached = CachedBits(64), set[bytes]()  # so few bits that many blocks share one
+    there = np.frombuffer(bits.snapshot(), np.uint8).copy()
+    table = RoutingTable()
+    table.set_workers(0, [1], {1: KnownWorker("m", BLOCK, 1, 1, False, bits.num_bits, there)})
+    for _ in range(200):
+        came = [digest for digest in rng.choice(blocks, 20).tolist() if digest not in cached]
+        came = list(dict.fromkeys(came))
+        went = rng.choice(sorted(cached), min(len(cached), 15), replace=False).tolist() if cached else []
+        cached.update(came)
+        cached.difference_update(went)
+        table.change_bits(0, 1, *bits.change(came, went))
+        expected = np.zeros(bits.num_bits, np.uint8)
+        expected[places(sorted(cached)) & (bits.num_bits - 1)] = 1
+        packed = np.packbits(expected, bitorder="little").tobytes()
+        assert table._bits_of(0).tobytes() == packed == bits.snapshot()

@@ -1,0 +1,205 @@
+"""What a sharded scheduler's parent and frontends put together: ids, pages, metrics, models, and drawn tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos import inference_pb2 as pb
+from protos import shards_pb2
+from scheduler_svc.metrics_exporter import EngineCollector
+from scheduler_svc.prepared_group import decode_group, encode_group
+from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.shards.live_ids import LiveIds
+from scheduler_svc.shards.shard_link import DrawnTokens
+from scheduler_svc.shards.shard_process import share_of
+from scheduler_svc.shards.shard_service import request_numbers
+from scheduler_svc.shards.sharded_control import merged_page
+from scheduler_svc.shards.sharded_metrics import MetricSums
+from scheduler_svc.shards.shared_models import SharedModels
+from scheduler_svc.step_plan import NewTokens
+from tests.scheduler.hand_turned_loop import Loop
+from tests.scheduler.tiny_served_model import tiny_served_model
+
+# ---- ids ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_id_is_its_tenants_and_free_again_with_its_holder() -> None:
+    ids, one, other = LiveIds(), object(), object()
+    assert ids.claim(one, 1, "t", "a") and not ids.claim(other, 1, "t", "a")
+    assert ids.claim(other, 2, "u", "a"), "another tenant's"
+    ids.release(other, 1)  # what was refused is nobody's to release
+    assert not ids.claim(other, 3, "t", "a") and len(ids) == 2
+    ids.release(one, 1)
+    assert ids.claim(other, 4, "t", "a")
+    ids.release_all(other)
+    assert len(ids) == 0 and ids.claim(one, 2, "t", "a") and ids.claim(one, 3, "u", "a")
+
+
+def test_requests_of_all_shards_have_numbers_in_the_order_of_time() -> None:
+    now = itertools.count(5_000_000, 7_000)
+    numbers = [request_numbers(shard, lambda: next(now)) for shard in (0, 1, 255)]
+    taken = [next(numbers[shard]) for shard in (0, 2, 1, 1, 0, 2, 2, 0)]
+    assert taken == sorted(set(taken))
+    still = [request_numbers(shard, lambda: 9) for shard in range(3)]
+    assert len({next(each) for each in still for _ in range(50)}) == 150, "also where time stands still"
+
+
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+def pages(shards: list[list[int]], limit: int, most: int) -> list[list[int]]:
+    """What a client gets, of shards that have requests of these numbers and tell `most` of them at once."""
+    got: list[list[int]] = []
+    after = 0
+    while True:
+        answers = []
+        for numbers in shards:
+            there = [number for number in numbers if number > after]
+            shown = there[: min(limit, most)]
+            states = [pb.RequestState(request_id=str(number)) for number in shown]
+            is_last = len(shown) == len(there)
+            answers.append(shards_pb2.NumberedRequests(requests=states, numbers=shown, is_last=is_last))
+        page = merged_page(answers, limit)
+        got.append([int(state.request_id) for state in page.requests])
+        if not page.next_page_token:
+            return got
+        after = int(page.next_page_token)
+
+
+def test_pages_are_in_order_whole_and_each_request_is_in_one() -> None:
+    rng = np.random.default_rng(1)
+    for case in range(60):
+        owners = rng.integers(0, 4, 50)
+        shards = [[number for number in range(1, 51) if owners[number - 1] == shard] for shard in range(4)]
+        limit = 1 + case % 12
+        got = pages(shards, limit, most=1 + case % 5)
+        assert [number for page in got for number in page] == list(range(1, 51))
+        assert all(0 < len(page) <= limit for page in got)
+    assert pages([[], []], 10, 10) == [[]] and pages([], 10, 10) == [[]]
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def exposition(loop: Loop) -> str:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(loop.engine))
+    return generate_latest(registry).decode()
+
+
+def samples_of(families: list) -> dict[tuple, float]:
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
+    }
+
+
+TEXT = """# HELP octavo:generation_tokens_total Tokens generated
+# TYPE octavo:generation_tokens_total counter
+octavo:generation_tokens_total {tokens}
+# HELP octavo:num_requests_running Requests that have slots
+# TYPE octavo:num_requests_running gauge
+octavo:num_requests_running {running}
+# HELP octavo:kv_cache_usage_perc Share
+# TYPE octavo:kv_cache_usage_perc gauge
+octavo:kv_cache_usage_perc {share}
+# HELP octavo:time_to_first_token_seconds From arrival
+# TYPE octavo:time_to_first_token_seconds histogram
+octavo:time_to_first_token_seconds_bucket{{le="0.1"}} {tokens}
+octavo:time_to_first_token_seconds_bucket{{le="+Inf"}} {tokens}
+octavo:time_to_first_token_seconds_count {tokens}
+octavo:time_to_first_token_seconds_sum 1.5
+"""
+
+
+def text(tokens: float, running: float, share: float) -> str:
+    return TEXT.format(tokens=tokens, running=running, share=share)
+
+
+def test_one_shard_tells_what_it_tells_alone_but_for_shares() -> None:
+    alone = exposition(Loop())
+    told = samples_of(MetricSums().add({(0, "a"): alone}))
+    wanted = samples_of(list(text_string_to_metric_families(alone)))
+    assert wanted and {key: value for key, value in told.items() if ("shard", "0") not in key} == {
+        key: value for key, value in wanted.items() if not key[0].endswith("_perc")
+    }
+    assert {key[0] for key in wanted if key[0].endswith("_perc")} == {key[0] for key in told if ("shard", "0") in key}
+
+
+def test_counts_are_added_up_and_stay_when_a_shard_is_lost_and_comes_back() -> None:
+    sums = MetricSums()
+    told = samples_of(sums.add({(0, "a"): text(100, 3, 0.5), (1, "a"): text(40, 2, 0.25)}))
+    assert told["octavo:generation_tokens_total",] == 140 and told["octavo:num_requests_running",] == 5
+    assert told["octavo:kv_cache_usage_perc", ("shard", "1")] == 0.25
+    assert told["octavo:time_to_first_token_seconds_bucket", ("le", "0.1")] == 140
+    assert told["octavo:time_to_first_token_seconds_sum",] == 3.0
+    told = samples_of(sums.add({(1, "a"): text(41, 5, 0.5)}))
+    assert told["octavo:generation_tokens_total",] == 141 and told["octavo:num_requests_running",] == 5
+    assert ("octavo:kv_cache_usage_perc", ("shard", "0")) not in told
+    for life, tokens in (("b", 7), ("c", 9), ("d", 11)):
+        sums.add({(0, life): text(tokens, 0, 0), (1, "a"): text(41, 5, 0.5)})
+    told = samples_of(sums.add({(0, "e"): text(1, 0, 0), (1, "a"): text(41, 5, 0.5)}))
+    assert told["octavo:generation_tokens_total",] == 100 + 7 + 9 + 11 + 1 + 41
+    assert told["octavo:time_to_first_token_seconds_count",] == 100 + 7 + 9 + 11 + 1 + 41
+    assert len(sums._last) <= 4, "ended lives are kept as one"
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_all_shards_are_those_of_one_scheduler(tmp_path: Path) -> None:
+    first = tiny_served_model(tmp_path)
+    larger, other = replace(first, max_model_len=first.max_model_len * 2), replace(first, fingerprint="f" * 32)
+    shared = SharedModels()
+    one = ServedModels((KnownModel(first, 1),))
+    two = ServedModels((KnownModel(other, 0, 1), KnownModel(larger, 2)))
+    shared.add(one)
+    shared.add(two)
+    merged = shared.merged([two, one])
+    assert [each.model.fingerprint for each in merged.known] == [first.fingerprint, other.fingerprint]
+    assert [(each.num_serving, each.num_draining) for each in merged.known] == [(3, 0), (0, 1)]
+    assert merged.known[0].model.max_model_len == larger.max_model_len
+    shared.merged([one])
+    assert shared.find(other.fingerprint) is None and shared.find(first.fingerprint) is not None
+
+
+# ---- groups that move -----------------------------------------------------------------------------------------------
+
+
+def test_another_shard_gets_what_was_drawn_and_which_outputs_have_ended() -> None:
+    params = pb.SamplingParams(n=3, seed=1)
+    group = SequenceGroup("r", [1, 2, 3], params, max_num_tokens=20, arrival_ns=5, num_outputs=3)
+    drawn = DrawnTokens()
+
+    def take(*entries: tuple[int, int, int]) -> None:
+        sequences = np.empty(len(entries), np.object_)
+        sequences[:] = [group.sequences[index] for index, _, _ in entries]
+        token_ids = np.array([token_id for _, token_id, _ in entries], np.int32)
+        reasons = np.array([reason for _, _, reason in entries], np.uint8)
+        drawn.take(NewTokens(sequences, token_ids, np.arange(len(entries)), reasons))
+
+    take((0, 10, 0), (1, 20, 0))
+    take((0, 11, 0), (1, 21, 1))
+    drawn.give_to(group)
+    take((0, 12, 0))  # at the next shard
+    drawn.give_to(group)
+    group.num_moves, group.first_scheduled_ns = 2, 77
+    moved = decode_group(encode_group(group, 4, reads_logprobs=False, replaces=False, is_moved=True), vocab_size=100)
+    assert [s.token_ids.tolist() for s in moved.sequences] == [[1, 2, 3, 10, 11, 12], [1, 2, 3, 20, 21], [1, 2, 3]]
+    assert [s.status is SequenceStatus.FINISHED for s in moved.sequences] == [False, True, False]
+    assert (moved.num_moves, moved.first_scheduled_ns, moved.arrival_ns) == (2, 77, 5)
+    assert len(drawn) == 0
+
+
+def test_a_shard_has_its_part_of_what_may_wait() -> None:
+    from scheduler_svc.config import SchedulerConfig
+
+    config = SchedulerConfig(worker=("a:1", "b:2"), shards=3, max_waiting_requests=10, max_waiting_tokens=100)
+    share = share_of(config)
+    assert (share.worker, share.max_waiting_requests, share.max_waiting_tokens) == ((), 4, 34)
