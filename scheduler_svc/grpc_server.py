@@ -28,6 +28,8 @@ def new_server(config: SchedulerConfig, *, shares_port: bool = False) -> grpc.ai
         "grpc.max_receive_message_length": config.max_request_bytes,
         "grpc.max_concurrent_streams": config.max_concurrent_streams,
         "grpc.max_allowed_incoming_connections": config.max_connections,
+        # Else calls of clients that keep to the number of streams are refused, too: those that have ended still count.
+        "grpc.http.overload_protection": 0,
         "grpc.max_connection_idle_ms": MAX_CONNECTION_IDLE_MS,
         "grpc.server_handshake_timeout_ms": HANDSHAKE_TIMEOUT_MS,
     }

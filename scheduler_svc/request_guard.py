@@ -27,6 +27,8 @@ Behave = Callable[..., Any]
 READ_TIMEOUT_S = 30.0  # for the one message of a call, or the next one of several
 SLOWEST_BYTES_PER_S = 36_000  # at which a message of the largest size that is taken may come
 RETRY_AFTER_S = 1.0
+LARGE = frozenset(f"/octavo.v1.Inference/{name}" for name in ("Generate", "Tokenize", "Detokenize"))  # not read here
+MAX_OTHER_BYTES = 65_536  # of a request that is read here, on the event loop: 2 ms for the worst bytes
 GIVES_WAY = frozenset({"/grpc.health.v1.Health/Watch"})  # may stay open for ever, while nobody else needs its place
 REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
@@ -41,6 +43,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     def __init__(self, calls: OpenCalls | None = None, read_timeout_s: float | None = None) -> None:
         self._calls = calls or OpenCalls(max_calls=2**31, cut=lambda peer: False)
+        self._trusts_callers = calls is None
         self._read_timeout_s = read_timeout_s
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}  # by method; only such as exist
         self._unknown = grpc.stream_stream_rpc_method_handler(self._refuse_unknown)
@@ -78,8 +81,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         # Messages of a stream are read wherever the method asks for one.
-        read = handler.request_deserializer or _as_it_is
-        deserialize = partial(parse, read, method=method) if handler.request_streaming else None
+        deserialize = self._parser(handler, method) if handler.request_streaming else None
         return wrap(guarded, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
     def _guarded_coroutine(self, behave: Behave, read: _Reader) -> Behave:
@@ -116,7 +118,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return guarded
 
     def _reader(self, handler: grpc.RpcMethodHandler, method: str) -> _Reader:
-        deserialize = handler.request_deserializer or _as_it_is
+        read = self._parser(handler, method)
 
         async def read_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
             call.has_request = True
@@ -131,9 +133,23 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             if data is grpc.aio.EOF:
                 raise InvalidRequest(FieldViolation("request", f"got none; accepted: one of {method}"))
             call.has_request = True
-            return parse(deserialize, data, method)
+            return read(data)
 
         return read_stream if handler.request_streaming else read_one
+
+    def _parser(self, handler: grpc.RpcMethodHandler, method: str) -> Read:
+        """Makes of bytes what the method takes. Raises InvalidRequest."""
+        read = partial(parse, handler.request_deserializer or _as_it_is, method=method)
+        if self._trusts_callers or method in LARGE:
+            return read
+
+        def read_small(data: bytes) -> Any:
+            if len(data) > MAX_OTHER_BYTES:
+                what = f"got {len(data)} bytes; accepted: at most {MAX_OTHER_BYTES} for {method}"
+                raise InvalidRequest(FieldViolation("request", what))
+            return read(data)
+
+        return read_small
 
     async def _in_time(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         while True:

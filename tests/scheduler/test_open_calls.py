@@ -16,7 +16,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.rpc import SERVER_OPTIONS, add_introspection
-from scheduler_svc import request_guard
+from protos import inference_pb2 as pb
+from scheduler_svc import grpc_server, request_guard
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.connections import cut_connection
 from scheduler_svc.errors import QueueFull
@@ -355,6 +356,95 @@ async def test_a_stream_of_questions_ends_when_none_comes(server: Echo) -> None:
         assert [answer async for answer in ended] == [b"y"]
 
 
+async def test_what_is_read_on_the_event_loop_is_small_whatever_a_request_may_have(server: Echo) -> None:
+    """`--max-request-bytes` is for those that text processes read."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        largest = b"x" * request_guard.MAX_OTHER_BYTES
+        assert await channel.unary_unary(METHOD)(largest, timeout=5) == largest
+        with pytest.raises(grpc.aio.AioRpcError, match="got 65537 bytes; accepted: at most 65536") as refused:
+            await channel.unary_unary(METHOD)(largest + b"x", timeout=5)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="got 65537 bytes") as refused:
+            await channel.stream_stream("/test.Echo/Stream")(iter([largest + b"x"])).read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    for method in request_guard.LARGE:
+        service, _, name = method.strip("/").partition("/")
+        assert name in pb.DESCRIPTOR.services_by_name[service.rpartition(".")[2]].methods_by_name
+
+
+async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "HANDSHAKE_TIMEOUT_MS", 300)
+    server = new_server(SchedulerConfig(max_connection_age=0))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    with http2.plain_connection(address) as silent, http2.connection(address) as speaking:
+        assert http2.GOAWAY in await asyncio.to_thread(_frames_until_its_end, silent)
+        assert not await asyncio.to_thread(_is_closed, speaking)
+    await server.stop(None)
+
+
+async def test_who_is_connected_for_long_is_asked_to_connect_anew_and_open_calls_end_in_peace() -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(data: bytes, context: Any) -> bytes:
+        asked.set()
+        await answer.wait()
+        return data
+
+    server = new_server(SchedulerConfig(max_connection_age=1.0))
+    handlers = {"Slow": grpc.unary_unary_rpc_method_handler(slow)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary("/test.Echo/Slow")(b"hi")
+        await asked.wait()
+        with http2.connection(address) as later:
+            assert http2.GOAWAY in await asyncio.to_thread(_frames_until_its_end, later)
+        await asyncio.sleep(0.5)
+        answer.set()
+        assert await call == b"hi"
+    await server.stop(None)
+
+
+def _frames_until_its_end(connection: socket.socket) -> list[int]:
+    """Kinds of the frames that come until the connection is closed, or told to go away."""
+    connection.settimeout(5.0)
+    data, kinds = b"", list[int]()
+    while http2.GOAWAY not in kinds and (more := _read(connection, 65_536)):
+        data += more
+        while len(data) >= 9 and len(data) >= 9 + (length := int.from_bytes(data[:3])):
+            kinds.append(data[3])
+            data = data[9 + length :]
+    return kinds
+
+
+async def test_calls_beyond_those_of_one_connection_wait_and_are_answered() -> None:
+    at_once: list[int] = []
+    num_open = 0
+
+    async def slow(data: bytes, context: Any) -> bytes:
+        nonlocal num_open
+        num_open += 1
+        at_once.append(num_open)
+        await asyncio.sleep(0.02)
+        num_open -= 1
+        return data
+
+    server = new_server(SchedulerConfig(max_concurrent_streams=4))
+    handlers = {"Slow": grpc.unary_unary_rpc_method_handler(slow)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = channel.unary_unary("/test.Echo/Slow")
+        assert await ask(b"first") == b"first"  # by now the client has heard of the bound
+        answers = await asyncio.gather(*(ask(bytes([number]), timeout=10) for number in range(20)))
+    assert answers == [bytes([number]) for number in range(20)]
+    assert max(at_once) == 4
+    await server.stop(None)
+
+
 async def test_whoever_has_too_many_open_is_told_when_to_try_again() -> None:
     it = Echo(OpenCalls(max_calls=1))
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(it.calls),))
@@ -389,7 +479,7 @@ async def test_connections_beyond_their_number_are_closed_as_they_come() -> None
     await server.stop(None)
 
 
-def _read(connection: socket.socket) -> bytes:
+def _read(connection: socket.socket, most: int = 1) -> bytes:
     with suppress(ConnectionError):
-        return connection.recv(1)
+        return connection.recv(most)
     return b""
