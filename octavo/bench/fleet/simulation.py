@@ -11,6 +11,7 @@ import heapq
 import itertools
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class Run:
     """What was seen of one pool."""
 
     outcomes: list[Outcome] = field(default_factory=list)  # of all requests that came
-    gaps_ns: list[int] = field(default_factory=list)  # between the tokens of each
+    gaps_ns: array[int] = field(default_factory=lambda: array("q"))  # between the tokens of each
     workers: list[VirtualWorker] = field(default_factory=list)  # every lease
     ended_ns: int = 0
     num_steps: int = 0

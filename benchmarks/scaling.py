@@ -1,0 +1,208 @@
+"""What more workers bring, in virtual time: the figures and pictures of docs/scaling.md.
+
+    python -m benchmarks.scaling          measures, and keeps the figures in benchmarks/results/
+    python -m benchmarks.scaling --draw   draws docs/pictures/ from the newest figures that are kept, those of
+                                          benchmarks.routing among them
+
+Pools of 1 to 64 equal workers with a backlog, and with arrivals at random at 80 % of what one worker does with a
+backlog, for each worker; what a decision costs where 10,000 requests wait; a pool of 8 that loses one worker and gets
+it back. Medians over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import machine
+from octavo import log
+from octavo.bench import picture
+from octavo.bench.fleet.figures import FleetFigures, measure
+from octavo.bench.fleet.requests import Load
+from octavo.bench.fleet.simulation import Loss, Run, Simulation
+from octavo.bench.fleet.worker import WorkerKind
+from octavo.bench.picture import Chart, Series
+
+RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+KIND = WorkerKind(max_num_seqs=64)
+MEAN_OUTPUT = 128
+SECONDS_OF_ARRIVALS = 40
+LOSS = Loss(0, 20.0, 40.0)
+NUM_WORKERS_OF_LOSS, WINDOW_S = 8, 1.0
+
+
+def load(requests: int, rate: float | None = None) -> Load:
+    return Load(requests, prompt_tokens=256, output_tokens=MEAN_OUTPUT, spread=0.5, rate=rate)
+
+
+def play(num_workers: int, asked: Load, seed: int, *losses: Loss) -> tuple[FleetFigures, Run]:
+    run = Simulation([KIND] * num_workers, asked.arrivals(seed), losses, seed).run()
+    return measure(run, num_workers), run
+
+
+def backlog(num_workers: int, seed: int) -> FleetFigures:
+    return play(num_workers, load(600 * num_workers), seed)[0]
+
+
+def loaded(num_workers: int, rate: float, seed: int) -> FleetFigures:
+    """`rate`: arrivals a second for each worker."""
+    count = max(1000, round(SECONDS_OF_ARRIVALS * rate * num_workers))
+    return play(num_workers, load(count, rate * num_workers), seed)[0]
+
+
+def decisions(num_workers: int, seed: int) -> FleetFigures:
+    """10,000 wait beside those that run, all of whom arrive at the start."""
+    return play(num_workers, load(KIND.max_num_seqs * num_workers + 10_000), seed)[0]
+
+
+def loss(rate: float, seed: int) -> dict[str, Any]:
+    """Throughput by the second of a pool that loses a worker, and what it does to the requests that came."""
+    count = round(60 * rate * NUM_WORKERS_OF_LOSS)
+    with_loss, run = play(NUM_WORKERS_OF_LOSS, load(count, rate * NUM_WORKERS_OF_LOSS), seed, LOSS)
+    without, run_without = play(NUM_WORKERS_OF_LOSS, load(count, rate * NUM_WORKERS_OF_LOSS), seed)
+    return {
+        "with": with_loss.as_dict(),
+        "without": without.as_dict(),
+        "ttft_p99_ms_by_second": {"with": _by_second(run), "without": _by_second(run_without)},
+    }
+
+
+def _by_second(run: Run) -> list[float | None]:
+    """99th percentiles of the times to the first token of those who arrived in each second, in ms."""
+    arrived_s = np.array([outcome.request.at_ns / 1e9 for outcome in run.outcomes])
+    ttft_ms = np.array([outcome.ttft_ns / 1e6 for outcome in run.outcomes])
+    found: list[float | None] = []
+    for second in range(60):
+        here = ttft_ms[(arrived_s >= second) & (arrived_s < second + WINDOW_S)]
+        found.append(round(float(np.percentile(here, 99)), 1) if len(here) else None)
+    return found
+
+
+def medians(rows: list[FleetFigures]) -> dict[str, Any]:
+    names = rows[0].as_dict()
+    return {name: statistics.median(getattr(row, name) for row in rows) for name in names}
+
+
+def run_all(seeds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"backlog": [], "at_80_percent": [], "decisions": []}
+    for size in SIZES:
+        found["backlog"].append(medians([backlog(size, seed) for seed in range(seeds)]))
+        _say("backlog", found["backlog"][-1])
+    found["rate_per_worker"] = rate = 0.8 * found["backlog"][0]["tokens_per_s"] / MEAN_OUTPUT
+    for size in SIZES:
+        found["at_80_percent"].append(medians([loaded(size, rate, seed) for seed in range(seeds)]))
+        _say("at 80 %", found["at_80_percent"][-1])
+    for size in SIZES:
+        found["decisions"].append(medians([decisions(size, seed) for seed in range(seeds)]))
+        _say("10,000 wait", found["decisions"][-1])
+    found["loss"] = loss(rate, 0)
+    return found
+
+
+def _say(name: str, row: dict[str, Any]) -> None:
+    print(
+        f"{name}: {row['workers']} workers, {row['tokens_per_s']:,.0f} tokens/s, first token {row['ttft_mean_ms']:,.0f}"
+        f" / {row['ttft_p99_ms']:,.0f} ms, {row['decision_us_per_step']:.0f} us a step",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def draw(scaling: dict[str, Any], routing: dict[str, Any]) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    picture.write(PICTURES / "pool-sizes.svg", sizes_of_pool(scaling))
+    picture.write(PICTURES / "worker-loss.svg", [lost_worker(scaling["loss"])])
+    picture.write(PICTURES / "routing-rules.svg", [routing_rules(routing)])
+
+
+def sizes_of_pool(scaling: dict[str, Any]) -> list[Chart]:
+    rows, arrivals = scaling["backlog"], scaling["at_80_percent"]
+    first = rows[0]["tokens_per_s"]
+    speed = Chart(
+        "a backlog",
+        "workers",
+        "throughput, times one worker's",
+        [
+            Series("measured", SIZES, [row["tokens_per_s"] / first for row in rows]),
+            Series("in proportion to workers", SIZES, SIZES),
+        ],
+        log_x=True,
+    )
+    waits = Chart(
+        "arrivals at 80 % of that",
+        "workers",
+        "time to the first token, ms",
+        [
+            Series("mean", SIZES, [row["ttft_mean_ms"] for row in arrivals]),
+            Series("99th percentile", SIZES, [row["ttft_p99_ms"] for row in arrivals]),
+        ],
+        log_x=True,
+    )
+    return [speed, waits]
+
+
+def lost_worker(found: dict[str, Any]) -> Chart:
+    by_second = found["ttft_p99_ms_by_second"]
+    names = {"with": "one of 8 is away from 20 s to 40 s", "without": "nothing happens"}
+    return Chart(
+        "one worker lost and back again",
+        "second of arrival",
+        "time to the first token, p99, ms",
+        [
+            Series(name, range(60), [float("nan") if value is None else value for value in by_second[key]])
+            for key, name in names.items()
+        ],
+    )
+
+
+def routing_rules(routing: dict[str, Any]) -> Chart:
+    by_workload = routing["medians"]
+    rules = [rule for rule in next(iter(by_workload.values())) if rule != "Octavo, bound once"]
+    return Chart(
+        "mean time to the first token by routing rule (less is better)",
+        "",
+        "ms",
+        [
+            Series(rule, range(len(by_workload)), [of[rule]["ttft_mean_ms"] for of in by_workload.values()], False)
+            for rule in rules
+        ],
+        categories=list(by_workload),
+        log_y=True,
+    )
+
+
+def newest(kind: str) -> dict[str, Any]:
+    """The newest figures of a kind that are kept."""
+    found: dict[str, Any] = json.loads(max(RESULTS.glob(f"*-{kind}-*.json")).read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--draw", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        draw(newest("scaling"), newest("routing"))
+        return
+    log.configure_library("error")
+    facts = machine.describe()
+    path = RESULTS / f"{time.strftime('%Y-%m-%d')}-scaling-{machine.slug(facts)}.json"
+    result = {"machine": facts, "seeds": arguments.seeds, **run_all(arguments.seeds)}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
