@@ -218,7 +218,7 @@ class Keepalive(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "resume_after", "released_slots_u16", "forks_u16", "fork_indices_u16", "groups", "swap_out", "swap_in", "copies", "block_tables", "rows")
+    __slots__ = ("step_id", "resume_after", "released_slots_u16", "forks_u16", "fork_indices_u16", "groups", "swap_out", "swap_in", "copies", "block_tables", "rows", "forgotten_blocks_u32", "forgets_all_blocks", "cached_blocks")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_U16_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,9 @@ class Step(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_BLOCKS_U32_FIELD_NUMBER: _ClassVar[int]
+    FORGETS_ALL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     resume_after: int
     released_slots_u16: bytes
@@ -241,7 +244,18 @@ class Step(_message.Message):
     copies: BlockPairs
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTableUpdate]
     rows: Rows
-    def __init__(self, step_id: _Optional[int] = ..., resume_after: _Optional[int] = ..., released_slots_u16: _Optional[bytes] = ..., forks_u16: _Optional[bytes] = ..., fork_indices_u16: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[SequenceGroupMetadata, _Mapping]]] = ..., swap_out: _Optional[_Union[BlockPairs, _Mapping]] = ..., swap_in: _Optional[_Union[BlockPairs, _Mapping]] = ..., copies: _Optional[_Union[BlockPairs, _Mapping]] = ..., block_tables: _Optional[_Iterable[_Union[BlockTableUpdate, _Mapping]]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ...) -> None: ...
+    forgotten_blocks_u32: bytes
+    forgets_all_blocks: bool
+    cached_blocks: CachedBlocks
+    def __init__(self, step_id: _Optional[int] = ..., resume_after: _Optional[int] = ..., released_slots_u16: _Optional[bytes] = ..., forks_u16: _Optional[bytes] = ..., fork_indices_u16: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[SequenceGroupMetadata, _Mapping]]] = ..., swap_out: _Optional[_Union[BlockPairs, _Mapping]] = ..., swap_in: _Optional[_Union[BlockPairs, _Mapping]] = ..., copies: _Optional[_Union[BlockPairs, _Mapping]] = ..., block_tables: _Optional[_Iterable[_Union[BlockTableUpdate, _Mapping]]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., forgotten_blocks_u32: _Optional[bytes] = ..., forgets_all_blocks: bool = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+
+class CachedBlocks(_message.Message):
+    __slots__ = ("block_ids_u32", "hashes")
+    BLOCK_IDS_U32_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_ids_u32: bytes
+    hashes: bytes
+    def __init__(self, block_ids_u32: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class BlockPairs(_message.Message):
     __slots__ = ("pairs_u32",)
@@ -434,12 +448,14 @@ class Notice(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseGranted, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterState, _Mapping]] = ..., budget: _Optional[_Union[BudgetChanged, _Mapping]] = ...) -> None: ...
 
 class LeaseGranted(_message.Message):
-    __slots__ = ("instance_id", "epoch")
+    __slots__ = ("instance_id", "epoch", "cached_blocks")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    cached_blocks: CachedBlocks
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()

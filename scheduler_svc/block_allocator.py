@@ -47,6 +47,15 @@ class BlockAllocator:
         self.ref_counts[blocks] = 1
         return blocks
 
+    def adopt(self, hashes: list[bytes], blocks: BlockIds) -> None:
+        """Before the first block is used: these are idle, and hold what the hashes say; least recently used first."""
+        assert self.cache is not None and self._num_blank == self.num_blocks, "blocks are in use already"
+        self.cache.adopt(hashes, blocks)
+        self._idle.update(dict.fromkeys(blocks.tolist()))
+        blank = self._blank[~np.isin(self._blank, blocks)]
+        self._num_blank = len(blank)
+        self._blank[: self._num_blank] = blank
+
     def share(self, blocks: BlockIds) -> None:
         """One more reference to each of `blocks`, which are in use or idle, and named once."""
         for block in blocks[self.ref_counts[blocks] == 0].tolist():

@@ -15,11 +15,13 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
+from protos import worker_pb2
 from scheduler_svc.block_allocator import BlockAllocator, BlockIds
-from scheduler_svc.prefix_cache import PrefixCache, root_hash
+from scheduler_svc.prefix_cache import HASH_BYTES, PrefixCache, root_hash
 from scheduler_svc.prefix_finder import PrefixFinder
 from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, SequenceColumns
+from scheduler_svc.step_plan import NO_NEWS, CacheNews
 
 
 class AllocStatus(enum.Enum):
@@ -55,6 +57,8 @@ class BlockSpaceManager:
         self.watermark_blocks = int(watermark * num_device_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self._published: list[int] = []  # since `take_published`
+        self._forgotten: list[int] = []  # since `take_news`
+        self._has_forgotten_all = False
         self._offsets = np.arange(self.block_size)
 
     @property
@@ -223,9 +227,39 @@ class BlockSpaceManager:
         published, self._published = self._published, []
         return published
 
+    def adopt(self, cached: worker_pb2.CachedBlocks) -> None:
+        """Finds what the worker still holds of earlier leases, which `check_cached` has looked at; before any use."""
+        if not self.enable_prefix_caching:
+            return
+        blocks = np.frombuffer(cached.block_ids_u32, "<u4").astype(np.int32)
+        size = HASH_BYTES
+        hashes = [cached.hashes[start : start + size] for start in range(0, len(cached.hashes), size)]
+        if len(hashes) == len(blocks):  # or they are of a scheduler of another kind
+            self.allocator.adopt(hashes, blocks)
+
+    def take_news(self, published: list[int]) -> CacheNews:
+        """What the worker is told with a step of which blocks may be found under another lease, and which no more."""
+        news = NO_NEWS
+        if self.enable_prefix_caching and (published or self._forgotten or self._has_forgotten_all):
+            found = zip(published, self.cache.hashes_of(published), strict=True)
+            hashes = {block: digest for block, digest in found if digest is not None}
+            news = CacheNews(list(hashes), b"".join(hashes.values()), self._forgotten, self._has_forgotten_all)
+        self._forgotten, self._has_forgotten_all = [], False
+        return news
+
+    def flush(self) -> int:
+        """Forgets all content, here and at the worker; how many blocks could be found before."""
+        self.forget_all_told()
+        return self.allocator.flush()
+
+    def forget_all_told(self) -> None:
+        """The worker is to forget whatever it was told of blocks."""
+        self._has_forgotten_all = True
+
     def withdraw(self, blocks: list[int]) -> list[int]:
         """Blocks that hold something else than was promised can no longer be found, nor what was computed upon them."""
         withdrawn = self.allocator.withdraw(np.array(blocks, np.int32)) if blocks else []
+        self._forgotten += withdrawn
         if withdrawn:
             is_wrong = np.zeros(self.allocator.num_blocks, np.bool_)
             is_wrong[withdrawn] = True

@@ -570,6 +570,7 @@ class Engine:
             instance=worker.info.instance_id,
             epoch=worker.epoch,
             blocks=worker.sizes.num_device_blocks,
+            cached_blocks=worker.num_adopted,
         )
 
     def _on_lost(self, link: WorkerLink, reason: str, before: BeforeAnswer | None = None) -> None:
@@ -631,7 +632,7 @@ class Engine:
         return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
 
     def _flush(self, address: str) -> int:
-        return sum(worker.scheduler.blocks.allocator.flush() for worker in self.workers_at(address))
+        return sum(worker.flush() for worker in self.workers_at(address))
 
     def _on_stop(self) -> None:
         for group in self.live.all():

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 BlockIds = npt.NDArray[np.int32]
+HASH_BYTES = 32
 
 
 def root_hash(*parts: str) -> bytes:
@@ -51,6 +52,7 @@ class PrefixCache:
         parents: the block in front of it when it was published, -1 for none; stale once that block is reused, which
             makes `withdraw` take more than it must and never less.
         publishers: `SequenceGroup.number` of the group that computed a cached block.
+        is_adopted: whether a cached block was computed under another lease: upon which ones is not known.
         times_forgotten: how often the block was found under a hash and then no more.
     """
 
@@ -58,6 +60,7 @@ class PrefixCache:
         self.is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.parents: BlockIds = np.full(num_blocks, -1, np.int32)
         self.publishers: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self.is_adopted: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.times_forgotten: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._changes: CacheChanges | None = None
         self._block_of: dict[bytes, int] = {}
@@ -93,6 +96,15 @@ class PrefixCache:
         self.publishers[blocks] = publishers
         return published
 
+    def adopt(self, hashes: list[bytes], blocks: BlockIds) -> None:
+        """Lets blocks be found that hold what was computed before this cache was known of: none of them is cached."""
+        self.publish(hashes, blocks, np.full(len(blocks), -1, np.int32), -1)
+        self.is_adopted[blocks] = True
+
+    def hashes_of(self, blocks: list[int]) -> list[bytes | None]:
+        """None for one that is not cached."""
+        return [self._hash_of[block] for block in blocks]
+
     def forget(self, blocks: list[int]) -> None:
         """The blocks, all cached, are used for something else now."""
         if self._changes is not None:
@@ -100,7 +112,7 @@ class PrefixCache:
         for block in blocks:
             del self._block_of[cast(bytes, self._hash_of[block])]
             self._hash_of[block] = None
-        self.is_cached[blocks] = False
+        self.is_cached[blocks] = self.is_adopted[blocks] = False
         self.times_forgotten[blocks] += 1
 
     def withdraw(self, blocks: npt.NDArray[np.integer]) -> list[int]:
@@ -108,6 +120,8 @@ class PrefixCache:
         is_wrong = np.zeros(len(self.is_cached) + 1, np.bool_)  # the last entry is that of no parent
         is_wrong[blocks] = True
         while True:
+            if (is_wrong[:-1] & self.is_adopted).any():  # any other one may have been computed upon it
+                is_wrong[:-1] |= self.is_adopted
             more = self.is_cached & is_wrong[self.parents] & ~is_wrong[:-1]
             if not more.any():
                 break

@@ -20,8 +20,9 @@ def seal(plan: StepPlan, groups: WorkerGroups) -> SchedulerOutputs:
     appended_slots, appended_counts, appended_blocks = NOTHING
     if plan.appended:
         appended_slots, appended_counts, appended_blocks = map(np.concatenate, zip(*plan.appended, strict=True))
+    rows = _rows(plan, groups)
     outputs = SchedulerOutputs(
-        rows=_rows(plan, groups),
+        rows=rows,
         released_slots=sorted(groups.released_slots),
         forks=[(parent, child) for child, parent in forks.items()],
         introductions=plan.introductions,
@@ -34,6 +35,7 @@ def seal(plan: StepPlan, groups: WorkerGroups) -> SchedulerOutputs:
         replaced=plan.replaced,
         num_preempted=plan.num_preempted + plan.num_overruled,
         num_swapped_out_groups=plan.num_swapped_out,
+        news=groups.blocks.take_news(rows.published),
     )
     groups.was_told(forks)
     return outputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import secrets
 from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
@@ -45,6 +46,8 @@ class FinishReason(enum.IntEnum):
 
 
 _NUMBERS = itertools.count(1)  # of groups, in this process
+# Adapters are numbered by each scheduler for itself: what one has computed with them is none of another's.
+_PROCESS = secrets.token_hex(8)
 _ID_BYTES = 5  # the longest varint of 32 bits
 _GROUP_BYTES = 96  # tags, lengths and single numbers of a group's and a sequence's messages
 
@@ -297,7 +300,7 @@ class SequenceGroup:
     def use_adapter_generation(self, generation: int) -> None:
         """Which version of its adapter it runs with, said before anybody looks for what of its prompt is cached."""
         assert self.adapter and self._prompt_hashes is None
-        self.use_hash_root(root_hash(self.adapter, str(generation), self.cache_salt))
+        self.use_hash_root(root_hash(self.adapter, f"{_PROCESS}.{generation}", self.cache_salt))
 
     def use_hash_root(self, root: bytes) -> None:
         """Its blocks are found by others, and finds those of others, under this root from now on."""

@@ -17,7 +17,15 @@ from protos import inference_pb2, worker_pb2
 from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.sequence import Sequence
 from scheduler_svc.sequence_columns import Ints
-from scheduler_svc.step_plan import Answer, Introduction, ScheduledRows, SchedulerOutputs, WrongAnswer
+from scheduler_svc.step_plan import (
+    NO_NEWS,
+    Answer,
+    CacheNews,
+    Introduction,
+    ScheduledRows,
+    SchedulerOutputs,
+    WrongAnswer,
+)
 from scheduler_svc.worker_claims import check_tokens
 
 U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
@@ -85,7 +93,19 @@ def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = N
     if len(outputs.replaced):
         _pack_replaced(step.block_tables.add().replace, outputs.replaced)
     _pack_rows(step.rows, outputs.rows)
+    if outputs.news is not NO_NEWS:
+        _pack_news(step, outputs.news)
     return step
+
+
+def _pack_news(step: worker_pb2.Step, news: CacheNews) -> None:
+    if news.forgets_all:
+        step.forgets_all_blocks = True
+    elif news.forgotten:
+        step.forgotten_blocks_u32 = np.array(news.forgotten, U32).tobytes()
+    if news.blocks:
+        step.cached_blocks.block_ids_u32 = np.array(news.blocks, U32).tobytes()
+        step.cached_blocks.hashes = news.hashes
 
 
 def _introduce(

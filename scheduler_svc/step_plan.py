@@ -54,6 +54,25 @@ class ScheduledRows:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheNews:
+    """What the worker is to remember of its blocks for a later lease.
+
+    Attributes:
+        blocks, hashes: full blocks whose content is known once the step has gone well, and the hash of each.
+        forgotten: blocks of which it was told and that do not hold what they were to hold.
+        forgets_all: of whichever it was told.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    hashes: bytes = b""
+    forgotten: list[int] = field(default_factory=list)
+    forgets_all: bool = False
+
+
+NO_NEWS = CacheNews()
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """A sequence that the worker is told of in full, as it stood before the step.
 
@@ -91,6 +110,7 @@ class SchedulerOutputs:
     replaced: list[Sequence]
     num_preempted: int
     num_swapped_out_groups: int  # of those
+    news: CacheNews = NO_NEWS
 
 
 class WrongAnswer(ValueError):

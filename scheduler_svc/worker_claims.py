@@ -21,6 +21,7 @@ MAX_MESSAGE_CHARS = 8192  # of an error's text, which clients are told
 MAX_PHASE_NS = 3_600_000_000_000  # an hour: longer than any step may take
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TOKENIZER_FILES = 64
+MAX_HASH_BYTES = 64
 U32 = np.dtype("<u4")
 _LARGEST_LOGPROB = 1e-3  # 0 and what rounding may add
 
@@ -78,6 +79,25 @@ def check_lease(info: worker_pb2.WorkerInfo, response: worker_pb2.StepResponse) 
         raise WrongClaim("its first message grants no lease")
     if response.notice.lease.instance_id != info.instance_id:
         raise WrongClaim("its lease is of another instance than the one that was asked")
+
+
+def check_cached(sizes: worker_pb2.InitializeResponse, lease: worker_pb2.LeaseGranted) -> None:
+    """Raises WrongClaim for cached blocks that it does not have, or names twice, or two with one content."""
+    cached = lease.cached_blocks
+    if len(cached.block_ids_u32) % U32.itemsize:
+        raise WrongClaim("its cached blocks end within an entry")
+    blocks = np.frombuffer(cached.block_ids_u32, U32)
+    num_bytes = len(cached.hashes)
+    if not len(blocks):
+        _check_between("bytes of hashes of no cached block", num_bytes, 0, 0)
+        return
+    _check_between("the largest cached block", int(blocks.max()), 0, sizes.num_device_blocks - 1)
+    _check_between("times that a cached block is named", int(np.bincount(blocks).max()), 1, 1)
+    size, rest = divmod(num_bytes, len(blocks))
+    _check_between("bytes of the hash of a cached block", size, 1, MAX_HASH_BYTES)
+    _check_between("bytes of hashes behind the last cached block", rest, 0, 0)
+    num_contents = len({cached.hashes[start : start + size] for start in range(0, num_bytes, size)})
+    _check_between("cached blocks of different content", num_contents, len(blocks), len(blocks))
 
 
 def check_result(result: worker_pb2.StepResult) -> None:

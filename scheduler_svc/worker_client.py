@@ -25,6 +25,7 @@ from scheduler_svc.worker_claims import (
     MAX_TOKENIZER_BYTES,
     MAX_TOKENIZER_FILES,
     WrongClaim,
+    check_cached,
     check_info,
     check_lease,
     check_sizes,
@@ -262,6 +263,7 @@ class WorkerClient:
         try:
             self._stream = stream
             lease = stream.wait_for_lease(member.info)
+            check_cached(member.sizes, lease)
             if self._closed.is_set():
                 return
             self._members.joined(member, stream, lease)

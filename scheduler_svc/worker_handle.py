@@ -71,6 +71,8 @@ class WorkerHandle:
         self._settings = replace(settings, costs=costs)
         self._enable_prefix_caching = enable_prefix_caching
         self.scheduler = self._new_scheduler(sizes.max_num_batched_tokens)
+        self.scheduler.blocks.adopt(lease.cached_blocks)
+        self.num_adopted = len(self.scheduler.blocks.cache)  # blocks that hold what was computed under earlier leases
         self.adapter_gate = AdapterGate(info.max_loras)
         self.took_last = 0  # see `Taker`
         self.adapters: dict[str, int] = {}  # that it has loaded under this lease, with their generations
@@ -130,6 +132,11 @@ class WorkerHandle:
         part = slice(self._next_block_checked, self._next_block_checked + BLOCKS_CHECKED_AT_ONCE)
         self._next_block_checked = 0 if part.stop >= num_blocks else part.stop
         self.scheduler.check_integrity(part)
+
+    def flush(self) -> int:
+        """Forgets what its cache holds, here and there; how many blocks could be found. What runs keeps its own."""
+        self.scheduler.tells_releases = True  # also where no other step is to come
+        return self.scheduler.blocks.flush()
 
     # ---- tokens in a step -------------------------------------------------------------------------------------------
 
@@ -194,6 +201,7 @@ class WorkerHandle:
         for step in self.in_flight:
             step.is_void = True
         self.scheduler, self.unsent = self._new_scheduler(self.scheduler.max_num_batched_tokens), None
+        self.scheduler.blocks.forget_all_told()
         self._next_block_checked = 0
         self._release_told_slots()
 
@@ -216,6 +224,7 @@ class WorkerHandle:
         if self.unsent is not None and not self.in_flight:
             rows, self.unsent = self.unsent, None
             self.scheduler.take_back(rows)
+            self.scheduler.blocks.forget_all_told()  # what that step was to take back
             self._release_told_slots()
 
     def _release_told_slots(self) -> None:

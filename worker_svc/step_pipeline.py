@@ -29,11 +29,12 @@ from dataclasses import dataclass
 import structlog
 
 from protos import worker_pb2
+from worker_svc.cached_blocks import CachedBlocks
 from worker_svc.errors import ProtocolError
 from worker_svc.failures import is_device_lost, is_out_of_memory, step_error
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.model_runner import ModelRunner
-from worker_svc.sequence_states import AppliedRows, SequenceStates
+from worker_svc.sequence_states import AppliedRows, BlockOperations, SequenceStates
 from worker_svc.step_timer import StepTimer
 
 log = structlog.get_logger()
@@ -53,6 +54,7 @@ class _Flight:
     timer: StepTimer
     deliver: Deliver
     operated: bool = False  # whether its block operations took place
+    number: int = 0  # that `CachedBlocks` gave it, once it was launched
     rows: AppliedRows | None = None
     launched: LaunchedStep | None = None
 
@@ -73,15 +75,18 @@ class StepPipeline:
         when_here: Callable[[LaunchedStep, Callable[[], None]], None],
         give_back_memory: Callable[[], None],
         end_process: Callable[[], None],
+        cached_blocks: CachedBlocks | None = None,
     ) -> None:
         """
         Args:
             states: the mirror, empty.
+            cached_blocks: what the cache holds from earlier leases; None: nothing.
             when_here: has a function called, on the model thread, when a launched step's outputs are on the host.
             give_back_memory: called when memory has run out.
             end_process: called when the device is lost; nothing is answered after that.
         """
-        self._runner, self._states = runner, states
+        self._runner, self.states = runner, states
+        self._cached = CachedBlocks(states.num_device_blocks) if cached_blocks is None else cached_blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._when_here, self._give_back_memory, self._end_process = when_here, give_back_memory, end_process
         self._flights: deque[_Flight] = deque()
@@ -98,12 +103,15 @@ class StepPipeline:
     def take(self, step: worker_pb2.Step, timer: StepTimer, deliver: Deliver) -> None:
         """Launches a step, after those that were taken before; `deliver` gets its answer, now or later."""
         flight = _Flight(step.step_id, timer, deliver)
+        forgot = self._forget(step)
         if self._is_skipped(step):
             flight.answer(worker_pb2.StepResult(status=worker_pb2.STEP_STATUS_SKIPPED))
             return
         self._flights.append(flight)
         self._note_running()
         try:
+            if forgot is not None:
+                raise forgot
             launched = self._launch(flight, step)
         except _Skipped:
             return
@@ -126,18 +134,34 @@ class StepPipeline:
     # ---- Launching --------------------------------------------------------------------------------------------------
 
     def _launch(self, flight: _Flight, step: worker_pb2.Step) -> LaunchedStep:
-        states, runner = self._states, self._runner
+        states, runner = self.states, self._runner
         self._check_order(step)
         if step.forks_u16 or step.rows.child_slots_u16:
             self._need_outputs_before(flight)
-        states.apply_blocks(step, runner.operate)
+
+        def operate(operations: BlockOperations) -> None:
+            self._cached.begin(step, states, operations)
+            runner.operate(operations)
+
+        states.apply_blocks(step, operate)
         flight.operated = True
         flight.timer.end_phase("cache_ops_ns")
         flight.rows = rows = states.apply_rows(step)
         self._check_budget(rows)
         if len(self._flights) > 1 and runner.waits_for_outputs(states, rows):
             self._need_outputs_before(flight)
-        return runner.launch(states, rows, flight.timer)
+        self._cached.compute(states, rows)
+        launched = runner.launch(states, rows, flight.timer)
+        flight.number = self._cached.promise(step, states)
+        return launched
+
+    def _forget(self, step: worker_pb2.Step) -> ProtocolError | None:
+        """Does what the step says of cached blocks to be forgotten; what is wrong with that."""
+        try:
+            self._cached.forget(step)
+        except ProtocolError as error:
+            return error
+        return None
 
     def _is_skipped(self, step: worker_pb2.Step) -> bool:
         if self._failed_step_id is None:
@@ -183,7 +207,16 @@ class StepPipeline:
             return
         self._flights.popleft()
         self._note_running()
+        if outputs.row_errors:
+            self._distrust(flight, outputs)
         flight.answer(worker_pb2.StepResult(outputs=outputs))
+
+    def _distrust(self, flight: _Flight, outputs: worker_pb2.SequenceOutputs) -> None:
+        """What rows held over which the model failed is not passed on to a later scheduler."""
+        of_model = worker_pb2.ROW_ERROR_KIND_MODEL
+        bad_rows = [error.row for error in outputs.row_errors if error.kind == of_model]
+        if bad_rows and flight.rows is not None:
+            self._cached.fail_over(self.states, flight.rows.slots[bad_rows], is_last=not self._flights)
 
     def _fail(self, error: Exception) -> None:
         """The first flight has failed: those behind it are skipped."""
@@ -201,8 +234,10 @@ class StepPipeline:
             self._end_process()
             return
         for flight in reversed(flights):
+            if flight.number:
+                self._cached.failed(flight.number)
             if flight.rows is not None:
-                self._states.roll_back(flight.rows)
+                self.states.roll_back(flight.rows)
         self._flights.clear()
         self._note_running()
         self._failed_step_id = failed.step_id

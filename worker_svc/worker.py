@@ -21,6 +21,7 @@ import torch
 from protos import worker_pb2
 from worker_svc.cache_engine import STAGING_BYTES
 from worker_svc.cache_sizing import Limits, size_cache
+from worker_svc.cached_blocks import CachedBlocks
 from worker_svc.config import WorkerConfig
 from worker_svc.device_memory import memory_of
 from worker_svc.giving_way import GivingWay, may_give_way
@@ -62,6 +63,7 @@ class Worker:
         self._sizes: worker_pb2.InitializeResponse | None = None
         self._epoch = 0  # of the lease whose steps count; 0: none
         self._pipeline: StepPipeline | None = None  # of the last lease
+        self._cached_blocks = CachedBlocks(0)  # of the cache, whatever lease they were computed under
         self._waiter: ModelThread | None = None  # for outputs that come later
         self._end_process = end_process or _end_process
         self._num_submitted = 0  # steps
@@ -119,6 +121,7 @@ class Worker:
             None if self._memory.is_host else available_bytes(),
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
+        self._cached_blocks, self._pipeline = CachedBlocks(sizes.num_device_blocks), None
         swap_gib = round(sizes.num_host_blocks * runner.block_bytes / GIB, 3)
         log.info(
             "cache allocated",
@@ -148,8 +151,8 @@ class Worker:
 
     # ---- Leases -----------------------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int) -> Future[None]:
-        """Steps of `epoch` count from now on, on an empty mirror."""
+    def begin(self, epoch: int) -> Future[worker_pb2.CachedBlocks]:
+        """Steps of `epoch` count from now on, on an empty mirror; what the cache holds from those before them."""
         self._epoch = epoch
         return self.thread.call(self._reset)
 
@@ -166,9 +169,10 @@ class Worker:
         if self._pipeline is not None:
             self._pipeline.settle()
 
-    def _reset(self) -> None:
+    def _reset(self) -> worker_pb2.CachedBlocks:
         assert self._sizes is not None, "a lease before Initialize"
         self._settle()
+        cached_blocks = self._cached_blocks.told(None if self._pipeline is None else self._pipeline.states)
         states = SequenceStates(
             self._sizes.max_num_seqs,
             self._sizes.max_model_len,
@@ -183,7 +187,9 @@ class Worker:
             self._when_here,
             self._memory.give_back,
             self._end_process,
+            self._cached_blocks,
         )
+        return cached_blocks
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 

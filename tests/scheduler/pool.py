@@ -6,12 +6,14 @@ logged (an event that failed, a worker that was given up for a fault of the sche
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from scheduler_svc.engine import Engine, EngineSettings
 from scheduler_svc.sequence import FinishReason, SequenceGroup, SequenceStatus
 from scheduler_svc.sequence import Sequence as SchedulerSequence
 from scheduler_svc.step_plan import NewTokens
+from scheduler_svc.worker_claims import check_cached
 from scheduler_svc.worker_handle import AdapterRequest, WorkerHandle
 from tests.scheduler.fake_language import EOS, expected_tokens
 from tests.scheduler.simulated_worker import RowErrorOf, SimulatedWorker
@@ -59,9 +62,18 @@ class Size:
 class PoolWorker:
     """A worker and the link to it."""
 
-    def __init__(self, address: str, size: Size, epoch: int, row_error: RowErrorOf | None) -> None:
-        self.address, self.size, self.epoch = address, size, epoch
-        self.worker = SimulatedWorker(
+    def __init__(
+        self,
+        address: str,
+        size: Size,
+        epoch: int,
+        row_error: RowErrorOf | None,
+        worker: SimulatedWorker | None = None,
+        model: str = "",
+    ) -> None:
+        """`worker`: one that was leased before."""
+        self.address, self.size, self.epoch, self.model = address, size, epoch, model
+        self.worker = worker or SimulatedWorker(
             size.num_slots,
             size.max_model_len,
             BLOCK_SIZE,
@@ -109,7 +121,10 @@ class Pool:
     """An engine, its workers and its requests. `check` holds after every `turn`."""
 
     def __init__(self, faults: Faults, row_error: RowErrorOf | None = None, **settings: Any) -> None:
-        self.engine = Engine(EngineSettings(**settings), self)
+        self._new_engine = partial(Engine, EngineSettings(**settings), self)
+        self.engine = self._new_engine()
+        self._numbers = itertools.count()
+        self.num_told = 0  # blocks that a worker brought along to another lease
         self.workers: list[PoolWorker] = []
         self.told: dict[SequenceGroup, Told] = {}
         self.cut_short: set[SequenceGroup] = set()  # aborted, or with a sequence that was ended from above
@@ -149,10 +164,11 @@ class Pool:
         beam_width: int = 0,
         resumed: Sequence[Sequence[int]] = (),
         finished: Sequence[int] = (),
+        ended: Sequence[int] = (),
         asks_prompt_logprobs: bool = False,
         **options: Any,
     ) -> SequenceGroup:
-        """`resumed`: tokens by output; `finished`: the outputs of those that had ended."""
+        """`resumed`: tokens by output; `finished`: the outputs of those that had ended, `ended`: by themselves."""
         params = inference_pb2.SamplingParams(seed=1, prompt_logprobs=0 if asks_prompt_logprobs else None)
         search = None
         if beam_width:
@@ -165,7 +181,7 @@ class Pool:
                 stop_token_ids=frozenset([EOS]),
             )
         group = SequenceGroup(
-            f"request-{len(self.told)}",
+            f"request-{next(self._numbers)}",
             prompt,
             params,
             max_num_tokens=max_num_tokens,
@@ -177,7 +193,7 @@ class Pool:
             resumed_token_ids=resumed,
             **options,
         )
-        for index in finished:
+        for index in [*finished, *ended]:
             group.sequences[index].status = SequenceStatus.FINISHED
         if finished:
             self.cut_short.add(group)
@@ -201,9 +217,48 @@ class Pool:
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
-    def join(self, size: Size, model: str = "") -> PoolWorker:
+    def replace_engine(self) -> None:
+        """The scheduler is killed. Its workers go to another one, and so do clients, with what they were told."""
+        self.engine = self._new_engine()
+        workers, self.workers = self.workers, []
+        for worker in {worker.worker: worker for worker in workers}.values():  # of one that has come back, the last
+            if not worker.is_ending:
+                self.join(worker.size, worker.model, worker.worker)
+        for group in self.unfinished():
+            told = self.told.pop(group)
+            if group in self.cut_short:
+                continue  # its client has left, or knows an end of it that nobody else does
+            comes_whole = group.uses_beam_search or group.best_of > group.num_outputs
+            tokens = [told.tokens.get(index, []) for index in range(group.best_of)]
+            resumed = [] if comes_whole or not any(tokens) else tokens
+            ended = [index for index, one in enumerate(resumed) if is_at_end(group, one)]
+            if len(ended) == len(resumed) > 0:
+                continue  # it is all there; a frontend would say so
+            self.submit(
+                _prompt(group),
+                group.max_num_tokens,
+                n=group.num_outputs,
+                best_of=group.best_of,
+                beam_width=group.best_of if group.uses_beam_search else 0,
+                resumed=resumed,
+                ended=ended,
+                asks_prompt_logprobs=group in self._prompt_logprobs_of,
+                priority=group.priority,
+                tenant=group.tenant,
+                cache_salt=group.cache_salt,
+                model=group.model,
+            )
+
+    def rejoin(self, worker: PoolWorker) -> PoolWorker:
+        """The way to a worker was lost, and is found again by the same scheduler."""
+        self.lose(worker)
+        worker.received.clear()
+        return self.join(worker.size, worker.model, worker.worker)
+
+    def join(self, size: Size, model: str = "", worker_before: SimulatedWorker | None = None) -> PoolWorker:
         self._num_joined += 1
-        worker = PoolWorker(f"worker-{self._num_joined}", size, self._num_joined, self._row_error)
+        epoch = self._num_joined
+        worker = PoolWorker(f"worker-{epoch}", size, epoch, self._row_error, worker_before, model)
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,
@@ -215,6 +270,10 @@ class Pool:
             block_bytes=1,
         )
         info, lease = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE), worker_pb2.LeaseGranted(epoch=worker.epoch)
+        if worker_before is not None:
+            lease.cached_blocks.CopyFrom(worker_before.begin_lease())
+            check_cached(sizes, lease)
+            self.num_told += len(lease.cached_blocks.block_ids_u32) // 4
         self.workers.append(worker)
         self.engine.worker_joined(worker, info, sizes, lease, model)
         return worker
@@ -341,6 +400,12 @@ class Pool:
             assert scheduler.columns.num_free_slots == scheduler.columns.max_num_seqs, "slots are left"
             assert scheduler.blocks.num_free_blocks == scheduler.blocks.allocator.num_blocks, "blocks are left"
             assert scheduler.blocks.host_allocator.num_free == handle.sizes.num_host_blocks, "host blocks are left"
+
+
+def is_at_end(group: SequenceGroup, generated: Sequence[int]) -> bool:
+    """Whether an output of the group ends with the last of these tokens."""
+    is_longest = group.num_prompt_tokens + len(generated) >= group.max_num_tokens
+    return bool(generated) and (is_longest or generated[-1] == EOS)
 
 
 def _prompt(group: SequenceGroup) -> list[int]:

@@ -12,6 +12,7 @@ A step that contradicts the mirror raises ProtocolError.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ import torch
 from protos import worker_pb2
 from tests.scheduler.fake_language import VOCAB_SIZE, extended, start_of
 from tests.scheduler.simulated_answers import NOTHING_TO_DRAW, ContentLanguage, History, Language, answer
+from worker_svc.cached_blocks import CachedBlocks
 from worker_svc.prompt_logprobs import PromptLogprobs
 from worker_svc.sequence_states import AppliedRows, SequenceStates
 from worker_svc.step_columns import BlockOperations, Ints, ragged_offsets
@@ -27,6 +29,8 @@ from worker_svc.step_columns import BlockOperations, Ints, ragged_offsets
 UNWRITTEN = -1
 NOT_FINITE = -2  # of a row that ended in an error: whoever reads it ends in an error as well
 LOST = -3  # of a step that failed after its block operations: nobody may read it
+
+_CONTENTS: dict[bytes, Ints] = {}  # by the hash that a scheduler was told of
 
 RowErrorOf = Callable[[History], str | None]
 
@@ -65,6 +69,19 @@ class SimulatedWorker:
         self._num_known = [0] * num_slots  # positions of `_own` that are filled
         self._last_step_id = 0
         self._failed_step_id: int | None = None
+        self.cached = CachedBlocks(num_device_blocks)
+
+    def begin_lease(self) -> worker_pb2.CachedBlocks:
+        """For another scheduler: an empty mirror, and what the cache still holds."""
+        old = self.states
+        cached = self.cached.told(old)
+        self.states = SequenceStates(
+            old.max_num_seqs, old.max_model_len, old.block_size, old.num_device_blocks, old.num_host_blocks
+        )
+        self._num_known = [0] * old.max_num_seqs
+        self._last_step_id, self._failed_step_id = 0, None
+        self._check_told(cached)
+        return cached
 
     def load_adapter(self, name: str, generation: int = 1) -> None:
         """Groups of that adapter may come from now on."""
@@ -83,6 +100,7 @@ class SimulatedWorker:
         `fails` "before": nothing of it takes effect; "after": its block operations do, and its rows leave rubbish where
         they would have written.
         """
+        self.cached.forget(step)
         if self._failed_step_id is not None and step.resume_after != self._failed_step_id:
             return worker_pb2.StepResult(step_id=step.step_id, status=worker_pb2.STEP_STATUS_SKIPPED)
         if self._failed_step_id is None:
@@ -90,15 +108,18 @@ class SimulatedWorker:
         self._failed_step_id, self._last_step_id = None, step.step_id
         if fails == "before":
             return self._fail(step, operated=False)
-        self.states.apply_blocks(step, self._operate)
+        self.states.apply_blocks(step, partial(self._operate, step))
         self._forget_changed_histories(step)
         rows = self.states.apply_rows(step)
+        self.cached.compute(self.states, rows)
         if fails is not None:
             self._write(rows, LOST)
             self.states.roll_back(rows)
             return self._fail(step, operated=True)
         self._check_adapters(rows)
         outputs = self._compute(rows)
+        self.cached.promise(step, self.states)
+        self._distrust(rows, outputs)
         self.num_steps += 1
         self.num_tokens_computed += int(rows.query_lens.sum())
         return worker_pb2.StepResult(step_id=step.step_id, outputs=outputs)
@@ -106,11 +127,13 @@ class SimulatedWorker:
     def check_integrity(self) -> None:
         """The mirror's own check, and that every occupied slot finds its history in its blocks."""
         self.states.check_integrity()
+        self.cached.check_integrity()
         self._read(np.flatnonzero(self.states.occupied))
 
     # ---- Block operations -------------------------------------------------------------------------------------------
 
-    def _operate(self, operations: BlockOperations) -> None:
+    def _operate(self, step: worker_pb2.Step, operations: BlockOperations) -> None:
+        self.cached.begin(step, self.states, operations)
         for pairs, source, destination in (
             (operations.swap_out, self.device, self.host),
             (operations.swap_in, self.host, self.device),
@@ -121,6 +144,21 @@ class SimulatedWorker:
         self.num_swapped_out += len(operations.swap_out)
         self.num_swapped_in += len(operations.swap_in)
         self.num_copied += len(operations.copies)
+
+    def _distrust(self, rows: AppliedRows, outputs: worker_pb2.SequenceOutputs) -> None:
+        of_model = worker_pb2.ROW_ERROR_KIND_MODEL
+        bad_rows = [error.row for error in outputs.row_errors if error.kind == of_model]
+        if bad_rows:
+            self.cached.fail_over(self.states, rows.slots[bad_rows])
+
+    def _check_told(self, cached: worker_pb2.CachedBlocks) -> None:
+        """Each block that another scheduler is told of holds what it held when it was first told of under its hash."""
+        blocks = np.frombuffer(cached.block_ids_u32, "<u4")
+        for number, block in enumerate(blocks.tolist()):
+            digest, content = cached.hashes[32 * number : 32 * number + 32], self.device[block]
+            assert (content >= 0).all(), f"block {block} is told of, and holds {content.tolist()}"
+            before = _CONTENTS.setdefault(digest, content.copy())
+            assert (before == content).all(), f"block {block} is told of under the hash of another content"
 
     def _forget_changed_histories(self, step: worker_pb2.Step) -> None:
         changed = [sequence.slot for group in step.groups for sequence in group.sequences]
