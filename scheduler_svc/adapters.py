@@ -63,10 +63,21 @@ class Adapters:
     """Belongs to the step loop's thread, on which `later` runs a function; some methods may be called from any.
 
     Callers get their answers in a `Future` that is running already, so that nobody else ends it.
+
+    Args:
+        wake: a worker has something to be told, where no other work makes a step.
+        loaded: groups of an adapter that a worker has from now on may go there.
     """
 
-    def __init__(self, later: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        later: Callable[[Callable[[], None]], None],
+        wake: Callable[[WorkerHandle], None] = lambda worker: None,
+        loaded: Callable[[WorkerHandle], None] = lambda worker: None,
+    ) -> None:
         self._later = later
+        self._wake = wake
+        self._loaded = loaded
         self._workers: list[WorkerHandle] = []  # that take adapters
         self._by_name: dict[str, Adapter] = {}
         self._num_loaded = 0  # ever
@@ -184,6 +195,7 @@ class Adapters:
             return
         if adapter.generation == loaded.generation:
             worker.adapters[loaded.name] = loaded.generation
+            self._loaded(worker)
 
     # ---- one adapter ------------------------------------------------------------------------------------------------
 
@@ -210,6 +222,7 @@ class Adapters:
             return  # it left
         if not problem:
             worker.adapters[adapter.name] = adapter.generation
+            self._loaded(worker)
         self._note_answer(worker, adapter, problem)
 
     def _on_unload_answered(self, worker: WorkerHandle, adapter: Adapter, problem: str) -> None:
@@ -248,7 +261,12 @@ class Adapters:
 
     def _unload_where_released(self, adapter: Adapter) -> None:
         for worker in self._workers:
-            if adapter.name in worker.adapters and worker not in adapter.asked and _has_released(worker, adapter):
+            if adapter.name not in worker.adapters or worker in adapter.asked:
+                continue
+            has_released = _has_released(worker, adapter)
+            if worker.scheduler.tells_releases:
+                self._wake(worker)
+            if has_released:
                 del worker.adapters[adapter.name]
                 request = worker_pb2.UnloadAdapterRequest(name=adapter.name, epoch=worker.epoch)
                 self._ask(worker, adapter, request, self._on_unload_answered)

@@ -1,4 +1,4 @@
-"""The step loop: one thread that owns the waiting queue and every worker's scheduler.
+"""The step loop: one thread that owns the waiting queues and every worker's scheduler.
 
 Everything that happens to it (a request, an abort, an answer, a worker that joins or is lost) is a function put into
 its inbox; nothing else touches scheduler state. Tokens leave through an `OutputSink`. Knows nothing of text or of how
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,13 +23,14 @@ from protos import worker_pb2
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.before_answer import BeforeAnswer
-from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
 from scheduler_svc.group_fault import GroupFault
 from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.model_metrics import ModelMetrics
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.prompt_logprobs import take_prompt_logprobs
+from scheduler_svc.rebinding import Rebinding
+from scheduler_svc.router import Router
 from scheduler_svc.scheduler import SchedulerSettings
 from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.served_tokens import ServedTokens
@@ -39,9 +40,9 @@ from scheduler_svc.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.stranded_groups import StrandedGroups
 from scheduler_svc.turn_watch import Turns
 from scheduler_svc.vital_parts import VitalParts
-from scheduler_svc.waiting_queue import WaitingQueue
 from scheduler_svc.worker_claims import check_result
 from scheduler_svc.worker_handle import WorkerHandle, WorkerLink
+from scheduler_svc.worker_queue import WorkerQueue
 
 log = structlog.get_logger()
 
@@ -107,19 +108,25 @@ class Engine:
             preemption_mode=settings.preemption_mode,
             served=served,
         )
-        self._waiting = WaitingQueue(self._scheduler_settings.policy, served)
-        self._dispatcher = Dispatcher(self._waiting)
-        self._stranded = StrandedGroups(self._waiting, self.workers)
+        policy, is_caching = self._scheduler_settings.policy, settings.enable_prefix_caching
+        self.router = Router(policy, served, clock, enable_prefix_caching=is_caching)
+        self._rebinding = Rebinding(self.router, clock)
+        self._waiting = self.router.queues
+        self._stranded = StrandedGroups(self._waiting.unbound, self.workers)
+        self._by_link: dict[int, WorkerHandle] = {}  # by `id`
+        self._due: dict[WorkerHandle, None] = {}  # something has happened that a step may come of
+        self._idle: dict[WorkerHandle, None] = {}  # nothing in flight, in turn for what others have to spare
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         vital = vital or VitalParts()
         self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
         self.turns = Turns()  # of that thread, at least four a second
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
-        self._watched_ns = self._awake_since_ns = self._clock()
+        self._watched_ns = self._watched_all_ns = self._awake_since_ns = self._clock()
+        self._to_watch: Iterator[WorkerHandle] = iter(())
         self._checked_ns = 0  # when the integrity of any worker's state was looked at last
         self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
-        self.adapters = Adapters(self._inbox.put)
+        self.adapters = Adapters(self._inbox.put, self._wake, self._on_adapter_loaded)
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
 
     # ---- from any thread --------------------------------------------------------------------------------------------
@@ -262,23 +269,55 @@ class Engine:
             log.exception("an event of the step loop failed")
 
     def send_steps(self) -> None:
-        for worker in list(self.workers):
+        """Fills every worker that something has happened to, and no other."""
+        self._wake_one_idle()
+        due, self._due = self._due, {}
+        for worker in due:
+            if self._worker_of(worker.link) is not worker:
+                continue  # it was lost meanwhile
             self._fill(worker)
-            if worker.is_leaving and not worker.in_flight:
+            if self._worker_of(worker.link) is not worker:
+                continue
+            self.router.touch(worker)
+            if worker.in_flight:
+                self._idle.pop(worker, None)
+            elif worker.is_leaving:
                 self._on_lost(worker.link, "it is drained")
+            else:
+                self._idle[worker] = None
+
+    def _wake(self, worker: WorkerHandle) -> None:
+        self._due[worker] = None
+
+    def _wake_one_idle(self) -> None:
+        """Somebody waits, and not for want of workers: the next one that has nothing to do looks whom it can take."""
+        if self._idle and len(self.workers) > 1 and self.router.has_some_to_spare:
+            worker = next(iter(self._idle))
+            del self._idle[worker]
+            self._idle[worker] = None
+            self._wake(worker)
 
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
-        while worker.can_take_step(self.settings.steps_in_flight) and worker.has_something_to_do(len(self._waiting)):
+        self._take_over(worker)
+        while worker.can_take_step(self.settings.steps_in_flight) and worker.has_something_to_do:
             started_ns = self._clock()
             outputs = self._schedule(worker, started_ns)
             if outputs is None or not self._send(worker, outputs, started_ns):
                 return
 
+    def _take_over(self, worker: WorkerHandle) -> None:
+        """A worker that has nothing to begin may have what others could spare."""
+        try:
+            if self._rebinding.is_due(worker):
+                self._rebinding.take_over(worker)
+        except Exception as fault:  # those who wait stay where they are
+            log.error("a fault over who waits", worker=worker.link.address, exception=trace(fault))
+
     def _schedule(self, worker: WorkerHandle, now_ns: int) -> SchedulerOutputs | None:
         """The worker's next step; None: none can be made now, or not without a fault."""
         scheduler = worker.scheduler
-        view = self._dispatcher.view(worker, self.workers)
+        view = WorkerQueue(self.router, worker)
         is_deciding = False
         try:
             if worker.in_flight and scheduler.has_candidate_for_trial(view):
@@ -362,7 +401,10 @@ class Engine:
             return
         self._move_outgrown(worker)
         groups = self._evacuate(worker, before, [*at_work, *charged, *besides])
+        self.router.forget_cache(worker)
         worker.start_over()
+        self.router.watch_cache(worker)
+        self._wake(worker)
         self.adapters.step_answered(worker, is_rolled_back=True)
         self._queue_again(groups, charged, FAULTS_OVER)
 
@@ -409,20 +451,19 @@ class Engine:
         for group in groups:
             if not group.is_finished:
                 group.num_moves += 1
-                self._waiting.push(group)
-                self._stranded.look([group], self._clock())
+                self._place(group)
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
         for group in worker.scheduler.outgrown:
             group.num_moves += 1
-            self._waiting.push(group)
-        self._stranded.look(worker.scheduler.outgrown, self._clock())
+            self._place(group)
         worker.scheduler.outgrown.clear()
 
     def _on_message(self, link: WorkerLink, data: bytes) -> None:
         worker = self._worker_of(link)
         if worker is None:
             return
+        self._wake(worker)
         try:
             received_ns = self._clock()
             response = worker_pb2.StepResponse.FromString(data)
@@ -441,7 +482,7 @@ class Engine:
         log.info("worker says", worker=worker.link.address, notice=kind)
         if kind == "draining":
             worker.is_draining = True
-            self.adapters.worker_left(worker)
+            self._on_closed(worker)
         elif kind == "adapter_loaded":
             self.adapters.was_loaded(worker, notice.adapter_loaded)
         elif kind == "budget":
@@ -469,7 +510,7 @@ class Engine:
             if answer is not None:
                 before = BeforeAnswer(sent.rows, answer, worker.scheduler.columns)
                 self._take_answer(worker, sent, answer, result, received_ns, num_bytes, before)
-                worker.went_well(sent)
+                worker.went_well(sent, received_ns)
             else:
                 worker.in_flight.popleft()
                 self._on_failed_step(worker, sent, result)
@@ -551,18 +592,45 @@ class Engine:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._forget(group, FinishReason.STOP)
         else:
-            try:
-                self._waiting.push(group)
-                self._stranded.look([group], self._clock())
-            except Exception as fault:
-                log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
-                self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
+            self._place(group)
         self.live.arrived(group)
+
+    def _place(self, group: SequenceGroup) -> None:
+        """Binds a group to a worker, or has it wait for one that can take it. One that brings a fault ends."""
+        try:
+            worker = self.router.place(group)
+        except Exception as fault:
+            log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
+            self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
+            return
+        if worker is None:
+            self._stranded.look([group], self._clock())
+        else:
+            self._wake(worker)
+
+    def _place_unbound(self) -> None:
+        unbound = self._waiting.unbound
+        for group in unbound.candidates(len(unbound)):
+            self._place(group)
+
+    def _on_adapter_loaded(self, worker: WorkerHandle) -> None:
+        self._place_unbound()
+        self._wake(worker)
+
+    def _on_closed(self, worker: WorkerHandle) -> None:
+        """It takes no more groups: those that wait for it wait for others."""
+        self.adapters.worker_left(worker)
+        for group in self.router.close(worker):
+            self._place(group)
 
     def _on_joined(self, worker: WorkerHandle) -> None:
         self.workers.append(worker)
+        self._by_link[id(worker.link)] = worker
+        self.router.join(worker)
         self._last_lost_ns = None
-        self._stranded.look(self._waiting.all(), self._clock())
+        self._wake(worker)
+        self._stranded.look(self._waiting.unbound.all(), self._clock())
+        self._place_unbound()
         self.adapters.worker_joined(worker)
         log.info(
             "worker joined",
@@ -579,6 +647,10 @@ class Engine:
         if worker is None:
             return
         self.workers.remove(worker)
+        del self._by_link[id(link)]
+        self._due.pop(worker, None)
+        self._idle.pop(worker, None)
+        waiting = self.router.leave(worker)
         self.metrics.of(worker.model).num_worker_losses += not worker.is_draining
         self._last_lost_ns = None if self.workers else self._clock()
         self.adapters.worker_left(worker)
@@ -589,7 +661,9 @@ class Engine:
         groups = self._evacuate(worker, before)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
         self._queue_again(groups, charged & set(groups), "{} workers were lost while running it")
-        self._stranded.look(self._waiting.all(), self._clock())
+        for group in waiting:
+            self._place(group)
+        self._stranded.look(self._waiting.unbound.all(), self._clock())
 
     def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         """Ends a group that has not ended by itself, wherever it is."""
@@ -602,15 +676,17 @@ class Engine:
         if sequence.status is not SequenceStatus.FINISHED:
             self._release(sequence.group, only=sequence)
             self._forget(sequence.group, FinishReason.STOP)
+            if sequence.group in self._waiting.unbound:
+                self._place(sequence.group)  # what is left of it may fit a worker that the whole did not
 
     def _release(self, group: SequenceGroup, only: Sequence | None = None) -> None:
-        holder = next((worker.scheduler for worker in self.workers if worker.scheduler.holds(group)), None)
+        worker = self.router.worker_of(group)
+        is_held = worker is not None and worker.scheduler.holds(group)
         for sequence in [only] if only else group.unfinished():
-            if holder is not None:
-                holder.finish(sequence)
+            if worker is not None and is_held:
+                worker.scheduler.finish(sequence)
+                self._wake(worker)
             sequence.status = SequenceStatus.FINISHED
-        if group.is_finished:
-            self._waiting.remove(group)
 
     def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
         self._forget(group, reason)
@@ -619,6 +695,7 @@ class Engine:
     def _forget(self, group: SequenceGroup, reason: FinishReason) -> None:
         """A sequence of the group has ended; when it was the last, so has the request."""
         if group.is_finished:
+            self.router.ended(group)
             self.live.free(group)
             self.adapters.release(group)
             self.metrics.of(group.model).ended(group, reason, self._clock())
@@ -626,13 +703,16 @@ class Engine:
     def _drain(self, address: str) -> int:
         (worker,) = self.workers_at(address)
         worker.is_draining = worker.is_leaving = True
-        self.adapters.worker_left(worker)
+        self._on_closed(worker)
+        self._wake(worker)
         log.info("worker is drained", worker=address, requests=worker.num_running)
         scheduler = worker.scheduler
         return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
 
     def _flush(self, address: str) -> int:
-        return sum(worker.flush() for worker in self.workers_at(address))
+        workers = self.workers_at(address)
+        self._due.update(dict.fromkeys(workers))
+        return sum(worker.flush() for worker in workers)
 
     def _on_stop(self) -> None:
         for group in self.live.all():
@@ -640,6 +720,9 @@ class Engine:
         for worker in self.workers:
             worker.link.close()
         self.workers.clear()
+        self._by_link.clear()
+        self._due.clear()
+        self._idle.clear()
         self.adapters.close()
         self._has_stopped = True
 
@@ -649,9 +732,11 @@ class Engine:
             log.warning("this process was stopped or starved", seconds=round((now_ns - self._watched_ns) / 1e9, 1))
             self._awake_since_ns = now_ns  # what workers said meanwhile waits to be read
         self._watched_ns = now_ns
-        for worker in list(self.workers):
+        for worker in self._workers_to_watch(now_ns):
             if (reason := worker.problem(now_ns, self._awake_since_ns)) is not None:
                 self._on_lost(worker.link, reason)
+        for worker in self._rebinding.look_at_late():
+            self._wake(worker)
         self._check_one_idle(now_ns)
         if self._last_lost_ns is not None:
             self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
@@ -659,6 +744,19 @@ class Engine:
         for group in self._stranded.overdue(now_ns - int(timeout_s * 1e9)):
             message = f"{self._stranded.why(group)}; no other came within {timeout_s:g} s (--worker-wait-timeout)"
             self._on_end(group, FinishReason.ERROR, message)
+
+    def _workers_to_watch(self, now_ns: int) -> list[WorkerHandle]:
+        """All a few times a second, and one in turn whenever the loop turns: a step costs the same however many there
+        are. None of those waits for what nobody would have told the loop of."""
+        if now_ns - self._watched_all_ns >= WATCH_INTERVAL_S * 1e9 or len(self.workers) == 1:
+            self._watched_all_ns = now_ns
+            self._due.update(dict.fromkeys(self.workers))
+            return list(self.workers)
+        worker = next(self._to_watch, None)
+        if worker is None:
+            self._to_watch = iter(list(self.workers))
+            worker = next(self._to_watch, None)
+        return [worker] if worker is not None and self._by_link.get(id(worker.link)) is worker else []
 
     def _check_one_idle(self, now_ns: int) -> None:
         """Looks at the integrity of one idle worker's state, which takes milliseconds, and then at none for a while."""
@@ -680,7 +778,7 @@ class Engine:
         latest_ns = now_ns - int(timeout_s * 1e9)
         if last_lost_ns > latest_ns:
             return
-        for group in self._waiting.arrived_until(latest_ns):
+        for group in self._waiting.unbound.arrived_until(latest_ns):
             message = f"all workers are lost, and none came back within {timeout_s:g} s (--worker-wait-timeout)"
             self._on_end(group, FinishReason.ERROR, message)
 
@@ -693,10 +791,8 @@ class Engine:
         return workers
 
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
-        for worker in self.workers:
-            if worker.link is link:
-                return worker
-        return None
+        worker = self._by_link.get(id(link))
+        return worker if worker is not None and worker.link is link else None
 
 
 def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:

@@ -11,10 +11,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
+from scheduler_svc.bound_queues import BoundQueues
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.waiting_queue import WaitingQueue
 
 RETRY_AFTER_S = 1.0
 
@@ -22,7 +22,7 @@ RETRY_AFTER_S = 1.0
 class LiveRequests:
     """Counts what waits in `waiting` together with what is on its way there."""
 
-    def __init__(self, waiting: WaitingQueue, max_waiting_requests: int, max_waiting_tokens: int) -> None:
+    def __init__(self, waiting: BoundQueues, max_waiting_requests: int, max_waiting_tokens: int) -> None:
         self._waiting = waiting
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens

@@ -7,9 +7,10 @@ of who uses a block; reference counts are the allocator's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,14 @@ class CacheChanges:
     forgotten: list[bytes] = field(default_factory=list)
 
 
+class CacheWatcher(Protocol):
+    """Is told which hashes can be found from now on, and which no more."""
+
+    def published(self, hashes: Iterable[bytes]) -> None: ...
+
+    def forgotten(self, hashes: Iterable[bytes]) -> None: ...
+
+
 class PrefixCache:
     """An index over `num_blocks` blocks, in use or idle.
 
@@ -54,6 +63,7 @@ class PrefixCache:
         publishers: `SequenceGroup.number` of the group that computed a cached block.
         is_adopted: whether a cached block was computed under another lease: upon which ones is not known.
         times_forgotten: how often the block was found under a hash and then no more.
+        watcher: who is told of what is published and forgotten, if anybody.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -63,11 +73,16 @@ class PrefixCache:
         self.is_adopted: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.times_forgotten: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._changes: CacheChanges | None = None
+        self.watcher: CacheWatcher | None = None
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def hashes(self) -> Iterable[bytes]:
+        """Of all cached blocks, in no order."""
+        return self._block_of.keys()
 
     def find(self, hashes: list[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of a chain."""
@@ -91,6 +106,8 @@ class PrefixCache:
                 published.append(block)
                 if self._changes is not None:
                     self._changes.published.append(digest)
+        if self.watcher is not None and published:
+            self.watcher.published(cast(bytes, self._hash_of[block]) for block in published)
         self.is_cached[published] = True
         self.parents[blocks] = parents
         self.publishers[blocks] = publishers
@@ -109,6 +126,8 @@ class PrefixCache:
         """The blocks, all cached, are used for something else now."""
         if self._changes is not None:
             self._changes.forgotten.extend(cast(bytes, self._hash_of[block]) for block in blocks)
+        if self.watcher is not None:
+            self.watcher.forgotten(cast(bytes, self._hash_of[block]) for block in blocks)
         for block in blocks:
             del self._block_of[cast(bytes, self._hash_of[block])]
             self._hash_of[block] = None

@@ -44,11 +44,11 @@ MAX_ON_TRIAL = 8  # groups at once that lost a worker under them once; who lost 
 
 
 class Source(Protocol):
-    """Where new groups come from: the waiting queue, or what a dispatcher shows one worker of it."""
+    """Where new groups come from: its queue, or what it is shown of that."""
 
     def peek(self) -> SequenceGroup | None: ...
 
-    def remove(self, group: SequenceGroup) -> bool: ...
+    def remove(self, group: SequenceGroup) -> object: ...
 
     def earliest_arrival_ns(self) -> int | None: ...
 
@@ -531,6 +531,18 @@ class Scheduler:
         plan.num_preempted += 1
         if group in self.suspects:
             self.suspects.remove(group)
+
+    # ---- groups that may go elsewhere -------------------------------------------------------------------------------
+
+    def releasable(self) -> list[SequenceGroup]:
+        """Groups that wait to come back, in order, but those with draws or blocks on the way."""
+        returning = (*self.swapped, *self.preempted)
+        return [group for group in returning if not (group.num_pending_tokens or group in self.groups.moved)]
+
+    def release(self, group: SequenceGroup) -> None:
+        """Gives up a group of `releasable`, which goes on at another worker: what was computed of it here is left."""
+        self._answers.forget(group)
+        self.groups.forget(group)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """Waiting groups that no worker there is can hold, and since when: the large one of a pool's sizes may be away, or all
-of a model's.
+of a model.
 
 They stand in nobody's way meanwhile, and wait for as long as requests do when all workers are lost.
 """

@@ -1,4 +1,4 @@
-"""The one queue of groups that no worker holds, in service order. Knows neither clock nor threads.
+"""A queue of groups that no worker holds, in service order. Knows neither clock nor threads.
 
 Only the step loop's thread changes it; `len` and `num_tokens` may be read from any other. No operation grows with the
 number of groups that wait, nor with the number of tenants, by more than a logarithm; only `candidates` reads past all
@@ -17,6 +17,7 @@ from scheduler_svc.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.policy import Key, Policy
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_tokens import ServedTokens
+from scheduler_svc.waiting_tenants import WaitingTenants
 
 REPLACED = -1  # no position has this ticket
 
@@ -55,20 +56,25 @@ class WaitingQueue:
         policy: how groups are laid out in lanes and ordered within one.
         served: what each tenant has had. Whoever admits groups and takes answers charges it where the policy counts
             tokens; the queue only reads it, and lifts tenants that come back.
+        beside: another queue of the same pool: both count arrivals, tenants and what these were served as one.
     """
 
-    def __init__(self, policy: Policy, served: ServedTokens | None = None) -> None:
+    def __init__(
+        self, policy: Policy, served: ServedTokens | None = None, *, beside: WaitingQueue | None = None
+    ) -> None:
         self.policy = policy
-        self.served = ServedTokens() if served is None else served
+        self.tenants: WaitingTenants = (
+            WaitingTenants(ServedTokens() if served is None else served) if beside is None else beside.tenants
+        )
+        self.served = self.tenants.served
         self.num_tokens = 0  # that the waiting groups still have to compute
         self._members: dict[SequenceGroup, _Member] = {}
         self._first = OrderedGroups()  # the lane None
         self._lanes: dict[str, _Lane] = {}  # none of them empty
         self._turns: list[_Turn] = []  # a heap; replaced entries stay until they reach the top or pile up
         self._arrivals = OrderedGroups()  # by time of arrival
-        self._orders = itertools.count(1)
+        self._orders: Iterator[int] = itertools.count(1) if beside is None else beside._orders
         self._tickets = itertools.count()
-        self._last_tenant: str | None = None  # whose lane became empty last
 
     def __len__(self) -> int:
         return len(self._members)
@@ -183,16 +189,9 @@ class WaitingQueue:
     # ---- lanes ------------------------------------------------------------------------------------------------------
 
     def _open_lane(self, tenant: str) -> _Lane:
-        """The tenant's lane. A tenant that had nothing waiting starts level with the least served that has.
-
-        Where nobody has, with the one that had last.
-        """
         lane = self._lanes.get(tenant)
         if lane is None:
-            least = self._next_lane()
-            leader = self._last_tenant if least is None else least.tenant
-            if leader is not None:
-                self.served.lift(tenant, self.served.level(leader), self._lanes.keys())
+            self.tenants.came(tenant)
             lane = self._lanes[tenant] = _Lane(tenant)
         return lane
 
@@ -229,4 +228,4 @@ class WaitingQueue:
         if not lane.groups:
             del self._lanes[lane.tenant]
             lane.ticket = REPLACED
-            self._last_tenant = lane.tenant
+            self.tenants.left(lane.tenant)

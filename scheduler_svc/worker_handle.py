@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,10 @@ from scheduler_svc.preemption import Costs
 from scheduler_svc.scheduler import Scheduler, SchedulerSettings
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.sequence_columns import SequenceColumns
+from scheduler_svc.step_pace import StepPace
 from scheduler_svc.step_plan import ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.step_statistics import StepInFlight, StepStatistics
+from scheduler_svc.waiting_queue import WaitingQueue
 
 # Heartbeats come every 0.5 s, but not while a worker's interpreter is busy. That its process is stopped, cut off or
 # dead is found sooner, by gRPC's pings (`octavo.rpc`), which end the stream.
@@ -25,6 +28,8 @@ BLOCKS_CHECKED_AT_ONCE = 16_384  # about 10 ms
 # Large steps that have to go well before a budget that ran out of memory is doubled; four times as many after each time
 # that it was doubled in vain, so that what does not fit is tried ever more rarely.
 STEPS_TO_GROW, MAX_STEPS_TO_GROW = 64, 16_384
+MAX_SLOWER = 4.0  # times as long as steps of that size: one that takes longer is late
+LATE_BASE_NS = 100_000_000
 STEP_SLOWNESS = 10  # times the measured prefill time that a step's tokens may take
 
 
@@ -74,7 +79,11 @@ class WorkerHandle:
         self.scheduler.blocks.adopt(lease.cached_blocks)
         self.num_adopted = len(self.scheduler.blocks.cache)  # blocks that hold what was computed under earlier leases
         self.adapter_gate = AdapterGate(info.max_loras)
-        self.took_last = 0  # see `Taker`
+        self.number = -1  # given by the router
+        self.waiting: WaitingQueue = WaitingQueue(settings.policy)  # of the groups that are bound to it
+        self.look_again_ns = 0  # for groups of others, after a look that found none
+        self.pace = StepPace(sizes.prefill_tokens_per_s, sizes.max_num_batched_tokens)
+        self._answered_ns = 0  # when its last answer came
         self.adapters: dict[str, int] = {}  # that it has loaded under this lease, with their generations
         self.in_flight: deque[StepInFlight] = deque()
         self.statistics = StepStatistics()
@@ -175,13 +184,29 @@ class WorkerHandle:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def went_well(self, step: StepInFlight) -> None:
+    def went_well(self, step: StepInFlight, received_ns: int) -> None:
+        """The answer to its oldest step came at that time."""
         self.num_faults = 0
         self._grow_budget(step.num_tokens)
+        seconds = (received_ns - max(step.sent_ns, self._answered_ns)) / 1e9
+        # A step that compiles takes as long as a thousand others, and says nothing of those.
+        most_s = MAX_SLOWER * max(self.pace.mean_s, self.pace.seconds(step.num_tokens))
+        self.pace.answered(step.num_tokens, step.num_prefill_tokens, min(seconds, most_s))
+        self._answered_ns = received_ns
 
-    def has_something_to_do(self, num_waiting: int) -> bool:
+    @property
+    def answer_due_ns(self) -> float:
+        """When the oldest step in flight should have been answered, by all that is known of this worker."""
+        if not self.in_flight:
+            return math.inf
+        step = self.in_flight[0]
+        begun_ns = max(step.sent_ns, self._answered_ns)
+        return begun_ns + LATE_BASE_NS + MAX_SLOWER * 1e9 * self.pace.seconds(step.num_tokens)
+
+    @property
+    def has_something_to_do(self) -> bool:
         """Whether a step may come of asking its scheduler for one."""
-        return self.scheduler.groups.has_work or num_waiting > 0 or self.scheduler.tells_releases
+        return self.scheduler.groups.has_work or len(self.waiting) > 0 or self.scheduler.tells_releases
 
     def can_take_step(self, max_in_flight: int) -> bool:
         """One step at a time after a failure, and while groups are on trial; none while it drains."""

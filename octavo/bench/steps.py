@@ -17,7 +17,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from scheduler_svc.step_plan import ScheduledRows
-    from scheduler_svc.waiting_queue import WaitingQueue
     from scheduler_svc.worker_handle import WorkerHandle
 
 PHASES = ("schedule", "encode", "decode", "process")
@@ -94,16 +93,15 @@ class _Run:
     """Workers, their steps in flight, and the queue behind them."""
 
     def __init__(self, sequences: int, workers: int, steps: int, waiting: int, cached_blocks: int) -> None:
-        from scheduler_svc.dispatcher import Dispatcher
         from scheduler_svc.policy import POLICIES
-        from scheduler_svc.waiting_queue import WaitingQueue
+        from scheduler_svc.router import Router
+        from scheduler_svc.served_tokens import ServedTokens
 
         self._sequences = sequences
         self._num_steps = steps + WARM_UP_STEPS + 2 * STEPS_IN_FLIGHT
         self._waiting_count = waiting
         self._cached_blocks = cached_blocks
-        self._waiting: WaitingQueue = WaitingQueue(POLICIES["fcfs"])
-        self._dispatcher = Dispatcher(self._waiting)
+        self._router = Router(POLICIES["fcfs"], ServedTokens(), time.monotonic_ns)
         self._in_flight: list[deque[tuple[ScheduledRows, bytes]]] = [deque() for _ in range(workers)]
         self._rng = np.random.default_rng(0)
         per_worker = -(-sequences // workers)
@@ -124,13 +122,15 @@ class _Run:
             max_model_len=max_model_len,
         )
         info = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE)
-        return WorkerHandle(_NoLink(), info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings())
+        worker = WorkerHandle(_NoLink(), info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings())
+        self._router.join(worker)
+        return worker
 
     def start(self) -> None:
         """Computes all prompts, and fills queue and cache."""
         for number in range(self._sequences):
             self._add(FIRST_LENGTH + number % BLOCK_SIZE)
-        while len(self._waiting) or any(worker.scheduler.groups.prefilling for worker in self._workers):
+        while len(self._router.queues) or any(worker.scheduler.groups.prefilling for worker in self._workers):
             self.step()
         for _ in range(self._waiting_count):
             self._add(8)
@@ -144,17 +144,19 @@ class _Run:
         prompt = self._rng.integers(0, VOCAB_SIZE, num_tokens, np.int32)
         params = inference_pb2.SamplingParams(seed=1)
         longest = self._workers[0].scheduler.columns.max_model_len
-        self._waiting.push(SequenceGroup("", prompt, params, max_num_tokens=longest, arrival_ns=0))
+        self._router.place(SequenceGroup("", prompt, params, max_num_tokens=longest, arrival_ns=0))
 
     def step(self) -> dict[str, int]:
         """One step of every worker, as the step loop makes it; ns by phase."""
         from protos import worker_pb2
         from scheduler_svc.step_encoder import decode, encode
+        from scheduler_svc.worker_queue import WorkerQueue
 
         spent = dict.fromkeys(PHASES, 0)
         for worker, in_flight in zip(self._workers, self._in_flight, strict=True):
             started_ns = time.perf_counter_ns()
-            outputs = worker.scheduler.schedule(self._dispatcher.view(worker, self._workers), 0)
+            outputs = worker.scheduler.schedule(WorkerQueue(self._router, worker), 0)
+            self._router.touch(worker)
             scheduled_ns = time.perf_counter_ns()
             spent["schedule"] += scheduled_ns - started_ns
             if outputs is not None:

@@ -358,7 +358,7 @@ class Pool:
     def check(self) -> None:
         assert not self._faults.found, "\n".join(self._faults.found)
         waiting = self.engine._waiting
-        waiting.check_integrity()
+        self.engine.router.check_integrity()
         for handle in self.engine.workers:
             scheduler = handle.scheduler
             scheduler.check_integrity()

@@ -74,8 +74,8 @@ def test_an_adapter_is_there_when_every_worker_that_takes_any_has_it():
     assert call.result(0) == 1 and not plain.calls
     assert loop.engine.adapters.names() == ["a"]
     loop.take("one", "a")
-    assert [len(link.steps) for link in (first, second, plain)] == [2, 0, 0]
-    assert first.steps[0].groups[0].adapter == "a"
+    assert sorted(len(link.steps) for link in (first, second)) == [0, 2] and not plain.steps
+    assert (first.steps or second.steps)[0].groups[0].adapter == "a"
 
 
 def test_what_cannot_be_named():

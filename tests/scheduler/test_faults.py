@@ -14,11 +14,12 @@ from protos import worker_pb2
 from scheduler_svc import sealed_step, step_encoder
 from scheduler_svc.answers import Answers
 from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.dispatcher import WorkerView
+from scheduler_svc.router import Router
 from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishReason
+from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_plan import Introduction
 from scheduler_svc.worker_groups import WorkerGroups
+from scheduler_svc.worker_queue import WorkerQueue
 from tests.fakes import FakeWorker
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.hashed_tokens import hashed_after
@@ -50,11 +51,11 @@ def break_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     break_method(monkeypatch, BlockSpaceManager, "num_blocks_to_take", lambda self, group: [group.request_id])
 
 
-def break_dispatching(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(self: WorkerView) -> list[str]:
-        return [] if (head := self._waiting.peek()) is None else [head.request_id]
+def break_looking_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(self: WorkerQueue) -> list[str]:
+        return [] if (head := self._worker.waiting.peek()) is None else [head.request_id]
 
-    break_method(monkeypatch, WorkerView, "_choose", look)
+    break_method(monkeypatch, WorkerQueue, "_choose", look)
 
 
 def break_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def break_appending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS = [
     break_admission,
-    break_dispatching,
+    break_looking_at_the_queue,
     break_scheduling,
     break_scheduling_of_all,
     break_encoding_of_all,
@@ -229,3 +230,33 @@ def test_requests_that_cannot_be_taken_back_end_rather_than_hang(monkeypatch: py
     loop.submit("three")
     loop.run_to_end(loop.join(epoch=2))
     assert loop.token_ids == {"three": [7] * 9}
+
+
+def test_a_request_that_cannot_be_routed_ends_at_once_also_when_its_worker_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop()
+    links = [loop.join(name) for name in ("first", "second")]
+    loop.submit("good", "bad later")
+    loop.turn()
+    broken = {BAD}
+    choose = Router._choose
+
+    def break_some(self: Router, group: SequenceGroup, *options: Any) -> Any:
+        if group.request_id in broken:
+            raise KeyError("a fault over this one")
+        return choose(self, group, *options)
+
+    monkeypatch.setattr(Router, "_choose", break_some)
+    loop.submit(BAD)
+    loop.turn()
+    assert loop.ends == {BAD: (FinishReason.ERROR, "the scheduler failed over it: KeyError")}
+    broken.add("bad later")
+    (holder,) = (
+        link for link in links if any(group.request_id == "bad later" for step in link.steps for group in step.groups)
+    )
+    loop.engine.worker_lost(holder, "gone")
+    loop.turn()
+    assert "bad later" in loop.ends
+    loop.run_to_end(next(link for link in links if link is not holder))
+    assert loop.token_ids["good"] == [7] * 9 and not loop.engine.live.all()

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
+from scheduler_svc.bound_queues import BoundQueues
 from scheduler_svc.errors import DuplicateRequest
 from scheduler_svc.live_requests import LiveRequests
 from scheduler_svc.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.policy import POLICIES
 from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.waiting_queue import WaitingQueue
 
 
 def group(request_id: str, tenant: str = "") -> SequenceGroup:
@@ -23,7 +23,7 @@ def group(request_id: str, tenant: str = "") -> SequenceGroup:
 
 
 def new_live() -> LiveRequests:
-    return LiveRequests(WaitingQueue(POLICIES["fcfs"]), 1_000_000, 1_000_000)
+    return LiveRequests(BoundQueues(POLICIES["fcfs"]), 1_000_000, 1_000_000)
 
 
 NAMES = st.sampled_from("abcd")

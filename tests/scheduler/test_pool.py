@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from scheduler_svc import dispatcher, engine
+from scheduler_svc import engine, worker_queue
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from tests.scheduler.fake_language import EOS, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
@@ -95,7 +95,7 @@ def test_who_ends_before_the_skipped_steps_are_answered_publishes_nothing(faults
 def test_groups_that_only_a_lost_worker_could_hold_stand_in_nobodys_way(faults, policy):
     pool = Pool(faults, scheduling_policy=policy)
     large = pool.join(LARGE)
-    stuck = [pool.submit([number] * 40, 60) for number in range(dispatcher.LOOK_AHEAD + 1)]
+    stuck = [pool.submit([number] * 40, 60) for number in range(worker_queue.LOOK_AHEAD + 1)]
     pool.turn()
     small = pool.join(SMALL)
     pool.lose(large)
@@ -168,7 +168,7 @@ def test_outputs_of_which_some_have_nothing_lose_one_while_the_prompt_is_compute
 def test_each_model_has_its_own_workers_and_the_others_are_not_held_up(faults):
     pool = Pool(faults)
     first, second = pool.join(SMALL, "a"), pool.join(SMALL, "b")
-    of_nobody = [pool.submit([number] * 5, 20, model="c") for number in range(dispatcher.LOOK_AHEAD + 1)]
+    of_nobody = [pool.submit([number] * 5, 20, model="c") for number in range(worker_queue.LOOK_AHEAD + 1)]
     groups = {name: [pool.submit([number] * 6, 20, model=name) for number in range(6)] for name in "ab"}
     while not all(group.is_finished for each in groups.values() for group in each):
         pool.turn()

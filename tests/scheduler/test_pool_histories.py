@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler_svc import dispatcher, engine
+from scheduler_svc import engine, worker_queue
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
@@ -198,7 +198,7 @@ class History:
 
 def run_history(seed: int) -> None:
     faults = Faults()
-    with mock.patch.object(engine, "log", faults), mock.patch.object(dispatcher, "LOOK_AHEAD", 3):
+    with mock.patch.object(engine, "log", faults), mock.patch.object(worker_queue, "LOOK_AHEAD", 3):
         try:
             History(seed, faults).run()
         except Exception as error:

@@ -473,7 +473,7 @@ def test_who_answers_at_once_gets_no_more_of_what_comes_now_and_then_than_others
     loop = Loop()
     links = [loop.join(name) for name in ("fast", "slow")]
     taken = {"fast": 0, "slow": 0}
-    for number in range(12):
+    for number in range(100):
         loop.submit(f"request {number}")
         loop.turn()
         loop.turn()
@@ -483,7 +483,7 @@ def test_who_answers_at_once_gets_no_more_of_what_comes_now_and_then_than_others
             while any(worker.in_flight for worker in loop.engine.workers if worker.link is link):
                 loop.answer(link)
                 loop.turn()
-    assert taken == {"fast": 6, "slow": 6}
+    assert min(taken.values()) > 30 and sum(taken.values()) == 100
 
 
 def test_who_answers_at_once_never_holds_more_than_its_room():

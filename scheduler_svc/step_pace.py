@@ -1,0 +1,56 @@
+"""How long a worker's steps take: a line through the steps that it has answered, with prompt tokens and without."""
+
+from __future__ import annotations
+
+UNKNOWN_TOKENS_PER_S = 10_000.0  # of a worker that has measured nothing
+NEWEST = 0.2  # weight of the newest step in a moving average
+WHOLE_TOKENS = 256  # prompt tokens from which on a step counts as one that shows what they cost
+
+
+class StepPace:
+    """Moving averages of one worker's answered steps, as `base_s + token_s * tokens`.
+
+    Before the first step the line is that of the speed which the worker measured when it was initialised. Steps with
+    prompt tokens and steps of decodes alone are averaged apart, so that an hour of decodes forgets nothing of prompts.
+
+    Args:
+        prefill_tokens_per_s: as the worker measured it; 0 where it did not.
+        max_num_batched_tokens: of its steps.
+    """
+
+    def __init__(self, prefill_tokens_per_s: float, max_num_batched_tokens: int) -> None:
+        rate = prefill_tokens_per_s or UNKNOWN_TOKENS_PER_S
+        self._heavy_tokens, self._heavy_s = float(max_num_batched_tokens), max_num_batched_tokens / rate
+        self._light_tokens = self._light_s = 0.0
+        self._has_light = False
+        self._least_token_s = 0.1 / rate  # between two averages that say little
+        self.mean_s = 0.0  # of any step; 0 before the first
+        self.base_s, self.token_s = 0.0, 1.0 / rate
+
+    def answered(self, num_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
+        """A step of so many tokens, so many of them of prompts, has taken so long."""
+        self.mean_s += (NEWEST if self.mean_s else 1.0) * (seconds - self.mean_s)
+        if num_prompt_tokens:
+            newest = NEWEST * min(1.0, num_prompt_tokens / WHOLE_TOKENS)
+            self._heavy_tokens += newest * (num_tokens - self._heavy_tokens)
+            self._heavy_s += newest * (seconds - self._heavy_s)
+        else:
+            newest = NEWEST if self._has_light else 1.0
+            self._has_light = True
+            self._light_tokens += newest * (num_tokens - self._light_tokens)
+            self._light_s += newest * (seconds - self._light_s)
+        more_tokens, more_s = self._heavy_tokens - self._light_tokens, self._heavy_s - self._light_s
+        # Where the averages lie too near to one another for a line, all of a step is put down to its tokens.
+        is_line = more_tokens > 0.1 * self._heavy_tokens and more_s > 0.0
+        slope = max(more_s / more_tokens, self._least_token_s) if is_line else 1.0
+        self.token_s = min(slope, self._heavy_s / self._heavy_tokens)
+        self.base_s = max(0.0, self._heavy_s - self.token_s * self._heavy_tokens)
+
+    def seconds(self, num_tokens: float) -> float:
+        """What a step of so many tokens takes."""
+        return self.base_s + self.token_s * num_tokens
+
+    def prompt_tokens_per_s(self, num_decodes: float, max_num_batched_tokens: int) -> float:
+        """Beside so many decodes in each step, which leave at least half of it to prompts."""
+        room = max(max_num_batched_tokens - num_decodes, 0.5 * max_num_batched_tokens)
+        return room / max(self.seconds(max_num_batched_tokens), 1e-9)
