@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from scheduler_svc import dispatcher, engine
+from scheduler_svc import engine, worker_queue
 from tests.scheduler.pool import Faults, Pool, Size
 from tests.scheduler.test_pool_histories import History
 
@@ -41,7 +41,7 @@ class ReplacedHistory(History):
 def run_history(seed: int) -> int:
     """Blocks that were told of."""
     faults = Faults()
-    with mock.patch.object(engine, "log", faults), mock.patch.object(dispatcher, "LOOK_AHEAD", 3):
+    with mock.patch.object(engine, "log", faults), mock.patch.object(worker_queue, "LOOK_AHEAD", 3):
         try:
             history = ReplacedHistory(seed, faults)
             history.run()
