@@ -57,6 +57,7 @@ class Outcome:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     longest_gap_ns: int = 0
+    num_moves: int = 0  # from one worker to another, or to none, after it was there
     error: str = ""
 
     @property
@@ -74,6 +75,7 @@ class Run:
     ended_ns: int = 0
     num_steps: int = 0
     engine_cpu_ns: int = 0  # of the step loop's thread
+    decision_cpu_ns: int = 0  # of that, all but taking answers
     num_cached_tokens: int = 0  # of prompts, when they were begun first
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
@@ -116,6 +118,8 @@ class Simulation:
         self._max_model_len = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
         self._told: list[tuple[int, NewTokens]] = []  # not yet looked at
         self._links: list[VirtualWorker] = []  # the present lease of each worker
+        self._links_to_read: list[VirtualWorker] = []  # that were sent something
+        self._has_answer = False  # among the events that the step loop has not taken
         self.run_seen = Run()
         bounds = {"max_waiting_requests": UNBOUNDED, "max_waiting_tokens": UNBOUNDED, "worker_wait_timeout_s": 1e9}
         self.engine: Engine = Engine(EngineSettings(**{**bounds, **settings}), self, clock=self._clock)
@@ -174,14 +178,19 @@ class Simulation:
 
     def _turn(self) -> None:
         """The step loop wakes: what it hears of, what it sends, and then what that brings."""
-        began_ns = time.thread_time_ns()
+        run, began_ns = self.run_seen, time.thread_time_ns()
         self.engine.take_events(wait_s=0)
+        heard_ns = time.thread_time_ns()
         self.engine.send_steps()
-        self.run_seen.engine_cpu_ns += time.thread_time_ns() - began_ns
-        for link in self._links:
+        sent_ns = time.thread_time_ns()
+        run.engine_cpu_ns += sent_ns - began_ns
+        run.decision_cpu_ns += sent_ns - (heard_ns if self._has_answer else began_ns)
+        self._has_answer = False
+        for link in self._links_to_read:
             for step in link.take_steps():
-                self.run_seen.num_steps += 1
+                run.num_steps += 1
                 self._at(step.ends_ns, partial(self._answer, step))
+        self._links_to_read.clear()
         told, self._told = self._told, []
         for now_ns, tokens in told:
             self._note(now_ns, tokens)
@@ -190,7 +199,7 @@ class Simulation:
 
     def _join(self, number: int, epoch: int) -> VirtualWorker:
         kind = self._pool[number]
-        link = VirtualWorker(f"worker-{number}", kind, epoch, self._clock)
+        link = VirtualWorker(f"worker-{number}", kind, epoch, self._clock, self._links_to_read.append)
         self.run_seen.workers.append(link)
         lease = worker_pb2.LeaseGranted(instance_id=link.address, epoch=epoch)
         info, sizes = kind.info(link.address, self._max_model_len), kind.sizes(self._max_model_len)
@@ -207,6 +216,7 @@ class Simulation:
 
     def _answer(self, step: RunStep) -> None:
         if not step.worker.is_closed:
+            self._has_answer = True
             self.engine.worker_said(step.worker, step.answer)
 
     def _submit(self, request: Request) -> None:
@@ -258,7 +268,7 @@ class Simulation:
     def _end(self, now_ns: int, sequence: Any) -> None:
         outcome, run = sequence.group.output, self.run_seen
         outcome.ended_ns = run.ended_ns = now_ns
-        outcome.num_cached_tokens = sequence.group.num_cached_tokens
+        outcome.num_cached_tokens, outcome.num_moves = sequence.group.num_cached_tokens, sequence.group.num_moves
         follower = outcome.request.next_turn(sequence.token_ids, now_ns, next(self._texts))
         if follower is not None:
             self._at(follower.at_ns, partial(self._submit, follower), is_arrival=True)

@@ -71,9 +71,16 @@ class RunStep:
 
 
 class VirtualWorker:
-    """The link of one lease, and the worker at its other end."""
+    """The link of one lease, and the worker at its other end. `was_sent` is told of it before it is to read."""
 
-    def __init__(self, name: str, kind: WorkerKind, epoch: int, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: WorkerKind,
+        epoch: int,
+        clock: Callable[[], int],
+        was_sent: Callable[[VirtualWorker], None],
+    ) -> None:
         self.address = name
         self.kind = kind
         self.epoch = epoch
@@ -83,11 +90,14 @@ class VirtualWorker:
         self.num_computed_tokens = 0
         self.num_steps = 0
         self._clock = clock
+        self._was_sent = was_sent
         self._free_at_ns = 0
         self._unread: deque[bytes] = deque()
 
     def send(self, data: bytes) -> None:
         """Reads it later: what a worker does is none of the scheduler's time."""
+        if not self._unread:
+            self._was_sent(self)
         self._unread.append(data)
 
     def take_steps(self) -> list[RunStep]:
