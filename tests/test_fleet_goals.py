@@ -52,7 +52,7 @@ def test_two_workers_are_no_slower_than_one_at_what_one_just_cannot_do() -> None
 
 
 def test_those_who_were_not_on_a_lost_worker_notice_little_and_all_others_end() -> None:
-    """At half load, so that what is computed again finds room. Trials hold up others on their workers for a few steps."""
+    """At half load, so that what is computed again finds room. Trials hold up others there for a few steps."""
     rate = 0.5 * 4 * backlog(1).tokens_per_s / SHORT.output_tokens
     load = dataclasses.replace(SHORT, requests=1200, rate=rate)
     loss = Loss(0, 2.0, 4.0)
