@@ -19,7 +19,7 @@ from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.quick_tokenizers import alternatives
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import RequestTexts
-from scheduler_svc.text.short_texts import SHORT_BYTES, ShortTexts
+from scheduler_svc.text.short_texts import SHARE, SHORT_BYTES, ShortTexts
 from scheduler_svc.text.text_processes import TextProcesses
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler.tiny_served_model import tiny_served_model
@@ -108,6 +108,26 @@ async def test_short_ones_need_no_process_and_are_refused_like_all_others_once_i
         await processes.prepare(data)
 
 
+def test_many_costly_ones_at_once_go_to_text_processes(model: ServedModel) -> None:
+    """All that have come are prepared before the event loop turns to anybody else."""
+    now_s, cpu_s = 100.0, 0.0
+
+    def cpu_clock() -> float:
+        nonlocal cpu_s
+        cpu_s += 0.0015 / 2  # what it costs, as it is asked twice
+        return cpu_s
+
+    short = ShortTexts(lambda: ServedModels.of(model), TextSettings(), lambda: now_s, cpu_clock)
+    data = pb.GenerateRequest(prompt="hey").SerializeToString()
+    are_here = [short.prepare(data) is not None for _ in range(1000)]
+    assert 5 < sum(are_here) < 20 and are_here == sorted(are_here, reverse=True)
+    num_here = 0
+    for _ in range(1000):
+        now_s += 0.001
+        num_here += short.prepare(data) is not None
+    assert num_here * 0.0015 / 2 == pytest.approx(SHARE, rel=0.1)
+
+
 HOSTILE = [
     *(chr(code) for code in (*range(9, 14), *range(32, 127))),
     *(
@@ -136,7 +156,8 @@ def test_no_text_of_that_size_takes_long(model: ServedModel, name: str) -> None:
     """Some 1 ms each; an expression that goes wrong takes seconds, or does not end."""
     splitting = _splitting(model, PATTERNS[name])
     assert splitting.tokenizer.is_quick
-    short, chance = _short(splitting), random.Random(1)
+    # Spends what it likes.
+    short, chance = ShortTexts(lambda: ServedModels.of(splitting), TextSettings(), cpu_clock=float), random.Random(1)
     texts = [each * SHORT_BYTES for each in HOSTILE]
     texts += [each * SHORT_BYTES + "!" for each in (" ", "\n", "\t", "a", "\xa0", " \n")]
     texts += ["".join(chance.choices(HOSTILE, k=SHORT_BYTES)) for _ in range(20)]

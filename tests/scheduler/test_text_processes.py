@@ -242,6 +242,12 @@ def test_a_text_process_imports_nothing_heavy() -> None:
     assert not {"grpc", "numpy", "asyncio", "structlog", "torch", "transformers"} & set(ended.stdout.split())
 
 
+def _ignores(process: psutil.Process, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (number - 1) & 1)
+
+
 async def test_it_ends_with_its_parent_and_does_not_hear_its_signals(model: ServedModel, tmp_path: Path) -> None:
     program = """
 import asyncio, sys, time
@@ -254,7 +260,6 @@ async def main():
     processes.start()
     while not processes.pids:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
     print(*processes.pids, flush=True)
     time.sleep(60)
 asyncio.run(main())
@@ -262,6 +267,9 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
+        async with asyncio.timeout(30):
+            while not _ignores(child, signal.SIGTERM):  # its interpreter is still being started
+                await asyncio.sleep(0.01)
         child.send_signal(signal.SIGTERM)
         child.send_signal(signal.SIGINT)
         await asyncio.sleep(0.2)
