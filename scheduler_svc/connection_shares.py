@@ -20,7 +20,6 @@ log = structlog.get_logger()
 
 LOOK_INTERVAL_S = 0.25
 CROWDED_SHARE = 0.875  # of all connections: what is beyond is kept free for hosts with few
-KEPT_SHARE = 1 / 64  # that no host ever loses
 LOG_INTERVAL_S = 5.0
 _watches: set[asyncio.Task[None]] = set()  # an event loop itself does not keep its tasks
 
@@ -35,7 +34,6 @@ class ConnectionShares:
 
     def __init__(self, max_connections: int, peers_with_calls: Callable[[], Iterable[str]]) -> None:
         self._most = max(1, int(max_connections * CROWDED_SHARE))
-        self._kept = max(1, int(max_connections * KEPT_SHARE))
         self._peers_with_calls = peers_with_calls
 
     def look(self) -> Counter[str]:
@@ -44,7 +42,7 @@ class ConnectionShares:
             return Counter()
         connections = client_connections()
         counts = Counter(each.peer[0] for each in connections)
-        share = max(self._kept, equal_share(counts.values(), self._most))
+        share = max(1, equal_share(counts.values(), self._most))
         crowding = {host for host, count in counts.items() if count > share}
         if not crowding:
             return Counter()

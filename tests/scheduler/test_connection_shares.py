@@ -78,6 +78,13 @@ def test_of_the_host_with_most_the_latest_without_a_call_are_cut() -> None:
             assert _are_cut(clients) == [*[False] * 9, *[True] * 5, *[False] * 26]
 
 
+def test_many_hosts_with_some_connections_each_keep_no_other_out() -> None:
+    with _connections([f"127.0.1.{number % 10 + 1}" for number in range(40)]) as (clients, _):
+        cut = ConnectionShares(40, peers_with_calls=list).look()
+        assert cut == {f"127.0.1.{number}": 1 for number in range(1, 11)}
+        assert sum(_are_cut(clients)) == 10
+
+
 def test_hosts_with_few_connections_lose_none_however_many_hosts_there_are() -> None:
     with _connections([f"127.0.1.{number}" for number in range(1, 41)]) as (clients, _):
         assert not ConnectionShares(40, peers_with_calls=list).look()
