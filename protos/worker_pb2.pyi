@@ -448,14 +448,16 @@ class Notice(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseGranted, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterState, _Mapping]] = ..., budget: _Optional[_Union[BudgetChanged, _Mapping]] = ...) -> None: ...
 
 class LeaseGranted(_message.Message):
-    __slots__ = ("instance_id", "epoch", "cached_blocks")
+    __slots__ = ("instance_id", "epoch", "cached_blocks", "request_ids")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     cached_blocks: CachedBlocks
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()

@@ -50,6 +50,8 @@ class EngineCore:
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         # Once more where another replacement was faster.
+        for replaced in self._engine.live.find(group.request_id, group.tenant) if replaces else ():
+            self._engine.abandon(replaced)
         while replaces and self._engine.abort(group.request_id, group.tenant):
             await asyncio.wrap_future(self._engine.call(lambda: None))  # between steps: the id is free by then
         self._engine.submit(group)
@@ -58,7 +60,7 @@ class EngineCore:
         """The engine has done so when it ended."""
 
     def abandon(self, group: SequenceGroup) -> None:
-        self._engine.abort_group(group)
+        self._engine.abandon(group)
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
         return self._engine.abort(request_id, tenant)

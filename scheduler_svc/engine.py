@@ -151,8 +151,11 @@ class Engine:
         group.share = self._served.share_of(group.tenant, is_known=self.settings.tenants_are_known)
         try:
             self.adapters.use(group)
+            group.is_resumed = group.has_resumed_tokens and self.live.admitted_before.take(group.request_id)
             self.live.add(group)
         except RequestRefused as refusal:
+            if group.is_resumed:
+                self.live.admitted_before.learn([group.request_id])
             self._inbox.put(partial(self.adapters.release, group))
             self.metrics.rejected(refusal)
             raise
@@ -165,6 +168,12 @@ class Engine:
         for group in groups:
             self.abort_group(group)
         return bool(groups)
+
+    def abandon(self, group: SequenceGroup) -> None:
+        """Its client is gone, and may come back with `resume`: a turn that it had is given back to it once."""
+        if group.first_scheduled_ns is not None and not group.is_finished:
+            self.live.admitted_before.learn([group.request_id])
+        self.abort_group(group)
 
     def abort_group(self, group: SequenceGroup) -> None:
         self._inbox.put(partial(self._on_end, group, FinishReason.ABORT, ""))
@@ -231,6 +240,7 @@ class Engine:
         """`model`: the fingerprint of what it serves. It gets the groups of that one alone."""
         settings, is_caching = self._scheduler_settings, self.settings.enable_prefix_caching
         worker = WorkerHandle(link, info, sizes, lease, settings, is_caching, model)
+        self.live.admitted_before.learn(lease.request_ids)
         self._inbox.put(partial(self._on_joined, worker))
 
     def worker_said(self, link: WorkerLink, data: bytes) -> None:

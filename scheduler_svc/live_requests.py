@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
+from scheduler_svc.admitted_before import AdmittedBefore
 from scheduler_svc.bound_queues import BoundQueues
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.ordered_groups import Entry, OrderedGroups
@@ -35,6 +36,7 @@ class LiveRequests:
         self._num_on_the_way = 0
         self._num_tokens_on_the_way = 0
         self.is_closed = False
+        self.admitted_before = AdmittedBefore()
 
     def __len__(self) -> int:
         return self._count
@@ -69,7 +71,8 @@ class LiveRequests:
                 raise NotReady("this server is shutting down")
             if group.tenant in self._by_id.get(group.request_id, ()):
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
-            self._check_bounds(group.num_prompt_tokens)
+            if not group.is_resumed:
+                self._check_bounds(group.num_prompt_tokens)
             entry = (next(self._numbers),), group
             self._by_id.setdefault(group.request_id, {})[group.tenant] = entry
             self._in_order.add(entry)
@@ -81,9 +84,10 @@ class LiveRequests:
     def check_room(self, tenant: str, request_id: str, num_to_come: int) -> None:
         """Raises QueueFull where the request would not be taken, however short, once `num_to_come` others have come.
 
-        Not for an id that is live: `add` has another answer to it, or it is about to be replaced.
+        Not for an id that is live: `add` has another answer to it, or it is about to be replaced. Nor for one that had
+        its turn.
         """
-        if tenant not in self._by_id.get(request_id, ()):
+        if tenant not in self._by_id.get(request_id, ()) and request_id not in self.admitted_before:
             self._check_requests(num_to_come)
 
     def arrived(self, group: SequenceGroup) -> None:

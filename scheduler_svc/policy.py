@@ -57,8 +57,8 @@ def _one_lane(group: SequenceGroup) -> None:
 
 
 def _lane_of_share(group: SequenceGroup) -> str | None:
-    """Of a group that had begun and lost its worker, none: a client is in the middle of its answer."""
-    return group.share if group.first_scheduled_ns is None else None
+    """Of a group that had begun and lost its worker or scheduler, none: a client is in the middle of its answer."""
+    return group.share if group.first_scheduled_ns is None and not group.is_resumed else None
 
 
 def _never(waiting: SequenceGroup, running: SequenceGroup) -> bool:

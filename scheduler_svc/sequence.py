@@ -280,6 +280,8 @@ class SequenceGroup:
         self.output = output
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
+        self.has_resumed_tokens = any(resumed_token_ids)
+        self.is_resumed = False  # it had its turn before, under another lease or connection: see `AdmittedBefore`
         self.first_scheduled_ns: int | None = None
         self.first_token_ns: int | None = None
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was scheduled first

@@ -19,6 +19,7 @@ from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.waiting_tenants import WaitingTenants
 
+BEFORE_ALL = 1 << 62  # for who had a turn and lost it: in order of arrival among themselves
 REPLACED = -1  # no position has this ticket
 
 
@@ -88,7 +89,7 @@ class WaitingQueue:
         """Adds a new group at its place, or one that a worker gave back at the place that it had."""
         assert group not in self._members, "a group waits twice"
         if not group.order:
-            group.order = next(self._orders)
+            group.order = next(self._orders) - (BEFORE_ALL if group.is_resumed else 0)
         entry, arrival = (self.policy.key(group), group), ((group.arrival_ns, group.order), group)
         tenant = self.policy.lane(group)
         lane = None if tenant is None else self._open_lane(tenant)

@@ -22,6 +22,7 @@ MAX_PHASE_NS = 3_600_000_000_000  # an hour: longer than any step may take
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TOKENIZER_FILES = 64
 MAX_HASH_BYTES = 64
+MAX_REQUEST_IDS = 1 << 20
 U32 = np.dtype("<u4")
 _LARGEST_LOGPROB = 1e-3  # 0 and what rounding may add
 
@@ -83,6 +84,7 @@ def check_lease(info: worker_pb2.WorkerInfo, response: worker_pb2.StepResponse) 
 
 def check_cached(sizes: worker_pb2.InitializeResponse, lease: worker_pb2.LeaseGranted) -> None:
     """Raises WrongClaim for cached blocks that it does not have, or names twice, or two with one content."""
+    _check_between("request_ids", len(lease.request_ids), 0, MAX_REQUEST_IDS)
     cached = lease.cached_blocks
     if len(cached.block_ids_u32) % U32.itemsize:
         raise WrongClaim("its cached blocks end within an entry")

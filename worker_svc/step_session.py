@@ -51,8 +51,8 @@ class StepSession:
 
     async def run(self) -> None:
         """Returns when the scheduler has closed the stream or the worker has drained. Raises LeaseExpired."""
-        cached = await asyncio.wrap_future(self._worker.begin(self._lease.epoch))
-        granted = worker_pb2.LeaseGranted(instance_id=self._instance_id, epoch=self._lease.epoch, cached_blocks=cached)
+        granted = await asyncio.wrap_future(self._worker.begin(self._lease.epoch))
+        granted.instance_id, granted.epoch = self._instance_id, self._lease.epoch
         self._say(notice=worker_pb2.Notice(lease=granted))
         writer = asyncio.create_task(self._write())
         others = [asyncio.create_task(work()) for work in (self._read, self._beat, self._expire, self._drain)]

@@ -30,6 +30,7 @@ from worker_svc.memory import GIB, available_bytes
 from worker_svc.model_runner import ModelRunner
 from worker_svc.model_thread import ModelThread
 from worker_svc.profile import Profile, Profiler
+from worker_svc.recent_requests import RecentRequests
 from worker_svc.sequence_states import SequenceStates
 from worker_svc.step_pipeline import Deliver, StepPipeline
 from worker_svc.step_timer import StepTimer
@@ -64,6 +65,7 @@ class Worker:
         self._epoch = 0  # of the lease whose steps count; 0: none
         self._pipeline: StepPipeline | None = None  # of the last lease
         self._cached_blocks = CachedBlocks(0)  # of the cache, whatever lease they were computed under
+        self._requests = RecentRequests(max(1024, 4 * config.max_num_seqs))
         self._waiter: ModelThread | None = None  # for outputs that come later
         self._end_process = end_process or _end_process
         self._num_submitted = 0  # steps
@@ -151,8 +153,8 @@ class Worker:
 
     # ---- Leases -----------------------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int) -> Future[worker_pb2.CachedBlocks]:
-        """Steps of `epoch` count from now on, on an empty mirror; what the cache holds from those before them."""
+    def begin(self, epoch: int) -> Future[worker_pb2.LeaseGranted]:
+        """Steps of `epoch` count from now on, on an empty mirror; what there is to be told of those before them."""
         self._epoch = epoch
         return self.thread.call(self._reset)
 
@@ -169,7 +171,7 @@ class Worker:
         if self._pipeline is not None:
             self._pipeline.settle()
 
-    def _reset(self) -> worker_pb2.CachedBlocks:
+    def _reset(self) -> worker_pb2.LeaseGranted:
         assert self._sizes is not None, "a lease before Initialize"
         self._settle()
         cached_blocks = self._cached_blocks.told(None if self._pipeline is None else self._pipeline.states)
@@ -189,7 +191,7 @@ class Worker:
             self._end_process,
             self._cached_blocks,
         )
-        return cached_blocks
+        return worker_pb2.LeaseGranted(cached_blocks=cached_blocks, request_ids=self._requests.all())
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class Worker:
         assert self._pipeline is not None, "a step before a lease"
         if self._giving_way is not None:
             self._giving_way.adapt()
+        self._requests.take(step)
         self._pipeline.take(step, StepTimer(arrived_ns), deliver)
 
     def _when_here(self, launched: LaunchedStep, then: Callable[[], None]) -> None:

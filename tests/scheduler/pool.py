@@ -21,6 +21,7 @@ import numpy as np
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.engine import Engine, EngineSettings
+from scheduler_svc.errors import RequestRefused
 from scheduler_svc.sequence import FinishReason, SequenceGroup, SequenceStatus
 from scheduler_svc.sequence import Sequence as SchedulerSequence
 from scheduler_svc.step_plan import NewTokens
@@ -166,6 +167,7 @@ class Pool:
         finished: Sequence[int] = (),
         ended: Sequence[int] = (),
         asks_prompt_logprobs: bool = False,
+        request_id: str = "",
         **options: Any,
     ) -> SequenceGroup:
         """`resumed`: tokens by output; `finished`: the outputs of those that had ended, `ended`: by themselves."""
@@ -181,7 +183,7 @@ class Pool:
                 stop_token_ids=frozenset([EOS]),
             )
         group = SequenceGroup(
-            f"request-{next(self._numbers)}",
+            request_id or f"request-{next(self._numbers)}",
             prompt,
             params,
             max_num_tokens=max_num_tokens,
@@ -200,7 +202,11 @@ class Pool:
         if asks_prompt_logprobs and not any(resumed):
             self._prompt_logprobs_of.add(group)
         self.told[group] = Told({index: list(tokens) for index, tokens in enumerate(resumed)})
-        self.engine.submit(group)
+        try:
+            self.engine.submit(group)
+        except RequestRefused:
+            del self.told[group]
+            raise
         return group
 
     def unfinished(self) -> list[SequenceGroup]:

@@ -1,0 +1,41 @@
+"""Requests that had their turn once and lost it through no doing of their own: who may resume before all that wait.
+
+A claim alone is worth nothing: whoever sends tokens along that nobody gave them queues as any new request does. That a
+request had its turn is known from the worker that ran it, which names it to the next scheduler with its lease, or from
+the group itself where its client's connection broke here. Each turn that was lost is given back once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+MAX_KNOWN = 65_536  # ids; those known longest are forgotten first
+
+
+class AdmittedBefore:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def learn(self, request_ids: Iterable[str]) -> None:
+        """These had their turn."""
+        with self._lock:
+            for request_id in request_ids:
+                self._ids.pop(request_id, None)
+                self._ids[request_id] = None
+            for request_id in list(self._ids)[: max(0, len(self._ids) - MAX_KNOWN)]:
+                del self._ids[request_id]
+
+    def take(self, request_id: str) -> bool:
+        """Whether a request that says so had its turn: it gets it back, and has it no more."""
+        with self._lock:
+            return self._ids.pop(request_id, self) is None
