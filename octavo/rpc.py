@@ -48,6 +48,7 @@ _PINGED = {
     "grpc.keepalive_timeout_ms": PING_TIMEOUT_MS,
     "grpc.http2.ping_timeout_ms": PING_TIMEOUT_MS,  # the one that ends a connection; a minute by default
 }
+MAX_WORKER_CONNECTIONS = 256
 WORKER_CHANNEL_OPTIONS = tuple({**dict(CHANNEL_OPTIONS), **_PINGED}.items())
 WORKER_SERVER_OPTIONS = tuple(
     {
@@ -55,7 +56,7 @@ WORKER_SERVER_OPTIONS = tuple(
         **_PINGED,
         "grpc.http2.min_ping_interval_without_data_ms": PING_INTERVAL_MS // 2,
         "grpc.max_concurrent_streams": 128,  # a scheduler needs three
-        "grpc.max_allowed_incoming_connections": 256,  # beyond them they are closed as they come
+        "grpc.max_allowed_incoming_connections": MAX_WORKER_CONNECTIONS,  # beyond them they are closed as they come
         "grpc.server_handshake_timeout_ms": 10_000,
     }.items()
 )

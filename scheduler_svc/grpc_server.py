@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import grpc
 
+from octavo.connection_shares import ConnectionShares, watch
+from octavo.connections import allow_open_files
 from octavo.rpc import SERVER_OPTIONS, SHARED_PORT_SERVER_OPTIONS
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.connection_shares import ConnectionShares, watch
-from scheduler_svc.connections import allow_open_files
 from scheduler_svc.open_calls import OpenCalls
 from scheduler_svc.request_guard import RequestGuard, read_timeout_s
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from scheduler_svc.connections import cut_connection
+from octavo.connections import cut_connection
 from scheduler_svc.errors import QueueFull
 
 log = structlog.get_logger()

@@ -18,6 +18,8 @@ SERVICES = {"scheduler_svc", "worker_svc", "kernels"}
 SHARED = {
     "octavo.cache",
     "octavo.command_line",
+    "octavo.connection_shares",
+    "octavo.connections",
     "octavo.cores",
     "octavo.end_with_parent",
     "octavo.log",

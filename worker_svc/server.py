@@ -19,10 +19,11 @@ import grpc
 import structlog
 
 from octavo import log as logging
+from octavo.connection_shares import ConnectionShares, watch
 from octavo.models.fetch import available
 from octavo.models.hub_cache import TOKENIZER, served_name
 from octavo.ports import check_port_is_free
-from octavo.rpc import WORKER_SERVER_OPTIONS, add_introspection, bind
+from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
@@ -56,6 +57,7 @@ class WorkerServer:
         self.service = WorkerService(worker, model_config, files)
         self._worker = worker
         self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(MessageGuard(),))
+        watch(self._server, ConnectionShares(MAX_WORKER_CONNECTIONS, self.service.scheduler_peers))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         self._health = add_introspection(self._server, [SERVICE_NAME])
         self.port = bind(self._server, worker.config.host, worker.config.port)

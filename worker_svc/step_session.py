@@ -38,6 +38,7 @@ class StepSession:
     """The exchange with the scheduler that holds `lease`."""
 
     def __init__(self, context: Any, worker: Worker, lease: Lease, instance_id: str) -> None:
+        self.peer: str = context.peer()
         self._context = context  # grpc.aio.ServicerContext of the stream
         self._worker = worker
         self._lease = lease

@@ -125,6 +125,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
+    def scheduler_peers(self) -> list[str]:
+        """Who holds the lease, if anybody does."""
+        return [self._session.peer] if self._session is not None else []
+
     async def Execute(self, requests: Any, context: Any) -> None:
         async with self._streams.admit(context):
             await self._execute(context)

@@ -15,11 +15,11 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from octavo.connections import cut_connection
 from octavo.rpc import SERVER_OPTIONS, add_introspection
 from protos import inference_pb2 as pb
 from scheduler_svc import grpc_server, request_guard
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.connections import cut_connection
 from scheduler_svc.errors import QueueFull
 from scheduler_svc.grpc_server import new_server
 from scheduler_svc.open_calls import IDLE_CALLS, IDLE_CALLS_PER_S, MAX_QUIET_HOSTS, QUICK_S, OpenCalls

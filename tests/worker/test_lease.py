@@ -9,14 +9,16 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
 
-from octavo.rpc import WORKER_CHANNEL_OPTIONS
+from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from tests.fuzz import http2_frames
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from worker_svc.config import WorkerConfig
 from worker_svc.failures import MAX_CHARS
@@ -125,6 +127,29 @@ async def test_two_steps_in_flight_are_answered_in_order(setup: Setup) -> None:
     assert tokens_of(second) == [next_token(tokens_of(first)[0], 1)]
 
 
+async def test_who_holds_all_connections_keeps_no_other_host_out_and_whoever_has_the_lease_keeps_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where both are of one host."""
+    stream = await setup.open()
+    address = f"127.0.0.1:{setup.server.port}"
+    with ExitStack() as stack:
+        monkeypatch.setattr(http2_frames, "SOURCE", "127.0.0.1")
+        for _ in range(MAX_WORKER_CONNECTIONS):
+            stack.enter_context(await asyncio.to_thread(http2_frames.connection, address))
+        monkeypatch.setattr(http2_frames, "SOURCE", "127.0.0.9")
+
+        async def gets_in() -> bool:
+            with await asyncio.to_thread(http2_frames.connection, address) as other:
+                with contextlib.suppress(OSError):
+                    return bool(await asyncio.to_thread(other.recv, 1))
+            return False
+
+        assert not await gets_in(), "all are taken"
+        await eventually(gets_in)
+        assert tokens_of(await stream.run(prefill(1, [[3]]))) == [next_token(3, 0)]
+
+
 async def test_second_opener_is_refused_until_the_first_leaves(setup: Setup) -> None:
     first = await setup.open()
     info = await setup.stub.GetInfo(worker_pb2.GetInfoRequest())
@@ -180,7 +205,7 @@ async def test_a_silent_scheduler_whose_connection_lives_loses_its_lease_later(
 
 STOPPABLE_SCHEDULER = """
 import sys, time, grpc
-from octavo.rpc import WORKER_CHANNEL_OPTIONS
+from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import worker_pb2 as pb
 from tests.worker.fake_model import decode, prefill
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import grpc
 import structlog
 
-from scheduler_svc.connections import address_of, client_connections, num_open_files, shut_down
+from octavo.connections import address_of, client_connections, num_open_files, shut_down
 
 log = structlog.get_logger()
 
