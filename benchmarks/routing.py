@@ -3,7 +3,8 @@
     python -m benchmarks.routing [--seeds N] [--workload NAME] [--rule NAME]
 
 Eight workers with seven workloads; medians over seeds of mean and 99th percentile of the time to the first token, of
-the share of prompt tokens found in caches, and of balance. Keeps them in benchmarks/results/.
+the share of prompt tokens found in caches, and of balance. Keeps them in benchmarks/results/, beside what was measured
+of other workloads or rules on the same day.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Workload:
 def _conversations(seed: int) -> list[Request]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        lines = mooncake_like.entries(1500, seed)
+        lines = mooncake_like.entries(1000, seed)
         path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
         return traces.read(path)
 
@@ -55,7 +56,7 @@ def _conversations(seed: int) -> list[Request]:
 SMALL = dataclasses.replace(KIND, speed=0.5, cache_tokens=76_800, max_num_seqs=64)
 SLOW = dataclasses.replace(KIND, speed=0.25)
 TENANTS = Load(requests=3000, shared_tokens=6000, tenants=150, prompt_tokens=200, output_tokens=48, spread=0.5, rate=40)
-TURNS = Load(requests=600, prompt_tokens=1200, output_tokens=120, turns=5, think_s=8.0, spread=0.5)
+TURNS = Load(requests=400, prompt_tokens=1200, output_tokens=120, turns=5, think_s=8.0, spread=0.5)
 
 WORKLOADS = {
     "one prompt": Workload(
@@ -69,8 +70,8 @@ WORKLOADS = {
         pool=(dataclasses.replace(KIND, speed=0.5),) * NUM_WORKERS,
     ),
     "mixed sizes": Workload(
-        "conversations of 5 turns, 7 beginning a second; 4 of the workers have half the speed, a quarter of the cache",
-        dataclasses.replace(TURNS, rate=7.0).arrivals,
+        "conversations of 5 turns, 6 beginning a second; 4 of the workers have half the speed, a quarter of the cache",
+        dataclasses.replace(TURNS, rate=6.0).arrivals,
         pool=(KIND, SMALL) * (NUM_WORKERS // 2),
     ),
     "one slow": Workload(
@@ -130,15 +131,21 @@ def main() -> None:
             found[name][rule] = medians([play(WORKLOADS[name], rule, seed) for seed in range(arguments.seeds)])
         print(table(name, found[name]), flush=True)
         print(flush=True)
-    if not (arguments.workload or arguments.rule):
-        keep(facts, arguments.seeds, found)
+    keep(facts, arguments.seeds, found)
 
 
 def keep(facts: dict[str, Any], num_seeds: int, found: dict[str, dict[str, dict[str, float]]]) -> Path:
-    """Writes a run of everything into benchmarks/results/."""
+    """Writes what was found into benchmarks/results/: into today's file, where that has as many seeds."""
     path = RESULTS / f"{time.strftime('%Y-%m-%d')}-routing-{machine.slug(facts)}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known = before["medians"] if before.get("seeds") == num_seeds else {}
+    merged: dict[str, dict[str, dict[str, float]]] = {}
+    for name in WORKLOADS:
+        by_rule = {**known.get(name, {}), **found.get(name, {})}
+        if by_rule:
+            merged[name] = {rule: by_rule[rule] for rule in (*RULES, OWN_BOUND_ONCE, OWN) if rule in by_rule}
     whats = {name: workload.what for name, workload in WORKLOADS.items()}
-    result = {"machine": facts, "seeds": num_seeds, "workloads": whats, "medians": found}
+    result = {"machine": facts, "seeds": num_seeds, "workloads": whats, "medians": merged}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
 
