@@ -33,9 +33,10 @@ from octavo.bench.picture import Chart, Series
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES_OF_DECISIONS = (1, 8, 64)
 KIND = WorkerKind(max_num_seqs=64)
-MEAN_OUTPUT = 128
-SECONDS_OF_ARRIVALS = 40
+MEAN_OUTPUT = 64
+SECONDS_OF_ARRIVALS = 15
 LOSS = Loss(0, 20.0, 40.0)
 NUM_WORKERS_OF_LOSS, WINDOW_S = 8, 1.0
 
@@ -50,7 +51,7 @@ def play(num_workers: int, asked: Load, seed: int, *losses: Loss) -> tuple[Fleet
 
 
 def backlog(num_workers: int, seed: int) -> FleetFigures:
-    return play(num_workers, load(600 * num_workers), seed)[0]
+    return play(num_workers, load(320 * num_workers), seed)[0]
 
 
 def loaded(num_workers: int, rate: float, seed: int) -> FleetFigures:
@@ -101,7 +102,7 @@ def run_all(seeds: int) -> dict[str, Any]:
     for size in SIZES:
         found["at_80_percent"].append(medians([loaded(size, rate, seed) for seed in range(seeds)]))
         _say("at 80 %", found["at_80_percent"][-1])
-    for size in SIZES:
+    for size in SIZES_OF_DECISIONS:
         found["decisions"].append(medians([decisions(size, seed) for seed in range(seeds)]))
         _say("10,000 wait", found["decisions"][-1])
     found["loss"] = loss(rate, 0)
