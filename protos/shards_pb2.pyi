@@ -120,30 +120,64 @@ class MetricsText(_message.Message):
     def __init__(self, text: _Optional[bytes] = ...) -> None: ...
 
 class ShardReport(_message.Message):
-    __slots__ = ("last_number", "workers", "adapters")
+    __slots__ = ("last_number", "workers", "adapters", "num_outputs", "waiting_u32")
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_U32_FIELD_NUMBER: _ClassVar[int]
     last_number: int
     workers: _containers.RepeatedCompositeFieldContainer[ReportedWorker]
     adapters: _containers.RepeatedCompositeFieldContainer[ReportedAdapter]
-    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ...) -> None: ...
+    num_outputs: float
+    waiting_u32: bytes
+    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ..., num_outputs: _Optional[float] = ..., waiting_u32: _Optional[bytes] = ...) -> None: ...
 
 class ReportedWorker(_message.Message):
-    __slots__ = ("number", "description", "queued_s", "tokens_per_s", "set_bits_u32", "cleared_bits_u32")
+    __slots__ = ("number", "description", "load", "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks", "set_bits_u32", "cleared_bits_u32")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_AHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AHEAD_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SET_BITS_U32_FIELD_NUMBER: _ClassVar[int]
     CLEARED_BITS_U32_FIELD_NUMBER: _ClassVar[int]
     number: int
     description: WorkerDescription
-    queued_s: float
-    tokens_per_s: float
+    load: RoutingLoad
+    num_ahead_tokens: float
+    num_ahead_slots: float
+    num_cached_blocks: int
     set_bits_u32: bytes
     cleared_bits_u32: bytes
-    def __init__(self, number: _Optional[int] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., queued_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., set_bits_u32: _Optional[bytes] = ..., cleared_bits_u32: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., load: _Optional[_Union[RoutingLoad, _Mapping]] = ..., num_ahead_tokens: _Optional[float] = ..., num_ahead_slots: _Optional[float] = ..., num_cached_blocks: _Optional[int] = ..., set_bits_u32: _Optional[bytes] = ..., cleared_bits_u32: _Optional[bytes] = ...) -> None: ...
+
+class RoutingLoad(_message.Message):
+    __slots__ = ("tokens_per_s", "late_s", "num_uncomputed", "base_s", "token_s", "turnover_s", "num_slots", "num_taken_slots", "num_blocks", "num_taken_blocks", "block_size")
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TURNOVER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAKEN_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAKEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    tokens_per_s: float
+    late_s: float
+    num_uncomputed: float
+    base_s: float
+    token_s: float
+    turnover_s: float
+    num_slots: float
+    num_taken_slots: float
+    num_blocks: float
+    num_taken_blocks: float
+    block_size: float
+    def __init__(self, tokens_per_s: _Optional[float] = ..., late_s: _Optional[float] = ..., num_uncomputed: _Optional[float] = ..., base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., turnover_s: _Optional[float] = ..., num_slots: _Optional[float] = ..., num_taken_slots: _Optional[float] = ..., num_blocks: _Optional[float] = ..., num_taken_blocks: _Optional[float] = ..., block_size: _Optional[float] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
     __slots__ = ("model_fingerprint", "block_size", "max_model_len", "max_cached_tokens", "num_bits", "bits", "takes_adapters")

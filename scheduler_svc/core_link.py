@@ -85,6 +85,10 @@ class CoreLink:
         groups = {number: group for number, group in self._groups.items() if not group.output.is_finished}
         return [group for number, group in groups.items() if self._is_taken(number)]
 
+    def group(self, number: int) -> SequenceGroup | None:
+        """One that was sent under this number, as long as somebody reads it."""
+        return self._groups.get(number)
+
     def _is_taken(self, number: int) -> bool:
         answer = self._answers.get(number)  # which is there until whoever submitted has looked at it
         return answer is None or (answer.done() and not answer.cancelled() and answer.exception() is None)

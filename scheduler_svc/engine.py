@@ -151,7 +151,8 @@ class Engine:
         group.share = self._served.share_of(group.tenant, is_known=self.settings.tenants_are_known)
         try:
             self.adapters.use(group)
-            group.is_resumed = group.has_resumed_tokens and self.live.admitted_before.take(group.request_id)
+            if group.has_resumed_tokens and not group.is_resumed:
+                group.is_resumed = self.live.admitted_before.take(group.request_id)
             self.live.add(group)
         except RequestRefused as refusal:
             if group.is_resumed:

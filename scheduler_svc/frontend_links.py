@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,12 @@ class FrontendLink:
     def last_settled_number(self) -> int:
         """The groups up to it have been given to the engine, or were refused; numbers rise."""
         return min(self._submissions, default=self._last_number + 1) - 1
+
+    def waiting_numbers(self, limit: int) -> bytes:
+        """As u32, of groups that have not begun, the latest first; only of so many as are looked at in no time."""
+        latest = itertools.islice(reversed(self._groups.items()), 8 * limit)
+        waiting = [number for number, group in latest if group.first_scheduled_ns is None and not group.is_finished]
+        return np.array(waiting[:limit], "<u4").tobytes()
 
     def take(self, event: frontend_pb2.FrontendEvent) -> None:
         kind = event.WhichOneof("kind")

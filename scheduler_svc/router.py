@@ -106,6 +106,10 @@ class Router:
         """Something has happened at a worker that its load may show."""
         self.loads.touch(worker)
 
+    def look(self) -> None:
+        """Brings `loads` up to date."""
+        self.loads.look(self.num_outputs, self._clock())
+
     @property
     def has_some_to_spare(self) -> bool:
         """Whether anybody waits for a worker, or to come back to one."""
@@ -201,7 +205,7 @@ class Router:
         if len(self._workers) == 1:
             (only,) = self._workers
             return (only if self.can_run(group, only) else None), num_tokens, float("inf")
-        self.loads.look(self.num_outputs, self._clock())
+        self.look()
         can_run = self.loads.that_can_run(group)
         if not can_run.any():
             return None, num_tokens, 0.0

@@ -21,6 +21,7 @@ def wanted_of(group: SequenceGroup, block_size: int, generation: Callable[[int],
         num_prompt_tokens=group.num_prompt_tokens,
         max_num_tokens=group.max_num_tokens,
         num_cached_tokens=_num_cached_tokens(group, block_size),
+        num_slots=group.num_slots,
         uses_adapter=bool(group.adapter),
         places=_Places(group, generation),
     )

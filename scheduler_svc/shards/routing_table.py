@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc import routing_cost
+from scheduler_svc.routing_cost import Ahead, WorkerLoad, cheapest, cost_s
 from scheduler_svc.shards.cached_bits import Places, clear_bits, set_bits
 
 FIRST_BLOCKS = 16  # of a prompt that are looked for on every worker; then ever more on those that have all before
 LARGEST_LOOK = 262_144  # blocks times workers at once
-EQUAL_S = 1e-4  # costs that are no further apart are equal: chance decides
+LOAD_NAMES = tuple(field.name for field in fields(WorkerLoad))
+REPORTED_NAMES = (*LOAD_NAMES, "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks")
 
 Ints = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.uint8]
@@ -48,18 +51,20 @@ class Wanted:
     num_prompt_tokens: int
     max_num_tokens: int  # of a sequence
     num_cached_tokens: int  # the most that it may need at once
+    num_slots: int  # that it must get at once
     uses_adapter: bool
     places: Callable[[int, int], Places]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`prefill_s`: the computing that the worker is assigned with it."""
+    """A worker, by its number in its shard, what of the prompt it has to compute, and what that costs."""
 
     shard: int
-    number: int  # of the worker in its shard
-    prefill_s: float
-    num_cached_tokens: int
+    number: int
+    num_uncached: float
+    num_slots: int
+    cost_s: float
 
 
 class RoutingTable:
@@ -68,7 +73,8 @@ class RoutingTable:
     def __init__(self) -> None:
         self._shards: dict[int, dict[int, KnownWorker]] = {}
         self._rows: dict[tuple[int, int], int] = {}
-        self._assigned: dict[int, dict[int, tuple[int, float]]] = {}  # by shard: group to worker and seconds
+        self._assigned: dict[int, dict[int, Choice]] = {}  # by shard, then by the group's number there
+        self._num_outputs: dict[int, float] = {}
         self._build([])
 
     # ---- what shards say --------------------------------------------------------------------------------------------
@@ -85,13 +91,14 @@ class RoutingTable:
         if not new and len(numbers) == len(known):
             return
         bits = {key: self._bits_of(row) for key, row in self._rows.items()}
-        load = {key: (self._queued_s[row], self._tokens_per_s[row]) for key, row in self._rows.items()}
+        loads = {key: [column[row] for column in self._columns.values()] for key, row in self._rows.items()}
         self._shards[shard] = {number: new.get(number) or known[number] for number in numbers}
         self._assigned.setdefault(shard, {})
         self._build([(key, number) for key, workers in self._shards.items() for number in workers])
         for key, row in self._rows.items():
-            if key in load and not (key[0] == shard and key[1] in new):
-                self._queued_s[row], self._tokens_per_s[row] = load[key]
+            if key in loads and not (key[0] == shard and key[1] in new):
+                for column, value in zip(self._columns.values(), loads[key], strict=True):
+                    column[row] = value
                 self._bits_of(row)[:] = bits[key]
 
     def forget(self, shard: int) -> None:
@@ -99,10 +106,17 @@ class RoutingTable:
         self.set_workers(shard, (), {})
         self._assigned.pop(shard, None)
         self._shards.pop(shard, None)
+        self._num_outputs.pop(shard, None)
 
-    def report(self, shard: int, number: int, queued_s: float, tokens_per_s: float) -> None:
+    def report(self, shard: int, number: int, load: Mapping[str, float]) -> None:
+        """`load`: by `REPORTED_NAMES`."""
         row = self._rows[shard, number]
-        self._queued_s[row], self._tokens_per_s[row] = queued_s, max(tokens_per_s, 1e-9)
+        for name, column in self._columns.items():
+            column[row] = load[name]
+
+    def expect(self, shard: int, num_outputs: float) -> None:
+        """Tokens that an output has in the end, by what the shard has seen."""
+        self._num_outputs[shard] = num_outputs
 
     def change_bits(self, shard: int, number: int, came: npt.NDArray[np.uint32], went: npt.NDArray[np.uint32]) -> None:
         bits = self._bits_of(self._rows[shard, number])
@@ -119,24 +133,45 @@ class RoutingTable:
 
     def assign(self, choice: Choice, group: int) -> None:
         """A group, by its number there, goes to the shard."""
-        self._assigned[choice.shard][group] = choice.number, choice.prefill_s
+        self._assigned[choice.shard][group] = choice
 
     def choose(self, wanted: Wanted, among: Collection[int]) -> Choice | None:
         """The worker of those shards that costs least; None: none of theirs could ever run the group."""
         rows = np.flatnonzero(self._suits(wanted, among))
         if not len(rows):
             return None
-        num_cached = self._cached_tokens(rows, wanted)
-        prefill_s = (wanted.num_prompt_tokens - num_cached) / self._tokens_per_s[rows]
-        queued_s = self._queued_s.copy()
-        for shard, assigned in self._assigned.items():
-            for number, seconds in assigned.values():
-                if (row := self._rows.get((shard, number))) is not None:
-                    queued_s[row] += seconds
-        costs = cost_s(queued_s[rows], prefill_s)
-        best = int(random.choice(np.flatnonzero(costs <= costs.min() + EQUAL_S)))
+        costs, num_uncached = self._costs(rows, wanted)
+        num_cached_blocks = self._columns["num_cached_blocks"][rows].astype(np.int64)
+        best = int(random.choice(cheapest(costs, num_cached_blocks, np.ones(len(rows), np.bool_))))
         shard, number = self._keys[rows[best]]
-        return Choice(shard, number, float(prefill_s[best]), int(num_cached[best]))
+        return Choice(shard, number, float(num_uncached[best]), wanted.num_slots, float(costs[best]))
+
+    def can_begin(self, wanted: Wanted, among: Collection[int]) -> bool:
+        """Whether a worker of those shards has slots for the group now, and nobody who waits for them."""
+        rows = np.flatnonzero(self._suits(wanted, among))
+        ahead = self._ahead()
+        free = self._columns["num_slots"] - self._columns["num_taken_slots"] - ahead.num_slots
+        return bool((free[rows] >= wanted.num_slots).any())
+
+    def _costs(self, rows: Ints, wanted: Wanted) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The routing cost at each of the workers, and the tokens that it would have to compute."""
+        num_uncached = np.maximum(wanted.num_prompt_tokens - self._cached_tokens(rows, wanted), 1.0)
+        load = WorkerLoad(**{name: self._columns[name][rows] for name in LOAD_NAMES})
+        ahead = self._ahead()
+        expected = max((self._num_outputs.get(shard, 0.0) for shard in self._shards), default=0.0)
+        num_outputs = min(expected, wanted.max_num_tokens - wanted.num_prompt_tokens)
+        asked = routing_cost.Wanted(num_uncached, wanted.num_slots, num_outputs)
+        return cost_s(load, Ahead(ahead.num_tokens[rows], ahead.num_slots[rows]), asked), num_uncached
+
+    def _ahead(self) -> Ahead:
+        """What waits at each worker, as was reported, and what was assigned since."""
+        ahead = Ahead(self._columns["num_ahead_tokens"].copy(), self._columns["num_ahead_slots"].copy())
+        for shard, assigned in self._assigned.items():
+            for choice in assigned.values():
+                if (row := self._rows.get((shard, choice.number))) is not None:
+                    ahead.num_tokens[row] += choice.num_uncached
+                    ahead.num_slots[row] += choice.num_slots
+        return ahead
 
     def _suits(self, wanted: Wanted, among: Collection[int]) -> npt.NDArray[np.bool_]:
         suits = np.isin(self._shard, list(among)) & (self._model == self._models.get(wanted.model, -1))
@@ -185,15 +220,10 @@ class RoutingTable:
         self._max_cached = np.array([worker.max_cached_tokens for worker in workers], np.int64)
         self._takes_adapters = np.array([worker.takes_adapters for worker in workers], np.bool_)
         self._masks = np.array([max(0, worker.num_bits - 1) for worker in workers], np.int64)
-        self._queued_s = np.zeros(len(keys))
-        self._tokens_per_s = np.ones(len(keys))
+        self._columns = {name: np.ones(len(keys)) for name in REPORTED_NAMES}
         ends = np.cumsum([0, *(len(worker.bits) for worker in workers)], dtype=np.int64)
         self._offsets, self._ends = ends[:-1], ends[1:]
         self._flat: Bits = np.concatenate([np.zeros(0, np.uint8), *(worker.bits for worker in workers)])
 
     def _bits_of(self, row: int) -> Bits:
         return self._flat[self._offsets[row] : self._ends[row]]
-
-
-def cost_s(queued_s: npt.NDArray[np.float64], prefill_s: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return queued_s + 1.5 * prefill_s

@@ -14,7 +14,7 @@ from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.served_models import ServedModels
-from scheduler_svc.shards.routing_table import KnownWorker, RoutingTable
+from scheduler_svc.shards.routing_table import LOAD_NAMES, KnownWorker, RoutingTable
 from scheduler_svc.shards.shared_models import SharedModels
 from scheduler_svc.step_plan import NewTokens
 
@@ -65,6 +65,7 @@ class ShardLink(CoreLink):
         self.shard = shard
         self.is_ready = False
         self.adapters_there: dict[str, int] = {}  # with their generations
+        self.waiting_there: list[int] = []  # numbers of groups that have not begun, the latest first
         self._table = table
         self._drawn = drawn
         self._models_here = models
@@ -107,12 +108,20 @@ class ShardLink(CoreLink):
         new = {worker.number: _known(worker.description) for worker in report.workers if worker.HasField("description")}
         table.set_workers(shard, [worker.number for worker in report.workers], new)
         for worker in report.workers:
-            table.report(shard, worker.number, worker.queued_s, worker.tokens_per_s)
+            table.report(shard, worker.number, _load(worker))
             if worker.set_bits_u32 or worker.cleared_bits_u32:
                 came, went = (np.frombuffer(each, "<u4") for each in (worker.set_bits_u32, worker.cleared_bits_u32))
                 table.change_bits(shard, worker.number, came, went)
         table.contains(shard, report.last_number)
+        table.expect(shard, report.num_outputs)
+        self.waiting_there = np.frombuffer(report.waiting_u32, "<u4").tolist()
         self.adapters_there = {adapter.name: adapter.generation for adapter in report.adapters}
+
+
+def _load(worker: shards_pb2.ReportedWorker) -> dict[str, float]:
+    load = {name: getattr(worker.load, name) for name in LOAD_NAMES}
+    ahead = {"num_ahead_tokens": worker.num_ahead_tokens, "num_ahead_slots": worker.num_ahead_slots}
+    return {**load, **ahead, "num_cached_blocks": worker.num_cached_blocks}
 
 
 def _known(description: shards_pb2.WorkerDescription) -> KnownWorker:

@@ -14,9 +14,11 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.prefix_cache import CacheChanges, PrefixCache
 from scheduler_svc.shards.cached_bits import CachedBits
+from scheduler_svc.shards.routing_table import LOAD_NAMES
 from scheduler_svc.worker_handle import WorkerHandle
 
 INTERVAL_S = 0.05
+MAX_WAITING_TOLD = 64  # groups of one frontend that may move while they wait
 
 
 @dataclass(slots=True)
@@ -26,8 +28,10 @@ class _Seen:
     handle: WorkerHandle
     cache: PrefixCache | None
     changes: CacheChanges
-    queued_s: float
-    tokens_per_s: float
+    load: dict[str, float]
+    num_ahead_tokens: float
+    num_ahead_slots: float
+    num_cached_blocks: int
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class ShardReporter:
         self._links = links
         self._workers: dict[WorkerHandle, _Told] = {}
         self._num_workers = 0  # ever
-        self._told_links: dict[FrontendLink, tuple[int, set[int]]] = {}
+        self._told_links: dict[FrontendLink, tuple[tuple[int, bytes], set[int]]] = {}
         self._last: shards_pb2.ShardReport = shards_pb2.ShardReport()
 
     async def run(self) -> None:
@@ -64,6 +68,7 @@ class ShardReporter:
         adapters = self._engine.adapters.generations()
         report = shards_pb2.ShardReport(
             workers=[self._fold(each) for each in seen],
+            num_outputs=self._engine.router.num_outputs,
             adapters=[shards_pb2.ReportedAdapter(name=name, generation=number) for name, number in adapters.items()],
         )
         gone = self._workers.keys() - {each.handle for each in seen}
@@ -72,16 +77,19 @@ class ShardReporter:
         is_news, self._last = _without_changes(report) != self._last or _has_changes(report), _without_changes(report)
         self._told_links = {link: told for link, told in self._told_links.items() if link in settled}
         for link, number in settled.items():
-            last_number, told = self._told_links.get(link, (-1, set()))
-            if is_news or number != last_number:
+            waiting = link.waiting_numbers(MAX_WAITING_TOLD)
+            last, told = self._told_links.get(link, ((-1, b""), set()))
+            if is_news or (number, waiting) != last:
                 numbers = {worker.number for worker in report.workers}
-                self._send(link, report, number, told)
-                self._told_links[link] = number, numbers
+                self._send(link, report, number, waiting, told)
+                self._told_links[link] = (number, waiting), numbers
 
-    def _send(self, link: FrontendLink, common: shards_pb2.ShardReport, last_number: int, told: set[int]) -> None:
+    def _send(
+        self, link: FrontendLink, common: shards_pb2.ShardReport, last_number: int, waiting: bytes, told: set[int]
+    ) -> None:
         report = shards_pb2.ShardReport()
         report.CopyFrom(common)
-        report.last_number = last_number
+        report.last_number, report.waiting_u32 = last_number, waiting
         described = {each.number: each for each in self._workers.values()}
         for worker in report.workers:
             if worker.number not in told:
@@ -94,14 +102,19 @@ class ShardReporter:
 
     def _look(self) -> list[_Seen]:
         """On the step loop's thread."""
+        router = self._engine.router
+        router.look()
+        loads, ahead = router.loads, router.work.all()
         seen = []
         for handle in self._engine.workers:
             if handle.is_draining:
                 continue
             cache = handle.scheduler.blocks.cache if self._engine.settings.enable_prefix_caching else None
             changes = cache.take_changes() if cache is not None else CacheChanges()
-            queued_s, tokens_per_s = load_of(handle, self._engine)
-            seen.append(_Seen(handle, cache, changes, queued_s, tokens_per_s))
+            number = handle.number
+            load = {name: float(getattr(loads.load, name)[number]) for name in LOAD_NAMES}
+            tokens, slots = float(ahead.num_tokens[number]), float(ahead.num_slots[number])
+            seen.append(_Seen(handle, cache, changes, load, tokens, slots, int(loads.num_cached_blocks[number])))
         return seen
 
     def _fold(self, seen: _Seen) -> shards_pb2.ReportedWorker:
@@ -110,19 +123,16 @@ class ShardReporter:
             self._num_workers += 1
             told = self._workers[seen.handle] = _new(seen, self._num_workers)
         worker = shards_pb2.ReportedWorker(
-            number=told.number, queued_s=round(seen.queued_s, 4), tokens_per_s=round(seen.tokens_per_s, 1)
+            number=told.number,
+            load=shards_pb2.RoutingLoad(**seen.load),
+            num_ahead_tokens=seen.num_ahead_tokens,
+            num_ahead_slots=seen.num_ahead_slots,
+            num_cached_blocks=seen.num_cached_blocks,
         )
         if told.bits is not None and (seen.changes.published or seen.changes.forgotten):
             came, went = told.bits.change(seen.changes.published, seen.changes.forgotten)
             worker.set_bits_u32, worker.cleared_bits_u32 = came.astype("<u4").tobytes(), went.astype("<u4").tobytes()
         return worker
-
-
-def load_of(handle: WorkerHandle, engine: Engine) -> tuple[float, float]:
-    """Seconds of work that are assigned to a worker, and prompt tokens that it computes a second."""
-    tokens_per_s = max(1.0, handle.sizes.prefill_tokens_per_s)
-    waiting = engine.live.num_waiting_tokens / max(1, len(engine.workers))
-    return (handle.scheduler.num_outstanding_tokens + waiting) / tokens_per_s, tokens_per_s
 
 
 def _new(seen: _Seen, number: int) -> _Told:

@@ -9,7 +9,7 @@ alone. Of beams, of which nobody has seen anything, the search begins anew.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from functools import partial
 
 import grpc
@@ -26,13 +26,15 @@ from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, Sequen
 from scheduler_svc.served_models import ServedModels
 from scheduler_svc.shards.front_link import FrontLink
 from scheduler_svc.shards.group_wants import wanted_of
-from scheduler_svc.shards.routing_table import RoutingTable
+from scheduler_svc.shards.routing_table import RoutingTable, Wanted
 from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
 from scheduler_svc.shards.shared_models import SharedModels
+from scheduler_svc.shards.unserved_models import UnservedModels
 
 log = structlog.get_logger()
 
 RETRY_S = 0.05  # of what may be otherwise at any moment: an id that is being freed, a shard that takes nothing now
+LOOK_S = 0.1  # between two looks at what waits
 STRANDED_S = 1.0  # that a group waits in a shard without a worker for it, while another shard has one
 NO_SHARD = "no shard of this scheduler runs at this moment"
 
@@ -74,7 +76,7 @@ class ShardedCore:
         """Takes what the parent and the shards say until the parent closes its link. Raises AioRpcError where that
         breaks."""
         self._on_state = on_state
-        looking = asyncio.create_task(self._look_for_stranded())
+        looking = asyncio.create_task(self._look_after_waiting())
         try:
             await self._front.follow(self._take_front_state)
         finally:
@@ -160,10 +162,12 @@ class ShardedCore:
 
     # ---- where a group goes -----------------------------------------------------------------------------------------
 
-    async def _submit_anywhere(self, group: SequenceGroup, *, is_moved: bool = False) -> None:
-        """Raises what the last of the shards that would have been asked refuses it with."""
+    async def _submit_anywhere(
+        self, group: SequenceGroup, *, is_moved: bool = False, besides: ShardLink | None = None
+    ) -> None:
+        """`besides`: one that is not asked. Raises what the last of the others refuses it with."""
         refusal: RequestRefused = NotReady(NO_SHARD)
-        asked: set[ShardLink] = set()
+        asked = {besides} if besides is not None else set()
         while (link := self._choose(group, asked)) is not None:
             self._homes[group] = link
             try:
@@ -187,13 +191,7 @@ class ShardedCore:
             links = {s: link for s, link in links.items() if group.adapter in link.adapters_there} or links
         if not links:
             return None
-        model = self.models.find(group.model)
-        wanted = wanted_of(
-            group,
-            model.block_size if model is not None else 1,
-            lambda shard: links[shard].adapters_there.get(group.adapter),
-        )
-        choice = self._table.choose(wanted, links)
+        choice = self._table.choose(self._wanted(group), links)
         if choice is not None:
             link = links[choice.shard]
             self._table.assign(choice, link.next_number)
@@ -201,27 +199,33 @@ class ShardedCore:
         serving = [link for link in links.values() if self._table.serves(link.shard, group.model)]
         return (serving or sorted(links.values(), key=lambda link: not link.is_ready))[0]
 
+    def _wanted(self, group: SequenceGroup) -> Wanted:
+        model = self.models.find(group.model)
+        generations = {link.shard: link.adapters_there.get(group.adapter) for link in self._open_links()}
+        return wanted_of(group, model.block_size if model is not None else 1, generations.get)
+
     def _open_links(self) -> list[ShardLink]:
         return [link for link in self._links.values() if not link.is_closed]
 
     # ---- groups that move -------------------------------------------------------------------------------------------
 
-    def _move(self, group: SequenceGroup) -> None:
-        """Its shard is lost, or has no worker for it: it goes on at another."""
+    def _move(self, group: SequenceGroup, leaving: ShardLink | None = None) -> None:
+        """Its shard is lost, or cannot begin it: it goes on at another."""
         self._homes.pop(group, None)
         self._drawn.give_to(group)
         group.output.begins_anew_elsewhere()
         group.num_moves += 1
-        self._moves[group] = asyncio.create_task(self._submit_again(group))
+        self._moves[group] = asyncio.create_task(self._submit_again(group, leaving))
 
-    async def _submit_again(self, group: SequenceGroup) -> None:
+    async def _submit_again(self, group: SequenceGroup, leaving: ShardLink | None) -> None:
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 while True:
                     try:
-                        await self._submit_anywhere(group, is_moved=True)
+                        await self._submit_anywhere(group, is_moved=True, besides=leaving)
                         return
                     except (NotReady, QueueFull):
+                        leaving = None
                         await asyncio.sleep(RETRY_S)
         except TimeoutError:
             why = f"its shard is lost, and none took it within {self._wait_timeout_s:g} s (--worker-wait-timeout)"
@@ -252,25 +256,36 @@ class ShardedCore:
             else:
                 self._move(group)
 
-    async def _look_for_stranded(self) -> None:
-        """Moves groups from shards without a worker of their model to such as have one."""
-        since: dict[tuple[ShardLink, str], float] = {}
-        loop = asyncio.get_running_loop()
+    async def _look_after_waiting(self) -> None:
+        """Moves groups that wait, where another shard could begin them, and away from shards without a worker."""
+        unserved, clock = UnservedModels(self._table.serves, STRANDED_S), asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(STRANDED_S / 4)
-            stranded: dict[tuple[ShardLink, str], list[SequenceGroup]] = {}
-            for link in self._open_links():
-                for group in link.unfinished():
-                    if not self._table.serves(link.shard, group.model):
-                        stranded.setdefault((link, group.model), []).append(group)
-            since = {key: since.get(key, loop.time()) for key in stranded}
-            for (link, model), groups in stranded.items():
-                is_served = any(self._table.serves(other.shard, model) for other in self._open_links())
-                if is_served and loop.time() - since[link, model] >= STRANDED_S:
-                    log.info("requests move to another shard", shard=link.shard, requests=len(groups))
-                    for group in groups:
-                        link.abandon(group)
-                        self._move(group)
+            await asyncio.sleep(LOOK_S)
+            links = {link.shard: link for link in self._open_links()}
+            models = [each.model.fingerprint for each in self.models.known]
+            for shard, model in unserved.look(links, models, clock()):
+                for group in links[shard].unfinished():
+                    if group.model == model:
+                        self._move_away(group, links[shard])
+            for link in links.values():
+                await self._move_to_idle(link, links.keys() - {link.shard})
+
+    async def _move_to_idle(self, link: ShardLink, others: Collection[int]) -> None:
+        """The longest waiting groups of a shard that others could begin at once, and it could not."""
+        for number in reversed(link.waiting_there):
+            group = link.group(number)
+            if group is None or self._homes.get(group) is not link:
+                continue
+            wanted = self._wanted(group)
+            if self._table.can_begin(wanted, {link.shard}) or not self._table.can_begin(wanted, others):
+                break
+            self._move_away(group, link)
+            await asyncio.sleep(0)  # it is assigned to another before the next one is looked at
+        link.waiting_there = []  # until it says so again
+
+    def _move_away(self, group: SequenceGroup, link: ShardLink) -> None:
+        link.abandon(group)
+        self._move(group, link)
 
     # ---- what the parent says ---------------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 
+from protos import shards_pb2
+from scheduler_svc import routing_cost
 from scheduler_svc.prefix_cache import extend_hashes, root_hash
+from scheduler_svc.routing_cost import Ahead, WorkerLoad, cost_s
 from scheduler_svc.shards.cached_bits import CachedBits, num_bits_for, places
-from scheduler_svc.shards.routing_table import KnownWorker, RoutingTable, Wanted
+from scheduler_svc.shards.routing_table import LOAD_NAMES, REPORTED_NAMES, KnownWorker, RoutingTable, Wanted
 
 BLOCK = 16
 
@@ -29,50 +31,92 @@ def worker(cached: list[bytes] | None = None, *, model: str = "m", num_blocks: i
     return KnownWorker(model, BLOCK, takes_adapters=False, num_bits=bits.num_bits, bits=snapshot, **limits)
 
 
-def table_of(*shards: dict[int, KnownWorker], queued_s: float = 0.0, tokens_per_s: float = 1000.0) -> RoutingTable:
+def load(num_ahead: float = 0.0, running: int = 0, num_slots: int = 64) -> dict[str, float]:
+    """Of a worker that computes 1,000 prompt tokens a second, with so many that wait for it."""
+    return {
+        "tokens_per_s": 1000.0,
+        "late_s": 0.0,
+        "num_uncomputed": 0.0,
+        "base_s": 0.01,
+        "token_s": 0.001,
+        "turnover_s": 2.0,
+        "num_slots": num_slots,
+        "num_taken_slots": running,
+        "num_blocks": 1024,
+        "num_taken_blocks": 0,
+        "block_size": BLOCK,
+        "num_ahead_tokens": num_ahead,
+        "num_ahead_slots": 0,
+        "num_cached_blocks": 0,
+    }
+
+
+def table_of(*shards: dict[int, KnownWorker], num_slots: int = 64) -> RoutingTable:
     table = RoutingTable()
     for shard, workers in enumerate(shards):
         table.set_workers(shard, workers, workers)
         for number in workers:
-            table.report(shard, number, queued_s, tokens_per_s)
+            table.report(shard, number, load(num_slots=num_slots))
     return table
 
 
-def wanted(num_tokens: int, hashes: list[bytes] = [], model: str = "m", max_num_tokens: int = 0) -> Wanted:  # noqa: B006  # read only
+def wanted(num_tokens: int, hashes: list[bytes] | None = None, model: str = "m", max_num_tokens: int = 0) -> Wanted:
     most = max_num_tokens or num_tokens + 1
-    return Wanted(model, num_tokens, most, most, False, lambda block_size, shard: places(hashes))
+    return Wanted(model, num_tokens, most, most, 1, False, lambda block_size, shard: places(hashes or []))
+
+
+def test_what_is_reported_is_what_the_cost_reads() -> None:
+    """And what a shard's message has a field for."""
+    assert load().keys() == set(REPORTED_NAMES)
+    assert {field.name for field in shards_pb2.RoutingLoad.DESCRIPTOR.fields} == set(LOAD_NAMES)
 
 
 def test_an_idle_worker_before_a_busy_one_and_the_cached_before_the_idle() -> None:
     prompt = chain(10)
     table = table_of({1: worker()}, {1: worker(prompt)}, {1: worker()})
-    table.report(0, 1, 0.05, 1000.0)
+    table.report(0, 1, load(num_ahead=50))
     asked = wanted(161, prompt)
     choice = table.choose(asked, {0, 1, 2})
-    assert choice is not None and (choice.shard, choice.num_cached_tokens) == (1, 160)
-    assert choice.prefill_s == pytest.approx(0.001)
-    table.report(1, 1, 1.0, 1000.0)  # longer than computing all of it anew, counted half more
+    assert choice is not None and (choice.shard, choice.num_uncached) == (1, 1)
+    table.report(1, 1, load(num_ahead=1000))  # longer than computing all of it anew, counted half more
     choice = table.choose(asked, {0, 1, 2})
-    assert choice is not None and (choice.shard, choice.num_cached_tokens) == (2, 0)
+    assert choice is not None and (choice.shard, choice.num_uncached) == (2, 161)
     choice = table.choose(asked, {0, 1})
     assert choice is not None and choice.shard == 0
 
 
+def test_the_choice_is_that_of_the_cost_within_a_shard() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        table = table_of(*({1: worker(), 2: worker()} for _ in range(4)))
+        loads = [load(float(rng.integers(0, 3000)), int(rng.integers(0, 80))) for _ in range(8)]
+        for place, values in enumerate(loads):
+            table.report(place // 2, 1 + place % 2, values)
+        choice = table.choose(wanted(100), range(4))
+        costs = []
+        for values in loads:
+            ahead = Ahead(values["num_ahead_tokens"], values["num_ahead_slots"])
+            of_worker = WorkerLoad(**{name: values[name] for name in LOAD_NAMES})
+            costs.append(cost_s(of_worker, ahead, routing_cost.Wanted(100, 1, 0.0)))
+        assert choice is not None
+        assert costs[2 * choice.shard + choice.number - 1] <= 1.02 * min(costs) + 1e-3
+
+
 def test_what_was_assigned_counts_at_once_and_not_twice() -> None:
     """480 of 480 to one worker is what comes of counting load when it is reported."""
-    table = table_of({1: worker()}, {1: worker()}, {1: worker(), 2: worker()})
+    table = table_of({1: worker()}, {1: worker()}, {1: worker(), 2: worker()}, num_slots=1000)
     given: Counter[tuple[int, int]] = Counter()
     for number in range(1, 481):
         choice = table.choose(wanted(100), {0, 1, 2})
         assert choice is not None
         table.assign(choice, number)
         given[choice.shard, choice.number] += 1
-    assert set(given.values()) == {120}
+    assert max(given.values()) - min(given.values()) <= 8, "2 % of the cost are no difference"
     for shard, count in ((0, 1), (1, 1), (2, 2)):  # all that was assigned is reported: it is the same load as before
         for each in range(1, count + 1):
-            table.report(shard, each, 12.0, 1000.0)
+            table.report(shard, each, load(12_000))
         table.contains(shard, 480)
-    table.report(1, 1, 11.95, 1000.0)
+    table.report(1, 1, load(11_000))
     choice = table.choose(wanted(100), {0, 1, 2})
     assert choice is not None and choice.shard == 1, "counted twice, or not at all, it would not be the least"
 
@@ -82,13 +126,25 @@ def test_a_report_that_does_not_contain_an_assignment_keeps_it() -> None:
     first = table.choose(wanted(1000), {0})
     assert first is not None
     table.assign(first, 7)
-    table.report(0, 1, 0.0, 1000.0)
+    table.report(0, 1, load())
     table.contains(0, 6)
     choice = table.choose(wanted(1000), {0, 1})
     assert choice is not None and choice.shard == 1
     table.contains(0, 7)
     chosen = {choice.shard for _ in range(60) if (choice := table.choose(wanted(1000), {0, 1}))}
     assert chosen == {0, 1}, "ties go to either"
+
+
+def test_who_has_a_free_slot_can_begin_until_it_is_assigned() -> None:
+    table = table_of({1: worker()}, {1: worker()}, num_slots=2)
+    table.report(0, 1, load(running=2, num_slots=2))
+    table.report(1, 1, load(running=1, num_slots=2))
+    assert not table.can_begin(wanted(10), {0}) and table.can_begin(wanted(10), {1})
+    assert not table.can_begin(wanted(10, model="other"), {0, 1})
+    choice = table.choose(wanted(10), {0, 1})
+    assert choice is not None and choice.shard == 1, "the other one has to wait for a slot"
+    table.assign(choice, 1)
+    assert not table.can_begin(wanted(10), {1})
 
 
 def test_who_could_never_run_it_is_not_asked() -> None:
@@ -104,11 +160,11 @@ def test_workers_come_and_go_and_others_keep_what_is_known_of_them() -> None:
     prompt = chain(4)
     table = table_of({1: worker(), 2: worker()}, {1: worker()})
     table.change_bits(0, 2, places(prompt) & np.uint32(num_bits_for(1024) - 1), places([]))
-    table.report(1, 1, 3.0, 500.0)
+    table.report(1, 1, load(3000))
     table.set_workers(1, [1, 5], {5: worker()})
-    table.report(1, 5, 0.0, 1000.0)
+    table.report(1, 5, load())
     choice = table.choose(wanted(65, prompt), {0, 1})
-    assert choice is not None and (choice.shard, choice.number, choice.num_cached_tokens) == (0, 2, 64)
+    assert choice is not None and (choice.shard, choice.number, choice.num_uncached) == (0, 2, 1)
     table.set_workers(0, [1], {})
     assert not table.has(0, 2)
     table.forget(0)
@@ -126,7 +182,7 @@ def test_a_prefix_is_as_long_as_it_is_but_for_a_fraction_of_a_block() -> None:
         prompt = known + chain(20, 1000 + seed)
         choice = table.choose(wanted(len(prompt) * BLOCK + 1, prompt), {0})
         assert choice is not None
-        extra.append(choice.num_cached_tokens // BLOCK - len(known))
+        extra.append(len(prompt) - (int(choice.num_uncached) - 1) // BLOCK - len(known))
     assert min(extra) == 0
     assert np.mean(extra) < 0.15, "blocks too many, on average"
 
