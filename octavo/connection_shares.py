@@ -75,13 +75,14 @@ def watch(server: grpc.aio.Server, shares: ConnectionShares) -> None:
 
 
 async def _watch(server: grpc.aio.Server, shares: ConnectionShares) -> None:
+    """However a look ends, there is a next one."""
     loop, logged_s = asyncio.get_running_loop(), -LOG_INTERVAL_S
     cut: Counter[str] = Counter()
     while await server.wait_for_termination(LOOK_INTERVAL_S):  # True: it has not stopped yet
         try:
             cut += shares.look()
-        except OSError as error:  # of the system itself: no file can be opened, say
-            log.error("connections cannot be counted", why=str(error))
+        except Exception as error:  # no file can be opened, say; the next look may be better
+            log.error("connections cannot be counted", why=f"{type(error).__name__}: {error}")
         if cut and loop.time() - logged_s >= LOG_INTERVAL_S:
             log.warning("connections are nearly used up; hosts with many lose some", lost=dict(cut.most_common(4)))
             logged_s = loop.time()

@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -179,6 +180,24 @@ async def test_the_watch_ends_with_its_server() -> None:
     async with asyncio.timeout(5):
         while len(connection_shares._watches) > before:
             await asyncio.sleep(0.01)
+
+
+async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def look(shares: ConnectionShares) -> Counter[str]:
+        looks.append(1)
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(ConnectionShares, "look", look)
+    monkeypatch.setattr(connection_shares, "LOOK_INTERVAL_S", 0.01)
+    server = new_server(SchedulerConfig())
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(10):
+        while len(looks) < 3:
+            await asyncio.sleep(0.01)
+    await server.stop(None)
 
 
 def test_as_many_files_may_be_open_as_there_may_be_connections() -> None:
