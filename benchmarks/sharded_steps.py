@@ -1,9 +1,9 @@
 """What a step costs a scheduler in one to four shards: `python -m benchmarks.sharded_steps`.
 
-Two simulated workers a shard, each with 64 sequences that decode at a steady pace, behind `octavo scheduler
---shards N`; clients take each answer in one message, so that the steps are what is done. Linux is asked for the processor time of
-each process before and after: that of the shards for 1,000 steps of their workers is the figure, which should not rise
-with their number. With one shard it is the core's, `--frontends 2` keeping clients out of it.
+Two simulated workers a shard, each with 64 sequences that decode at a steady pace, behind a scheduler with that many
+shards; clients take each answer in one message, so that the steps are what is done. Linux is asked for the processor
+time of each process before and after: that of the shards for 1,000 steps of their workers is the figure, which should
+not rise with their number. With one shard it is the core's, `--frontends 2` keeping clients out of it.
 """
 
 from __future__ import annotations
