@@ -208,10 +208,12 @@ class StepRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., open: _Optional[_Union[OpenLease, _Mapping]] = ..., keepalive: _Optional[_Union[Keepalive, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
 
 class OpenLease(_message.Message):
-    __slots__ = ("settings_id",)
+    __slots__ = ("settings_id", "is_wanted")
     SETTINGS_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_WANTED_FIELD_NUMBER: _ClassVar[int]
     settings_id: str
-    def __init__(self, settings_id: _Optional[str] = ...) -> None: ...
+    is_wanted: bool
+    def __init__(self, settings_id: _Optional[str] = ..., is_wanted: bool = ...) -> None: ...
 
 class Keepalive(_message.Message):
     __slots__ = ()
@@ -436,16 +438,18 @@ class Heartbeat(_message.Message):
     def __init__(self, running_step_id: _Optional[int] = ..., running_ns: _Optional[int] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("lease", "draining", "adapter_loaded", "budget")
+    __slots__ = ("lease", "draining", "adapter_loaded", "budget", "wanted")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseGranted
     draining: Draining
     adapter_loaded: AdapterState
     budget: BudgetChanged
-    def __init__(self, lease: _Optional[_Union[LeaseGranted, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterState, _Mapping]] = ..., budget: _Optional[_Union[BudgetChanged, _Mapping]] = ...) -> None: ...
+    wanted: LeaseWanted
+    def __init__(self, lease: _Optional[_Union[LeaseGranted, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterState, _Mapping]] = ..., budget: _Optional[_Union[BudgetChanged, _Mapping]] = ..., wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ...) -> None: ...
 
 class LeaseGranted(_message.Message):
     __slots__ = ("instance_id", "epoch", "cached_blocks", "request_ids")
@@ -460,6 +464,10 @@ class LeaseGranted(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaseWanted(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

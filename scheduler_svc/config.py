@@ -110,6 +110,15 @@ class SchedulerConfig:
     )
 
     max_workers: int = option(64, "workers to hold at most", group=WORKERS)
+    worker_quota: int | None = option(
+        None,
+        "workers to hold while other schedulers hold theirs, 0: stand by (default: all there are)",
+        group=WORKERS,
+        metavar="N",
+    )
+    takeover_after: float = option(
+        5.0, "seconds after which a worker beyond the quota that nobody has is taken", group=WORKERS
+    )
     max_models: int = option(16, "models, and revisions of one, to know at once", group=WORKERS)
     steps_in_flight: int = option(2, "steps sent to a worker before the first is answered; 1: lock-step", group=WORKERS)
     worker_wait_timeout: float = option(
@@ -159,6 +168,13 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        if self.worker_quota is not None:
+            if self.worker_quota < 0:
+                raise ValueError(f"worker_quota is {self.worker_quota}, at least 0 is accepted")
+            if self.shards > 1:
+                raise ValueError("worker_quota is for a scheduler of one step loop (--shards 1)")
+        if not self.takeover_after >= 0:
+            raise ValueError(f"takeover_after is {self.takeover_after}, at least 0 is accepted")
         if not self.text_timeout > 0:
             raise ValueError(f"text_timeout is {self.text_timeout}, more than 0 is accepted")
         if not self.max_connection_age >= 0:

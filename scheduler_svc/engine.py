@@ -122,6 +122,7 @@ class Engine:
         self.turns = Turns()  # of that thread, at least four a second
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
+        self.on_wanted: Callable[[WorkerHandle], None] = lambda worker: None  # another scheduler asks for its lease
         self._watched_ns = self._watched_all_ns = self._awake_since_ns = self._clock()
         self._to_watch: Iterator[WorkerHandle] = iter(())
         self._checked_ns = 0  # when the integrity of any worker's state was looked at last
@@ -490,6 +491,9 @@ class Engine:
 
     def _on_notice(self, worker: WorkerHandle, notice: worker_pb2.Notice) -> None:
         kind = notice.WhichOneof("notice")
+        if kind == "wanted":  # again and again
+            self.on_wanted(worker)
+            return
         log.info("worker says", worker=worker.link.address, notice=kind)
         if kind == "draining":
             worker.is_draining = True
@@ -713,6 +717,11 @@ class Engine:
 
     def _drain(self, address: str) -> int:
         (worker,) = self.workers_at(address)
+        return self.give_back(worker)
+
+    def give_back(self, worker: WorkerHandle) -> int:
+        """See `drain_worker`; on the step loop's thread."""
+        address = worker.link.address
         worker.is_draining = worker.is_leaving = True
         self._on_closed(worker)
         self._wake(worker)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import structlog
 from prometheus_client.registry import Collector
@@ -43,23 +44,25 @@ def main(config: SchedulerConfig) -> int:
         raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
     logging.configure(config.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if config.shards > 1:
-        from scheduler_svc.shards import sharded_server
-
-        run = sharded_server.serve
-    else:
-        run = serve
     try:
-        asyncio.run(run(config))
+        if config.shards > 1:
+            from scheduler_svc.shards import sharded_server
+
+            asyncio.run(sharded_server.serve(config))
+        else:
+            next_config: SchedulerConfig | None = config
+            while next_config is not None:
+                next_config = asyncio.run(serve(next_config))
     except ServiceBroken as error:
         log.critical("scheduler has ended", why=str(error))
         return 1
     return 0
 
 
-async def serve(config: SchedulerConfig) -> None:
-    """Runs the service in the current event loop until it is told to stop.
+async def serve(config: SchedulerConfig) -> SchedulerConfig | None:
+    """Runs the service in the current event loop until it is told to stop, or has handed its last worker over.
 
+    In the second case gives the options with which it is to stand by from now on, empty as at its first start.
     Raises OptionError, BindError, and ServiceBroken when a part has ended that it cannot live without.
     """
     front: Front = ProcessFront(config) if config.frontends > 1 else InProcessFront(config)
@@ -78,6 +81,7 @@ async def serve(config: SchedulerConfig) -> None:
     readiness = asyncio.create_task(follow_readiness(serving, front))
     broken = asyncio.create_task(serving.vital.broken())
     watches = [told, readiness, broken]
+    watches.append(asyncio.create_task(_follow_handover(serving, stopping)))
     if not config.disable_log_stats:
         watches.append(asyncio.create_task(log_statistics(serving.engine)))
     try:
@@ -105,6 +109,15 @@ async def serve(config: SchedulerConfig) -> None:
         await asyncio.gather(*map(asyncio.to_thread, ending))
         await front.close()
         anyway.cancel()
+    is_over = stopping.is_signalled or not serving.pool.hands_over.is_set()
+    return None if is_over else replace(config, port=port)
+
+
+async def _follow_handover(serving: Serving, stopping: Stopping) -> None:
+    """Another scheduler wants the last worker: requests finish here, or go on there with what they have."""
+    while not serving.pool.hands_over.is_set():
+        await asyncio.sleep(READINESS_INTERVAL_S)
+    stopping.drain()
 
 
 async def follow_readiness(serving: Serving, front: Shown) -> None:

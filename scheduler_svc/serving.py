@@ -13,6 +13,7 @@ from scheduler_svc.output_processor import Delivery, OutputProcessor
 from scheduler_svc.turn_watch import TurnWatch
 from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_pool import WorkerPool
+from scheduler_svc.worker_quota import WorkerQuota
 
 
 class Outputs(OutputSink, Protocol):
@@ -71,6 +72,7 @@ class Serving:
             names=config.model_names(),
             max_models=config.max_models,
             forget_after_s=config.worker_wait_timeout,
+            quota=WorkerQuota(config.worker_quota, config.takeover_after),
         )
         self.frontend = Frontend(
             lambda: self.pool.models,

@@ -38,6 +38,11 @@ class Stopping:
             await asyncio.wait_for(self._now.wait(), seconds)
 
     @property
+    def is_signalled(self) -> bool:
+        """Whether it is this process that is to end."""
+        return self._has_sigterm or self._now.is_set()
+
+    @property
     def is_urgent(self) -> bool:
         return self._now.is_set()
 

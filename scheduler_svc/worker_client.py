@@ -83,6 +83,9 @@ class Members(Protocol):
 
     def left(self, member: Membership) -> None: ...
 
+    def asks(self) -> bool:
+        """Whether whoever has the lease is to be told that it is wanted."""
+
     def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None: ...
 
     def said(self, link: StepStream, data: bytes) -> None: ...
@@ -101,13 +104,14 @@ class ConnectionState:
 class StepStream:
     """An open `Execute` stream. Messages go in and out as bytes; the step loop encodes and decodes them."""
 
-    def __init__(self, address: str, channel: grpc.Channel, settings_id: str) -> None:
+    def __init__(self, address: str, channel: grpc.Channel, settings_id: str, is_wanted: bool = False) -> None:
         self.address = address
         self.last_heard_ns = time.monotonic_ns()
         self.is_distrusted = False
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._epoch = 0
-        self.send(worker_pb2.StepRequest(open=worker_pb2.OpenLease(settings_id=settings_id)).SerializeToString())
+        opening = worker_pb2.OpenLease(settings_id=settings_id, is_wanted=is_wanted)
+        self.send(worker_pb2.StepRequest(open=opening).SerializeToString())
         self._call = channel.stream_stream(EXECUTE)(self._requests())
         self._stub = worker_pb2_grpc.WorkerStub(channel)
 
@@ -259,7 +263,7 @@ class WorkerClient:
 
     def _exchange_steps(self, channel: grpc.Channel, member: Membership) -> None:
         """From the lease to its loss."""
-        stream = StepStream(self.address, channel, member.sizes.settings_id)
+        stream = StepStream(self.address, channel, member.sizes.settings_id, self._members.asks())
         try:
             self._stream = stream
             lease = stream.wait_for_lease(member.info)

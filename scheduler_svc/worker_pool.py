@@ -26,6 +26,8 @@ from scheduler_svc.served_models import KnownModel, ServedModels
 from scheduler_svc.tokenizer import Tokenizer
 from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_client import Membership, StepStream, WorkerClient, WorkerRefused
+from scheduler_svc.worker_handle import WorkerHandle
+from scheduler_svc.worker_quota import WorkerQuota
 
 log = structlog.get_logger()
 
@@ -61,8 +63,12 @@ class WorkerPool:
         names: ModelNames | None = None,
         max_models: int = 16,
         forget_after_s: float = 0.0,
+        quota: WorkerQuota | None = None,
     ) -> None:
         self.engine = engine
+        engine.on_wanted = self._on_wanted
+        self._quota = quota or WorkerQuota(None)
+        self.hands_over = threading.Event()  # the last worker is wanted elsewhere: this scheduler has to end
         self._vital = vital or VitalParts()
         self._name_of = names or ModelNames()
         self.models = ServedModels(default_name=self._name_of.default)
@@ -140,6 +146,8 @@ class WorkerPool:
         """Raises WorkerRefused where there is no place for the worker, or for its model."""
         if len(self._members) >= self._max_workers:
             raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
+        if refusal := self._quota.refusal(info, len(self._members)):
+            raise WorkerRefused(refusal)
         fingerprint = fingerprint_of(info, self._tokenizer.sha256 if self._tokenizer else info.tokenizer_sha256)
         same = [member.info for member in self._members if member.model.fingerprint == fingerprint]
         if same and same[0].block_size != info.block_size:
@@ -157,9 +165,28 @@ class WorkerPool:
         known = (each.model for each in self.models.known)
         return next((model.tokenizer for model in known if model.tokenizer_sha256 == info.tokenizer_sha256), None)
 
+    def asks(self) -> bool:
+        """Whether whoever has the lease of a worker that was accepted is to be told that it is wanted."""
+        with self._lock:
+            return self._quota.asks(len(self._members))
+
+    def _on_wanted(self, worker: WorkerHandle) -> None:
+        """Another scheduler lacks this worker. On the step loop's thread."""
+        held = [each for each in self.engine.workers if not each.is_leaving]
+        if worker not in held or not self._quota.gives_back(len(held)):
+            return
+        if len(held) == 1:
+            if not self.hands_over.is_set():
+                log.info("the last worker is wanted by another scheduler", worker=worker.link.address)
+            self.hands_over.set()
+        else:
+            log.info("worker is wanted by another scheduler", worker=worker.link.address)
+            self.engine.give_back(worker)
+
     def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None:
         with self._lock:
             member.link = link
+            self._quota.has_joined(member.info)
             self._define(member)
         self.engine.worker_joined(link, member.info, member.sizes, lease, model=member.model.fingerprint)
 

@@ -69,6 +69,11 @@ class StepSession:
         """Tells the scheduler, answers what has been received, and ends the stream."""
         self._draining.set()
 
+    def tell_wanted(self) -> None:
+        """Another scheduler wants the lease; at most one message of it waits to be written for each heartbeat."""
+        if self._outbox.qsize() <= MAX_UNWRITTEN:
+            self._say(notice=worker_pb2.Notice(wanted=worker_pb2.LeaseWanted()))
+
     async def _read(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
             arrived_ns = time.perf_counter_ns()

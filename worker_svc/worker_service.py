@@ -175,6 +175,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             return self._leases.take(time.monotonic())
         except LeaseHeld as error:
+            if request.open.is_wanted and self._session is not None:
+                self._session.tell_wanted()
             await refuse(context, refused, str(error))
 
     async def _settle(self, lease: Lease) -> None:
