@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error after answers")
     sampling.add_arguments(parser, max_tokens=512)
+    sampling.add_model(parser)
     connection.add_arguments(parser)
 
 
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError("the question is empty")
     with connection.connect(arguments) as client:
         if question is not None:
-            _ask(Conversation(client, params, arguments.system), question, arguments.stats)
+            _ask(Conversation(client, params, arguments.system, model=arguments.model), question, arguments.stats)
         else:
             _converse(client, params, arguments)
     return 0
@@ -59,8 +60,8 @@ def _converse(client: Client, params: SamplingParams, arguments: argparse.Namesp
 
     with contextlib.suppress(ImportError):  # not on every platform
         import readline  # noqa: F401  # gives input() editing and history by being there
-    info = client.model_info()
-    conversation = Conversation(client, params, arguments.system, info.max_model_len)
+    info = client.model_info(arguments.model)
+    conversation = Conversation(client, params, arguments.system, info.max_model_len, arguments.model)
     print(f"{info.model} at {arguments.address}. /help says more, /bye leaves.", file=sys.stderr)
     while (question := _read_question()) is not None:
         if question:

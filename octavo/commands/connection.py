@@ -42,6 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tls_arguments(group)
 
 
+def add_optional_address(parser: argparse.ArgumentParser, what: str) -> None:
+    """For a command that asks a server only where one is named: `connect` where `address` is not None."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--address", type=addresses, metavar="HOST:PORT", help=what)
+    group.add_argument("--api-key", metavar="KEY", help="sent as `authorization: Bearer KEY`")
+    add_tls_arguments(group)
+    parser.set_defaults(retry_window=None)
+
+
 def add_address(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--address", type=address, default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="default: %(default)s"

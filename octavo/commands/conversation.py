@@ -21,19 +21,22 @@ class Conversation:
     `max_model_len` is in tokens; 0: nothing is left out, and what does not fit is the server's to refuse.
     """
 
-    def __init__(self, client: Client, params: SamplingParams, system: str | None, max_model_len: int = 0) -> None:
+    def __init__(
+        self, client: Client, params: SamplingParams, system: str | None, max_model_len: int = 0, model: str = ""
+    ) -> None:
         self._client = client
         self._params = params
         self._system = [{"role": "system", "content": system}] if system else []
         self._turns: list[list[Message]] = []  # question and answer, the oldest first
         self._max_model_len = max_model_len
+        self._model = model
 
     def ask(self, question: str) -> Answer:
         """Prints the answer as it comes. One that is cut short or fails is remembered as far as it went."""
         asked = {"role": "user", "content": question}
         self._make_room(asked)
         answer = Answer()
-        stream = self._client.generate(messages=self._messages(asked), sampling_params=self._params)
+        stream = self._client.generate(messages=self._messages(asked), sampling_params=self._params, model=self._model)
         try:
             answer.show(stream)
         finally:
@@ -67,4 +70,5 @@ class Conversation:
         On another thread: Ctrl-C within gRPC may leave its locks taken (see octavo.interruptible_stream).
         """
         with ThreadPoolExecutor(1) as other:
-            return len(other.submit(self._client.tokenize, self._messages(asked, first)).result())
+            asking = other.submit(self._client.tokenize, self._messages(asked, first), model=self._model)
+            return len(asking.result())

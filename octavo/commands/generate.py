@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_arguments(parser, max_tokens=128)
     sampling.add_several_outputs(parser)
     request = parser.add_argument_group("request")
+    sampling.add_model(request)
     request.add_argument("--priority", type=int, metavar="N", help="lower is served first, where the server goes by it")
     request.add_argument("--cache-salt", metavar="TEXT", help="share cached prompts only with requests of this salt")
     connection.add_arguments(parser)
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError("a prompt is wanted, as an argument or through a pipe")
     several = params.n > 1 or params.use_beam_search
     answer: Answer | Answers = Answers() if several else Answer()
-    options = {"priority": arguments.priority, "cache_salt": arguments.cache_salt}
+    options = {"model": arguments.model, "priority": arguments.priority, "cache_salt": arguments.cache_salt}
     with connection.connect(arguments) as client:
         if arguments.chat:
             messages = [{"role": "user", "content": prompt}]

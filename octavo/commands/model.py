@@ -1,4 +1,5 @@
-"""`octavo model`: fetches models, and shows and removes those that are here, in Octavo's cache and in the hub's."""
+"""`octavo model`: fetches models, shows and removes those that are here, in Octavo's cache and in the hub's, and lists
+those that a server has."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.commands import connection
+
 if TYPE_CHECKING:
     from octavo.models.catalog import ModelEntry
+    from protos import inference_pb2 as pb
 
 _NAME = "a name that `octavo model list` shows, OWNER/NAME[@REVISION][:QUANTISATION] of the hub"
 
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="which of the hub's files: as the worker's option (default: auto)",
     )
-    listing = actions.add_parser("list", help="models that are here, and that are known by name")
+    listing = actions.add_parser("list", help="models that are here, and that are known by name; or that a server has")
+    connection.add_optional_address(listing, "list the models that this server has")
     show = actions.add_parser("show", help="where a model lies, of which revision, how large")
     remove = actions.add_parser("rm", help="remove a model, or one revision of it")
     remove.add_argument("--yes", action="store_true", help="do not ask")
@@ -49,6 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(path)
         return 0
+    if arguments.action == "list" and arguments.address is not None:
+        with connection.connect(arguments) as client:
+            for model in client.list_models():
+                _print_served(model)
+        return 0
     if arguments.action == "list":
         from octavo.models.catalog import list_models
 
@@ -63,6 +73,15 @@ def _print_line(entry: ModelEntry) -> None:
     revision = entry.revisions[0][0][:8] if entry.revisions else ""
     place = str(entry.path) if entry.path else "not here yet"
     print(f"{entry.name:<40}{size:>10}  {revision:<8}  {place}  {entry.description}".rstrip())
+
+
+def _print_served(model: pb.ModelState) -> None:
+    """NAME@FINGERPRINT, as requests may name it."""
+    kind = ", ".join(filter(None, (model.architecture, model.dtype, model.quantization)))
+    workers = f"{model.num_workers_serving} serving, {model.num_workers_draining} draining"
+    marks = ["default"] * model.is_default + ["takes new requests"] * model.is_current
+    name = f"{model.name}@{model.fingerprint[:12]}"
+    print(f"{name:<48}{model.max_model_len:>8} tokens  {workers}  {kind}  {', '.join(marks)}".rstrip())
 
 
 def _find(arguments: argparse.Namespace) -> ModelEntry:

@@ -23,6 +23,15 @@ _NUMBERS = (
 )
 
 
+def add_model(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="of several that the server has, as `octavo model list --address` names them",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
