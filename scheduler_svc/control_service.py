@@ -161,6 +161,6 @@ def _worker(client: WorkerClient, handle: WorkerHandle | None, models: ServedMod
         state.num_steps = handle.statistics.num_steps
         state.last_heard_ns = time.monotonic_ns() - handle.link.last_heard_ns
         state.adapters.extend(sorted(handle.adapters))
-        if handle.is_draining:
+        if handle.is_closing:
             state.health = pb.WORKER_HEALTH_DRAINING
     return state

@@ -199,12 +199,14 @@ class Engine:
         self._step_observers.append(observer)
         return partial(self._step_observers.remove, observer)
 
-    def drain_worker(self, address: str) -> int:
+    def drain_worker(self, address: str, *, may_finish: bool = False) -> int:
         """Gives a worker no more steps, and gives it back once it has answered those it has. Its requests move.
+
+        `may_finish`: where no other worker has its model, it ends its requests first; new ones it gets no more.
 
         Returns how many they are. Raises UnknownName.
         """
-        return self.call(lambda: self._drain(address)).result()
+        return self.call(lambda: self._drain(address, may_finish)).result()
 
     def flush_prefix_cache(self, address: str = "") -> int:
         """Forgets cached prefixes, of one worker or of all; what runs keeps its blocks. How many could be found.
@@ -293,7 +295,8 @@ class Engine:
             self.router.touch(worker)
             if worker.in_flight:
                 self._idle.pop(worker, None)
-            elif worker.is_leaving:
+            elif worker.is_leaving or (worker.is_finishing and not worker.has_something_to_do):
+                worker.is_draining = True
                 self._on_lost(worker.link, "it is drained")
             else:
                 self._idle[worker] = None
@@ -462,14 +465,23 @@ class Engine:
                 self._on_end(group, FinishReason.ERROR, why_ended.format(group.num_worker_losses))
         for group in groups:
             if not group.is_finished:
-                group.num_moves += 1
-                self._place(group)
+                self._move(group)
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
         for group in worker.scheduler.outgrown:
-            group.num_moves += 1
-            self._place(group)
+            self._move(group)
         worker.scheduler.outgrown.clear()
+
+    def _move(self, group: SequenceGroup) -> None:
+        """As `_place`, for a group that a worker had, which one that finishes takes back where nobody else can."""
+        group.num_moves += 1
+        self._place(group)
+        if group in self._waiting.unbound:
+            for worker in self.workers:
+                if worker.is_finishing and worker.can_ever_run(group):
+                    self.router.bind(group, worker, group.num_tokens_to_compute)
+                    self._wake(worker)
+                    return
 
     def _on_message(self, link: WorkerLink, data: bytes) -> None:
         worker = self._worker_of(link)
@@ -639,6 +651,9 @@ class Engine:
             self._place(group)
 
     def _on_joined(self, worker: WorkerHandle) -> None:
+        for other in self.workers:
+            if other.is_finishing and other.model == worker.model:
+                self.give_back(other)
         self.workers.append(worker)
         self._by_link[id(worker.link)] = worker
         self.router.join(worker)
@@ -665,6 +680,7 @@ class Engine:
         del self._by_link[id(link)]
         self._due.pop(worker, None)
         self._idle.pop(worker, None)
+        self._to_watch = iter(())  # which may hold it, and all that is known of it
         waiting = self.router.leave(worker)
         self.metrics.of(worker.model).num_worker_losses += not worker.is_draining
         self._last_lost_ns = None if self.workers else self._clock()
@@ -715,19 +731,25 @@ class Engine:
             self.adapters.release(group)
             self.metrics.of(group.model).ended(group, reason, self._clock())
 
-    def _drain(self, address: str) -> int:
+    def _drain(self, address: str, may_finish: bool = False) -> int:
         (worker,) = self.workers_at(address)
-        return self.give_back(worker)
+        others = (other for other in self.workers if other is not worker and other.model == worker.model)
+        if not may_finish or not all(other.is_closing for other in others):
+            return self.give_back(worker)
+        worker.is_finishing = True
+        self.router.loads.close(worker)
+        self._wake(worker)
+        log.info("worker is drained, and ends its requests first", worker=address, requests=worker.num_running)
+        return _num_held(worker)
 
     def give_back(self, worker: WorkerHandle) -> int:
         """See `drain_worker`; on the step loop's thread."""
-        address = worker.link.address
         worker.is_draining = worker.is_leaving = True
+        worker.is_finishing = False
         self._on_closed(worker)
         self._wake(worker)
-        log.info("worker is drained", worker=address, requests=worker.num_running)
-        scheduler = worker.scheduler
-        return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
+        log.info("worker is drained", worker=worker.link.address, requests=worker.num_running)
+        return _num_held(worker)
 
     def _flush(self, address: str) -> int:
         workers = self.workers_at(address)
@@ -813,6 +835,11 @@ class Engine:
     def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
         worker = self._by_link.get(id(link))
         return worker if worker is not None and worker.link is link else None
+
+
+def _num_held(worker: WorkerHandle) -> int:
+    scheduler = worker.scheduler
+    return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
 
 
 def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:

@@ -98,4 +98,4 @@ class Serving:
     def is_ready(self) -> bool:
         if self.vital.failure or not self.pool.models.known:
             return False
-        return any(not worker.is_draining for worker in list(self.engine.workers))
+        return any(not worker.is_closing for worker in list(self.engine.workers))

@@ -89,6 +89,7 @@ class WorkerHandle:
         self.statistics = StepStatistics()
         self.is_draining = False  # it says that it ends, or has been told to
         self.is_leaving = False  # given back as soon as it has answered
+        self.is_finishing = False  # told to drain with nobody to go on for it: it ends what it has, and leaves
         self.failed_step: StepInFlight | None = None
         self.unsent: ScheduledRows | None = None  # of a step that was decided and could not be said; not yet taken back
         self.num_faults = 0  # of our own over this worker's groups, since its last good answer
@@ -118,6 +119,11 @@ class WorkerHandle:
         if group.model and self.model and group.model != self.model:
             return False
         return self.scheduler.can_ever_run(group) and not (group.adapter and not self.adapter_gate.max_loras)
+
+    @property
+    def is_closing(self) -> bool:
+        """Takes no new requests any more, for good."""
+        return self.is_draining or self.is_finishing
 
     @property
     def takes_new_groups(self) -> bool:

@@ -95,10 +95,12 @@ class WorkerPool:
     def drain(self, address: str) -> int:
         """Gives a worker back once it has answered what it has; a new instance at the address may join again.
 
-        Returns how many requests have to move. Raises UnknownName.
+        Its requests move to others of its model. Where there are none they end on it before it is given back.
+
+        Returns how many requests it has. Raises UnknownName.
         """
         instances = {worker.link.address: worker.info.instance_id for worker in list(self.engine.workers)}
-        num_requests = self.engine.drain_worker(address)
+        num_requests = self.engine.drain_worker(address, may_finish=True)
         self._drained.add(instances[address])
         return num_requests
 
@@ -244,7 +246,7 @@ class WorkerPool:
 
     def _count(self) -> None:
         """Workers by model."""
-        are_draining = {id(worker.link) for worker in list(self.engine.workers) if worker.is_draining}
+        are_draining = {id(worker.link) for worker in list(self.engine.workers) if worker.is_closing}
         joined, draining = Counter[str](), Counter[str]()
         for member in self._members:
             if member.link is not None:

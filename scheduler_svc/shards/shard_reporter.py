@@ -107,7 +107,7 @@ class ShardReporter:
         loads, ahead = router.loads, router.work.all()
         seen = []
         for handle in self._engine.workers:
-            if handle.is_draining:
+            if handle.is_closing:
                 continue
             cache = handle.scheduler.blocks.cache if self._engine.settings.enable_prefix_caching else None
             changes = cache.take_changes() if cache is not None else CacheChanges()

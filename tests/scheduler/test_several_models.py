@@ -21,6 +21,7 @@ from scheduler_svc.served_models import ServedModels
 from scheduler_svc.serving import Serving
 from scheduler_svc.tokenizer import Tokenizer
 from tests.fakes import FakeWorker, spell
+from tests.scheduler.hashed_tokens import hashed_after
 
 DEADLINE_S = 10.0
 
@@ -140,6 +141,60 @@ def test_models_with_one_name_are_revisions_and_the_newest_takes_new_requests() 
         pool.wait(lambda: _names(pool.models)[1] == ("new", 0, 0))
         pool.submit("back")
         assert pool.finish("back") == ["the old one's"]
+
+
+def test_the_last_worker_of_a_model_ends_what_it_has_before_it_leaves_and_takes_nothing_new() -> None:
+    with (
+        FakeWorker(spell("the old one's"), delay_s=0.01, max_num_seqs=2, model_hash="old") as old,
+        FakeWorker(spell("the new one's"), model_hash="new") as new,
+        a_pool(old, new) as pool,
+    ):
+        name = f"fake-model@{pool.models.known[0].model.fingerprint}"
+        waiting = [f"old {number}" for number in range(6)]  # for two places
+        for request_id in waiting:
+            pool.submit(request_id, model=name)
+        pool.wait(lambda: pool.text["old 0"])
+        pool.serving.pool.drain(old.address)
+        assert _names(pool.models) == [("old", 0, 1), ("new", 1, 0)]
+        pool.submit("new")
+        pool.submit("late", model=name)
+        assert pool.finish(*waiting, "new") == ["the old one's"] * 6 + ["the new one's"]
+        assert "it was drained" in pool.refusal(old)
+        assert not pool.text["late"] and "late" not in pool.ends
+        with FakeWorker(spell("the old one's"), model_hash="old") as again:
+            pool.add(again)
+            assert pool.finish("late") == ["the old one's"]
+
+
+def test_who_finishes_gives_its_requests_to_another_of_its_model_that_comes() -> None:
+    with FakeWorker(delay_s=0.01, model_hash="a") as first, FakeWorker(model_hash="a") as second, a_pool(first) as pool:
+        pool.submit("one", max_tokens=100)
+        pool.wait(lambda: len(pool.text["one"]) > 3)
+        pool.serving.pool.drain(first.address)
+        pool.add(second)
+        pool.wait(lambda: "one" in pool.ends)
+        assert pool.text["one"] == bytes(hashed_after("say|", 100)).decode()
+        assert [each.link.address for each in pool.serving.engine.workers] == [second.address]
+
+
+def test_who_finishes_takes_back_what_a_fault_has_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeWorker(delay_s=0.01, model_hash="a") as only, a_pool(only) as pool:
+        pool.submit("one", max_tokens=60)
+        pool.wait(lambda: len(pool.text["one"]) > 3)
+        pool.serving.pool.drain(only.address)
+        (worker,) = pool.serving.engine.workers
+        schedule = worker.scheduler.schedule
+        faults = iter([RuntimeError("a fault of our own")])
+
+        def fail_once(*arguments: Any, **options: Any) -> Any:
+            for fault in faults:
+                raise fault
+            return schedule(*arguments, **options)
+
+        monkeypatch.setattr(worker.scheduler, "schedule", fail_once)
+        pool.wait(lambda: "one" in pool.ends)
+        assert pool.text["one"] == bytes(hashed_after("say|", 60)).decode()
+        pool.wait(lambda: not pool.serving.engine.workers)
 
 
 def test_arithmetic_and_vocabulary_of_another_worker_make_another_revision() -> None:
@@ -264,6 +319,8 @@ def test_a_forgotten_models_tokenizer_is_freed() -> None:
             assert tokenizer() is not pool.models.known[0].model.tokenizer
         Tokenizer.load(pool.models.known[0].model.tokenizer.files)  # is the last that was asked for
         pool.wait(lambda: _names(pool.models) == [("a", 1, 0)])
+        pool.submit("two", max_tokens=3)  # what is written last is held until the next is
+        pool.wait(lambda: "two" in pool.ends)
 
         def is_freed() -> bool:
             gc.collect()
