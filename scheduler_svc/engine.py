@@ -681,6 +681,7 @@ class Engine:
         self._due.pop(worker, None)
         self._idle.pop(worker, None)
         self._to_watch = iter(())  # which may hold it, and all that is known of it
+        self._rebinding.start_over()
         waiting = self.router.leave(worker)
         self.metrics.of(worker.model).num_worker_losses += not worker.is_draining
         self._last_lost_ns = None if self.workers else self._clock()

@@ -29,6 +29,10 @@ class Rebinding:
 
     # ---- a worker that has nothing to begin -------------------------------------------------------------------------
 
+    def start_over(self) -> None:
+        """Takes turns from the first worker again, so that none is held that is gone."""
+        self._turns = iter(())
+
     def is_due(self, worker: WorkerHandle) -> bool:
         """Whether a worker has room for more than waits for it, and others have somebody to spare."""
         router = self._router
