@@ -32,6 +32,7 @@ from scheduler_svc.text.request_text import RequestText
 from scheduler_svc.text.text_processes import FIRST_PAUSE_S, TextProcesses
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler.tiny_served_model import tiny_served_model
+from tests.tiny_models import write_byte_tokenizer
 
 # Does not end for a content that says so: some 10^10 turns.
 ENDLESS = (
@@ -101,6 +102,48 @@ async def test_answers_are_those_of_this_process(model: ServedModel) -> None:
             await processes.detokenize(b"\xff\xff")
         with pytest.raises(InvalidRequest, match="got none or several"):
             await processes.prepare(_chat("hi") + pb.GenerateRequest(prompt="hi").SerializeToString())
+
+
+async def test_each_request_is_prepared_for_its_own_model_and_models_come_and_go(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    write_byte_tokenizer(tmp_path, 400, seed=1)
+    files = Tokenizer.from_folder(tmp_path).files
+    other = dataclasses.replace(
+        model, name="other", fingerprint="f" * 32, tokenizer=Tokenizer(files), max_model_len=3000, vocab_size=500
+    )
+    known = [model]
+    models = ServedModels.of(model)
+    processes = TextProcesses(lambda: models, TextSettings(), 2)
+    processes.start()
+
+    def loaded() -> list[int]:
+        return [len(slot.process.loaded.known) for slot in processes._slots if slot.process and slot.process.loaded]
+
+    try:
+        for name in ("tiny", "other", "tiny", "other"):
+            if name == "other" and len(known) == 1:
+                with pytest.raises(UnknownName, match="model 'other' is not served here; 'tiny' is"):
+                    await processes.tokenize(pb.TokenizeRequest(prompt="hey", model="other").SerializeToString())
+                known.append(other)
+                models = ServedModels.of(*known)  # of which no process has been told
+            data = pb.GenerateRequest(prompt="x" * 2000, model=name).SerializeToString()
+            prepared = await processes.prepare(data)
+            assert prepared.request.model_fingerprint == (other if name == "other" else model).fingerprint
+            tokens = pb.TokenizeResponse.FromString(
+                await processes.tokenize(pb.TokenizeRequest(prompt="hey", model=name).SerializeToString())
+            )
+            assert tokens.max_model_len == (3000 if name == "other" else 5000)
+        await _until(lambda: loaded() == [2, 2])
+        pids = processes.pids
+        models = ServedModels.of(model)
+        processes.expect(models)
+        await _until(lambda: loaded() == [1, 1])
+        with pytest.raises(UnknownName, match="'tiny' is"):
+            await processes.tokenize(pb.TokenizeRequest(prompt="hey", model="other").SerializeToString())
+        assert processes.pids == pids, "none was started anew"
+    finally:
+        await processes.stop()
 
 
 async def test_what_takes_too_long_is_killed_and_said_and_others_go_on(model: ServedModel) -> None:
