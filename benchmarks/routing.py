@@ -48,20 +48,20 @@ class Workload:
 def _conversations(seed: int) -> list[Request]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        lines = mooncake_like.entries(600, seed)
+        lines = mooncake_like.entries(500, seed)
         path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
         return traces.read(path)
 
 
 SMALL = dataclasses.replace(KIND, speed=0.5, cache_tokens=76_800, max_num_seqs=64)
 SLOW = dataclasses.replace(KIND, speed=0.25)
-TENANTS = Load(requests=2000, shared_tokens=6000, tenants=150, prompt_tokens=200, output_tokens=48, spread=0.5, rate=40)
-TURNS = Load(requests=250, prompt_tokens=1200, output_tokens=120, turns=5, think_s=8.0, spread=0.5)
+TENANTS = Load(requests=1600, shared_tokens=6000, tenants=150, prompt_tokens=200, output_tokens=24, spread=0.5, rate=40)
+TURNS = Load(requests=250, prompt_tokens=1200, output_tokens=60, turns=5, think_s=8.0, spread=0.5)
 
 WORKLOADS = {
     "one prompt": Workload(
         "one system prompt of 1,024 tokens before 256 of each request's own, 120 requests/s",
-        Load(requests=2500, shared_tokens=1024, prompt_tokens=256, output_tokens=64, spread=0.5, rate=120).arrivals,
+        Load(requests=2000, shared_tokens=1024, prompt_tokens=256, output_tokens=32, spread=0.5, rate=120).arrivals,
     ),
     "150 tenants": Workload("150 tenants with 6,000 tokens each, 40 requests/s", TENANTS.arrivals),
     "conversations": Workload(
@@ -76,12 +76,12 @@ WORKLOADS = {
     ),
     "one slow": Workload(
         "400 tokens each, nothing shared, 100 requests/s; one worker has a quarter of the speed",
-        Load(requests=2500, prompt_tokens=400, output_tokens=64, spread=0.5, rate=100).arrivals,
+        Load(requests=2000, prompt_tokens=400, output_tokens=32, spread=0.5, rate=100).arrivals,
         pool=(SLOW,) + (KIND,) * (NUM_WORKERS - 1),
     ),
     "idle": Workload(
         "one request every 5 s, 20 tenants with 2,000 tokens each",
-        Load(requests=200, shared_tokens=2000, tenants=20, prompt_tokens=200, output_tokens=64, rate=0.2).arrivals,
+        Load(requests=200, shared_tokens=2000, tenants=20, prompt_tokens=200, output_tokens=32, rate=0.2).arrivals,
     ),
     "loss": Workload(
         "as 150 tenants; one worker is lost after 15 s and comes back after 30 s",
