@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
+from benchmarks.routing import OWN_BOUND_ONCE
 from octavo import log
 from octavo.bench import picture
 from octavo.bench.fleet.figures import FleetFigures, measure
@@ -140,6 +141,7 @@ def sizes_of_pool(scaling: dict[str, Any]) -> list[Chart]:
             Series("in proportion to workers", SIZES, SIZES),
         ],
         log_x=True,
+        log_y=True,
     )
     waits = Chart(
         "arrivals at 80 % of that",
@@ -170,14 +172,16 @@ def lost_worker(found: dict[str, Any]) -> Chart:
 
 def routing_rules(routing: dict[str, Any]) -> Chart:
     by_workload = routing["medians"]
-    rules = [rule for rule in next(iter(by_workload.values())) if rule != "Octavo, bound once"]
+    rules = [rule for rule in next(iter(by_workload.values())) if rule != OWN_BOUND_ONCE]
+    beside = [0.09 * (place - (len(rules) - 1) / 2) for place in range(len(rules))]  # so that none hides another
+    columns = range(len(by_workload))
     return Chart(
         "mean time to the first token by routing rule (less is better)",
         "",
         "ms",
         [
-            Series(rule, range(len(by_workload)), [of[rule]["ttft_mean_ms"] for of in by_workload.values()], False)
-            for rule in rules
+            Series(rule, [x + dx for x in columns], [of[rule]["ttft_mean_ms"] for of in by_workload.values()], False)
+            for rule, dx in zip(rules, beside, strict=True)
         ],
         categories=list(by_workload),
         log_y=True,
