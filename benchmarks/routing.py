@@ -95,9 +95,9 @@ def play(workload: Workload, rule: str, seed: int) -> FleetFigures:
     """One run of a workload by a rule."""
     simulation = Simulation(workload.pool, workload.requests(seed), workload.losses, seed)
     if rule == OWN_BOUND_ONCE:
-        simulation.engine._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]
+        simulation.engines[0]._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]
     elif rule != OWN:
-        use(simulation.engine, RULES[rule](), seed)
+        use(simulation.engines[0], RULES[rule](), seed)
     return measure(simulation.run(), len(workload.pool))
 
 

@@ -75,12 +75,15 @@ def test_what_is_drawn_follows_its_description() -> None:
 def test_a_seed_says_it_all() -> None:
     load = Load(requests=40, prompt_tokens=40, output_tokens=8, spread=0.5, rate=30, shared_tokens=16)
 
-    def figures(seed: int) -> dict[str, object]:
-        values = play(3, load, Loss(1, 0.5, 0.9), seed=seed).as_dict()
+    def figures(seed: int, shards: int = 1) -> dict[str, object]:
+        requests, losses = load.arrivals(seed), [Loss(1, 0.5, 0.9)]
+        values = measure(Simulation([KIND] * 3, requests, losses, seed, shards).run(), 3).as_dict()
+        values.pop("front_us_per_request")
         assert 0 < values.pop("decision_us_per_step") < values.pop("engine_us_per_step")  # these are measured
         return values
 
     assert figures(1) == figures(1) != figures(2)
+    assert figures(1, shards=2) == figures(1, shards=2) != figures(1)
 
 
 def test_a_lost_worker_s_requests_end_elsewhere_and_it_works_again_once_it_is_back() -> None:
@@ -92,6 +95,24 @@ def test_a_lost_worker_s_requests_end_elsewhere_and_it_works_again_once_it_is_ba
     figures = measure(run, 2)
     assert (figures.failed, figures.output_tokens) == (0, 60 * 32)
     assert figures.longest_silence_ms > 40, "whoever was on it waited for its tokens to be computed again"
+
+
+def test_shards_behind_a_front_do_as_much_as_one_step_loop() -> None:
+    """Equal workers, a common prompt of each tenant: the front finds who has it, and spreads what nobody has."""
+    load = Load(requests=400, prompt_tokens=32, shared_tokens=256, tenants=12, output_tokens=16, rate=150)
+
+    def figures(shards: int) -> FleetFigures:
+        run = Simulation([KIND] * 8, load.arrivals(0), num_shards=shards).run()
+        assert {worker.number for worker in run.workers if worker.num_steps} == set(range(8))
+        return measure(run, 8)
+
+    one, four = figures(1), figures(4)
+    assert (four.shards, four.failed, four.output_tokens) == (4, 0, 400 * 16)
+    assert four.cache_hit_rate >= 0.9 * one.cache_hit_rate
+    assert four.ttft_mean_ms <= 1.5 * one.ttft_mean_ms
+    assert four.front_us_per_request > 0 and one.as_dict()["front_us_per_request"] is None
+    with pytest.raises(NeverEnds):
+        Simulation([KIND] * 2, Load(requests=2).arrivals(0), [Loss(0, 0.0), Loss(1, 0.0)], num_shards=2).run()
 
 
 def test_requests_that_nobody_can_ever_serve_are_an_error_and_no_endless_run() -> None:

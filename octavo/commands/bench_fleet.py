@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help=f"that run at once on a worker, likewise (default: {kind.max_num_seqs})")  # fmt: skip
     pool.add_argument("--max-num-batched-tokens", type=_count(1 << 20), default=kind.max_num_batched_tokens,
                       metavar="N", help="that one step computes at most (default: %(default)s)")  # fmt: skip
+    pool.add_argument("--shards", type=_count(256), default=1, metavar="N",
+                      help="step loops that share them, behind a front that chooses (default: 1)")  # fmt: skip
     pool.add_argument("--lose-at", type=_number(0), metavar="S", help="the first worker is lost after so many seconds")
     pool.add_argument("--return-at", type=_number(0), metavar="S", help="and comes back then, with an empty cache")
     asked = parser.add_argument_group("requests")
@@ -133,7 +135,9 @@ def _measure(arguments: argparse.Namespace, num_workers: int) -> FleetFigures:
     from octavo.bench.fleet.simulation import Simulation
 
     requests = _requests(arguments, num_workers)
-    simulation = Simulation(_pool(arguments, num_workers), requests, _losses(arguments), arguments.seed)
+    simulation = Simulation(
+        _pool(arguments, num_workers), requests, _losses(arguments), arguments.seed, arguments.shards
+    )
     return measure(simulation.run(), num_workers)
 
 

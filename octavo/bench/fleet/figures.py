@@ -26,10 +26,12 @@ class FleetFigures:
         decision_us_per_step: CPU time of the step loop's thread over the steps of all workers, but for taking answers:
             choosing workers, and scheduling and encoding steps.
         engine_us_per_step: of that thread as a whole.
+        front_us_per_request: CPU time of choosing a shard, where there are several.
         failed: requests that ended in an error.
     """
 
     workers: int
+    shards: int
     requests: int
     failed: int
     prompt_tokens: int
@@ -49,6 +51,7 @@ class FleetFigures:
     steps: int
     decision_us_per_step: float
     engine_us_per_step: float
+    front_us_per_request: float
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what was not there to be measured is null."""
@@ -69,6 +72,7 @@ def measure(run: Run, num_workers: int) -> FleetFigures:
     mean_ns, most_ns = sum(busy_ns.values()) / num_workers, max(busy_ns.values())
     return FleetFigures(
         workers=num_workers,
+        shards=run.num_shards,
         requests=len(outcomes),
         failed=sum(bool(outcome.error) for outcome in outcomes),
         prompt_tokens=sum(outcome.request.num_prompt_tokens for outcome in outcomes),
@@ -88,6 +92,7 @@ def measure(run: Run, num_workers: int) -> FleetFigures:
         steps=run.num_steps,
         decision_us_per_step=round(run.decision_cpu_ns / 1e3 / run.num_steps, 1) if run.num_steps else math.nan,
         engine_us_per_step=round(run.engine_cpu_ns / 1e3 / run.num_steps, 1) if run.num_steps else math.nan,
+        front_us_per_request=round(run.front_cpu_ns / 1e3 / len(outcomes), 1) if run.num_shards > 1 else math.nan,
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from octavo.bench.fleet.front import Front
 from octavo.bench.fleet.requests import OWN_TEXT, Request
 from octavo.bench.fleet.worker import BLOCK_SIZE, RunStep, VirtualWorker, WorkerKind
 from protos import inference_pb2, worker_pb2
@@ -74,8 +75,10 @@ class Run:
     workers: list[VirtualWorker] = field(default_factory=list)  # every lease
     ended_ns: int = 0
     num_steps: int = 0
-    engine_cpu_ns: int = 0  # of the step loop's thread
+    engine_cpu_ns: int = 0  # of the step loops' threads
     decision_cpu_ns: int = 0  # of that, all but taking answers
+    front_cpu_ns: int = 0  # of choosing shards
+    num_shards: int = 1
     num_cached_tokens: int = 0  # of prompts, when they were begun first
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
@@ -85,12 +88,15 @@ class Simulation:
     """One pool and what it is asked. `run` once.
 
     Args:
-        pool: a worker each.
+        pool: a worker each; they are dealt out to `num_shards` engines.
         losses: of those, by their number.
         settings: of the `EngineSettings`.
         seed: of whatever the engine draws.
 
     Raises ValueError for a request that no worker's cache can hold.
+
+    Attributes:
+        engines: one a shard, to be changed before the run if at all.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Simulation:
         requests: Sequence[Request],
         losses: Sequence[Loss] = (),
         seed: int = 0,
+        num_shards: int = 1,
         **settings: Any,
     ) -> None:
         from scheduler_svc.engine import Engine, EngineSettings
@@ -122,7 +129,13 @@ class Simulation:
         self._has_answer = False  # among the events that the step loop has not taken
         self.run_seen = Run()
         bounds = {"max_waiting_requests": UNBOUNDED, "max_waiting_tokens": UNBOUNDED, "worker_wait_timeout_s": 1e9}
-        self.engine: Engine = Engine(EngineSettings(**{**bounds, **settings}), self, clock=self._clock)
+        engine_settings = EngineSettings(**{**bounds, **settings})
+        num_shards = min(num_shards, len(pool))
+        self.engines = [Engine(engine_settings, self, clock=self._clock) for _ in range(num_shards)]
+        self._front = Front(self.engines, BLOCK_SIZE) if num_shards > 1 else None
+        self.run_seen.num_shards = num_shards
+        self._awake = list(self.engines)  # that have something to take
+        self._turned_ns = 0  # when all of them looked at the clock last
         for number in range(len(pool)):
             self._links.append(self._join(number, epoch=1))
         for request in requests:
@@ -136,6 +149,8 @@ class Simulation:
         """Until every request has ended. Raises NeverEnds."""
         with _frozen_memory(), _seeded(self._random):
             self._turn()
+            if self._front is not None:
+                self._front.report(self._now_ns)
             while self._events:
                 self._pass_time_until(self._events[0][0])
                 self._take_next()
@@ -154,11 +169,24 @@ class Simulation:
         heapq.heappush(self._events, (at_ns, next(self._numbers), event, is_arrival))
 
     def _pass_time_until(self, at_ns: int) -> None:
-        """The step loop wakes a few times a second, whatever happens; where nothing is unfinished that can be left."""
-        while at_ns - self._now_ns > TICK_NS:
-            self._now_ns = self._now_ns + TICK_NS if len(self.engine.live) else at_ns - TICK_NS
-            self._turn()
-        self._now_ns = at_ns
+        """Step loops wake a few times a second, whatever happens; where nothing is unfinished that can be left."""
+        while self._now_ns < at_ns:
+            wakes_ns = min(at_ns, self._turned_ns + TICK_NS, self._front.due_ns if self._front is not None else at_ns)
+            if not self._num_live:
+                wakes_ns = max(wakes_ns, at_ns - TICK_NS)
+            self._now_ns = max(self._now_ns, wakes_ns)
+            if self._now_ns >= self._turned_ns + TICK_NS:
+                self._wake_all()
+            if self._front is not None and self._now_ns >= self._front.due_ns:
+                self._front.report(self._now_ns)
+
+    @property
+    def _num_live(self) -> int:
+        return sum(len(engine.live) for engine in self.engines)
+
+    def _wake_all(self) -> None:
+        self._awake[:], self._turned_ns = self.engines, self._now_ns
+        self._turn()
 
     def _take_next(self) -> None:
         """The next event, and the requests that arrive at the very same time. Of answers each wakes the step loop."""
@@ -170,21 +198,23 @@ class Simulation:
     def _wait_for_more(self) -> None:
         """Nothing is on its way. Whatever is unfinished gets on by the step loop's own looks at the clock, or never."""
         until_ns = self._now_ns + MAX_SILENCE_NS
-        while len(self.engine.live) and not self._events:
+        while self._num_live and not self._events:
             if self._now_ns >= until_ns:
-                raise NeverEnds(f"{len(self.engine.live)} requests wait for ever: nothing is computed, nobody comes")
+                raise NeverEnds(f"{self._num_live} requests wait for ever: nothing is computed, nobody comes")
             self._now_ns += TICK_NS
-            self._turn()
+            self._wake_all()
 
     def _turn(self) -> None:
-        """The step loop wakes: what it hears of, what it sends, and then what that brings."""
-        run, began_ns = self.run_seen, time.thread_time_ns()
-        self.engine.take_events(wait_s=0)
-        heard_ns = time.thread_time_ns()
-        self.engine.send_steps()
-        sent_ns = time.thread_time_ns()
-        run.engine_cpu_ns += sent_ns - began_ns
-        run.decision_cpu_ns += sent_ns - (heard_ns if self._has_answer else began_ns)
+        """Step loops with news wake: what they hear of, what they send, and then what that brings."""
+        run = self.run_seen
+        while self._awake:
+            engine, began_ns = self._awake.pop(), time.thread_time_ns()
+            engine.take_events(wait_s=0)
+            heard_ns = time.thread_time_ns()
+            engine.send_steps()
+            sent_ns = time.thread_time_ns()
+            run.engine_cpu_ns += sent_ns - began_ns
+            run.decision_cpu_ns += sent_ns - (heard_ns if self._has_answer else began_ns)
         self._has_answer = False
         for link in self._links_to_read:
             for step in link.take_steps():
@@ -195,20 +225,30 @@ class Simulation:
         for now_ns, tokens in told:
             self._note(now_ns, tokens)
 
+    def _wake(self, engine: Engine) -> Engine:
+        """It has something to take."""
+        if engine not in self._awake:
+            self._awake.append(engine)
+        return engine
+
+    def _engine_of(self, number: int) -> Engine:
+        """That has the worker of this number."""
+        return self._wake(self.engines[number % len(self.engines)])
+
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _join(self, number: int, epoch: int) -> VirtualWorker:
         kind = self._pool[number]
-        link = VirtualWorker(f"worker-{number}", kind, epoch, self._clock, self._links_to_read.append)
+        link = VirtualWorker(f"worker-{number}", number, kind, epoch, self._clock, self._links_to_read.append)
         self.run_seen.workers.append(link)
         lease = worker_pb2.LeaseGranted(instance_id=link.address, epoch=epoch)
         info, sizes = kind.info(link.address, self._max_model_len), kind.sizes(self._max_model_len)
-        self.engine.worker_joined(link, info, sizes, lease)
+        self._engine_of(number).worker_joined(link, info, sizes, lease)
         return link
 
     def _lose(self, number: int) -> None:
         link = self._links[number]
-        self.engine.worker_lost(link, "it is lost, as the plan has it")
+        self._engine_of(number).worker_lost(link, "it is lost, as the plan has it")
         link.is_closed = True
 
     def _come_back(self, number: int) -> None:
@@ -217,7 +257,7 @@ class Simulation:
     def _answer(self, step: RunStep) -> None:
         if not step.worker.is_closed:
             self._has_answer = True
-            self.engine.worker_said(step.worker, step.answer)
+            self._engine_of(step.worker.number).worker_said(step.worker, step.answer)
 
     def _submit(self, request: Request) -> None:
         from scheduler_svc.sequence import SequenceGroup
@@ -232,7 +272,8 @@ class Simulation:
             arrival_ns=self._now_ns,
             output=outcome,
         )
-        self.engine.submit(group)
+        shard = self._front.choose(group) if self._front is not None else 0
+        self._wake(self.engines[shard]).submit(group)
 
     # ---- the sink ---------------------------------------------------------------------------------------------------
 
@@ -274,10 +315,15 @@ class Simulation:
             self._at(follower.at_ns, partial(self._submit, follower), is_arrival=True)
 
     def _close(self) -> None:
-        metrics, run = self.engine.metrics.total(), self.run_seen
-        run.num_preemptions = sum(metrics.num_preemptions.values())
-        run.num_cached_tokens, run.num_prompt_tokens = metrics.num_prefix_hits, metrics.num_prefix_queries
-        self.engine.stop()
+        run = self.run_seen
+        for engine in self.engines:
+            metrics = engine.metrics.total()
+            run.num_preemptions += sum(metrics.num_preemptions.values())
+            run.num_cached_tokens += metrics.num_prefix_hits
+            run.num_prompt_tokens += metrics.num_prefix_queries
+            engine.stop()
+        if self._front is not None:
+            run.front_cpu_ns = self._front.cpu_ns
 
 
 _SAMPLING = inference_pb2.SamplingParams(seed=1, ignore_eos=True, temperature=0)

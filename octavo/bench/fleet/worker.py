@@ -76,12 +76,14 @@ class VirtualWorker:
     def __init__(
         self,
         name: str,
+        number: int,
         kind: WorkerKind,
         epoch: int,
         clock: Callable[[], int],
         was_sent: Callable[[VirtualWorker], None],
     ) -> None:
         self.address = name
+        self.number = number
         self.kind = kind
         self.epoch = epoch
         self.last_heard_ns = NEVER_SILENT_NS
