@@ -1,6 +1,6 @@
 """What more workers bring, in virtual time: the figures and pictures of docs/scaling.md.
 
-    python -m benchmarks.scaling          measures, and keeps the figures in benchmarks/results/
+    python -m benchmarks.scaling          measures, and keeps the figures in benchmarks/results/, part by part
     python -m benchmarks.scaling --draw   draws docs/pictures/ from the newest figures that are kept, those of
                                           benchmarks.routing among them
 
@@ -94,29 +94,41 @@ def medians(rows: list[FleetFigures]) -> dict[str, Any]:
     return {name: statistics.median(getattr(row, name) for row in rows) for name in names}
 
 
-def run_all(seeds: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"backlog": [], "at_80_percent": [], "decisions": []}
-    for size in SIZES:
-        found["backlog"].append(medians([backlog(size, seed) for seed in range(seeds)]))
-        _say("backlog", found["backlog"][-1])
-    found["rate_per_worker"] = rate = 0.8 * found["backlog"][0]["tokens_per_s"] / MEAN_OUTPUT
-    for size in SIZES:
-        found["at_80_percent"].append(medians([loaded(size, rate, seed) for seed in range(seeds)]))
-        _say("at 80 %", found["at_80_percent"][-1])
-    for size in SIZES_OF_DECISIONS:
-        found["decisions"].append(medians([decisions(size, seed) for seed in range(seeds)]))
-        _say("10,000 wait", found["decisions"][-1])
-    found["loss"] = loss(rate, 0)
-    return found
+def measure_backlog(seeds: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_said("backlog", medians([backlog(size, seed) for seed in range(seeds)])) for size in SIZES]
 
 
-def _say(name: str, row: dict[str, Any]) -> None:
+def measure_arrivals(seeds: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+    """At 80 % of what one worker does with a backlog."""
+    rate = 0.8 * known["backlog"][0]["tokens_per_s"] / MEAN_OUTPUT
+    return [_said("at 80 %", medians([loaded(size, rate, seed) for seed in range(seeds)])) for size in SIZES]
+
+
+def measure_decisions(seeds: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = [medians([decisions(size, seed) for seed in range(seeds)]) for size in SIZES_OF_DECISIONS]
+    return [_said("10,000 wait", row) for row in rows]
+
+
+def measure_loss(seeds: int, known: dict[str, Any]) -> dict[str, Any]:
+    return loss(0.8 * known["backlog"][0]["tokens_per_s"] / MEAN_OUTPUT, 0)
+
+
+PARTS = {
+    "backlog": measure_backlog,
+    "at_80_percent": measure_arrivals,
+    "decisions": measure_decisions,
+    "loss": measure_loss,
+}
+
+
+def _said(name: str, row: dict[str, Any]) -> dict[str, Any]:
     print(
         f"{name}: {row['workers']} workers, {row['tokens_per_s']:,.0f} tokens/s, first token {row['ttft_mean_ms']:,.0f}"
         f" / {row['ttft_p99_ms']:,.0f} ms, {row['decision_us_per_step']:.0f} us a step",
         file=sys.stderr,
         flush=True,
     )
+    return row
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------
@@ -197,6 +209,7 @@ def newest(kind: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", choices=PARTS, action="append", help="measure only that (needs a backlog of the day)")
     parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_args()
     if arguments.draw:
@@ -205,8 +218,12 @@ def main() -> None:
     log.configure_library("error")
     facts = machine.describe()
     path = RESULTS / f"{time.strftime('%Y-%m-%d')}-scaling-{machine.slug(facts)}.json"
-    result = {"machine": facts, "seeds": arguments.seeds, **run_all(arguments.seeds)}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for part in arguments.part or PARTS:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = PARTS[part](arguments.seeds, known)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # another part may have come
+        result = {**known, "machine": facts, "seeds": arguments.seeds, part: found}
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
