@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from protos import inference_pb2 as pb
 from tests.fuzz.cases import CASES, drawn
-from tests.fuzz.harness import FAULT_MARKS, bench, make_model
+from tests.fuzz.harness import FAULT_MARKS, bench, growth, make_model
 from tests.fuzz.wire_bytes import blown_up, mangled, random_fields
 
 
@@ -54,6 +54,14 @@ def test_messages_are_drawn_from_good_to_broken() -> None:
             except DecodeError:
                 broken += 1
     assert good > 400 and broken > 50 and large > 200
+
+
+def test_growth_is_what_is_kept_and_not_what_is_there_for_a_moment() -> None:
+    rising = [{"one": 100 + 10 * index} for index in range(41)]
+    assert growth(rising)["one"] == 310
+    moments = [{"one": 100 + 500 * (index % 7 == 5)} for index in range(41)]
+    assert moments[-1]["one"] == 600 and growth(moments)["one"] == 0
+    assert growth([{"one": 100}, {"one": 400}, {"one": 350}]) == {"one": 250}
 
 
 def test_a_fault_in_the_log_is_seen(tmp_path: Path) -> None:
