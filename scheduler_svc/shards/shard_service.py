@@ -17,7 +17,7 @@ from scheduler_svc.serving import Serving
 
 log = structlog.get_logger()
 
-STATUS_INTERVAL_S = 0.05
+STATUS_INTERVAL_S = 0.2
 _SHARD_BITS = 8  # of a request's number: no two shards have the same
 
 

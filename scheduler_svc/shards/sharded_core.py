@@ -34,6 +34,7 @@ from scheduler_svc.shards.unserved_models import UnservedModels
 log = structlog.get_logger()
 
 RETRY_S = 0.05  # of what may be otherwise at any moment: an id that is being freed, a shard that takes nothing now
+RECONNECT_S = 0.25  # after a link to a shard broke, while the parent has not missed the shard
 LOOK_S = 0.1  # between two looks at what waits
 STRANDED_S = 1.0  # that a group waits in a shard without a worker for it, while another shard has one
 NO_SHARD = "no shard of this scheduler runs at this moment"
@@ -247,7 +248,8 @@ class ShardedCore:
     def _on_lost(self, link: ShardLink) -> None:
         self._table.forget(link.shard)
         groups = link.unfinished()
-        log.warning("a shard is lost; its requests go on at others", shard=link.shard, requests=len(groups))
+        if link.models.known:  # or it was not there
+            log.warning("a shard is lost; its requests go on at others", shard=link.shard, requests=len(groups))
         for group in groups:
             losses = self._num_losses[group] = self._num_losses.get(group, 0) + 1
             if losses >= self._max_losses:
@@ -300,21 +302,24 @@ class ShardedCore:
         await self._tell_state()
 
     async def _follow_shard(self, socket: str, shard: int) -> None:
-        async with grpc.aio.insecure_channel(socket, options=WORKER_CHANNEL_OPTIONS) as channel:
-            link = self._links[socket] = ShardLink(
-                channel, self._mailboxes, shard, self._table, self._drawn, self._shared_models, self._on_group_ended
-            )
-            try:
-                await link.follow(partial(self._take_shard_state, link))
-            except grpc.aio.AioRpcError as error:
-                log.info("the link to a shard is broken", shard=shard, why=error.details())
-            except Exception:
-                log.exception("the link to a shard has failed", shard=shard)
-            finally:
-                self._links.pop(socket, None)
-                if not (self._is_closing or self._state.is_broken_off):
-                    self._on_lost(link)
-                    await self._tell_state()
+        """Until the parent says that the shard is gone: a link may break where one of two processes was held up."""
+        while True:
+            async with grpc.aio.insecure_channel(socket, options=WORKER_CHANNEL_OPTIONS) as channel:
+                link = self._links[socket] = ShardLink(
+                    channel, self._mailboxes, shard, self._table, self._drawn, self._shared_models, self._on_group_ended
+                )
+                try:
+                    await link.follow(partial(self._take_shard_state, link))
+                except grpc.aio.AioRpcError as error:
+                    log.info("the link to a shard is broken", shard=shard, why=error.details())
+                except Exception:
+                    log.exception("the link to a shard has failed", shard=shard)
+                finally:
+                    self._links.pop(socket, None)
+                    if not (self._is_closing or self._state.is_broken_off):
+                        self._on_lost(link)
+                        await self._tell_state()
+            await asyncio.sleep(RECONNECT_S)
 
     def _on_group_ended(self, group: SequenceGroup) -> None:
         self._release_id(group)

@@ -25,6 +25,12 @@ from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
 
+SILENCE_MS = 6_000  # of a shard that is killed for it; frontends have gone on elsewhere sooner
+CHANNEL_OPTIONS = (
+    *(each for each in WORKER_CHANNEL_OPTIONS if "timeout" not in each[0]),
+    ("grpc.keepalive_timeout_ms", SILENCE_MS),
+    ("grpc.http2.ping_timeout_ms", SILENCE_MS),
+)
 HAND_OVER_S = 5.0  # that a shard which ended has to come back before others take its workers
 LOOK_INTERVAL_S = 0.5  # between two looks at names, and at who has been away for too long
 STOP_GRACE_S = 8.0
@@ -110,7 +116,7 @@ class Shards:
 
     async def _follow(self, index: int, socket: str) -> None:
         """One life, as far as it can be reached; at its end the process is ended, too, should it still be there."""
-        async with grpc.aio.insecure_channel(socket, options=WORKER_CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(socket, options=CHANNEL_OPTIONS) as channel:
             live = LiveShard(index, socket, channel)
             call = live.shard.Own(_messages(live.shares), wait_for_ready=True)
             try:

@@ -20,6 +20,8 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
+from tests.integration.test_worker_loss import RealWorkers
+from tests.tiny_models import make_tiny_llama
 
 DEADLINE_S = 30.0
 NUM_REQUESTS = 32
@@ -255,3 +257,31 @@ async def test_a_killed_shard_costs_a_pause_and_no_token(sharded: Sharded) -> No
     load = await sharded.until("nothing is left", lambda load: not load.num_requests_running)
     for worker in load.workers:
         assert worker.num_free_device_blocks == worker.num_device_blocks
+
+
+async def test_real_workers_go_on_with_what_a_killed_shard_had(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Beside one shard that stays: all draws of a model, in steps that are composed otherwise."""
+    workers = RealWorkers(make_tiny_llama(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("logs"))
+    flags = [*(f"--worker={address}" for address in workers.workers), "--shards=2", "--metrics-port=0"]
+    try:
+        with scheduler(*flags) as it:
+            await asyncio.to_thread(it.wait_until_ready)
+            async with grpc.aio.insecure_channel(it.address) as channel:
+                inference = inference_pb2_grpc.InferenceStub(channel)
+                both = Sharded(it, 0, inference, inference_pb2_grpc.ControlStub(channel))
+                await both.until_both_serve()
+                requests = [request_of(number, max_tokens=120) for number in range(NUM_REQUESTS)]
+                undisturbed = await asyncio.gather(*(answer_to(inference, request) for request in requests))
+                running = [asyncio.create_task(answer_to(inference, request)) for request in requests]
+                await both.until("some run", lambda load: load.num_requests_running >= 6)  # of 16 slots
+                both.shards()[0].kill()
+                disturbed = await asyncio.wait_for(asyncio.gather(*running), 2 * DEADLINE_S)
+    finally:
+        workers.stop()
+    assert any(answer.times_moved for answer in disturbed)
+    for request, ours, theirs in zip(requests, disturbed, undisturbed, strict=True):
+        for index, output in theirs.outputs.items():
+            assert list(ours.outputs[index].token_ids) == list(output.token_ids), request.request_id
+            assert ours.outputs[index].text == output.text, request.request_id

@@ -23,6 +23,7 @@ from scheduler_svc.shards.shard_service import request_numbers
 from scheduler_svc.shards.sharded_control import merged_page
 from scheduler_svc.shards.sharded_metrics import MetricSums
 from scheduler_svc.shards.shared_models import SharedModels
+from scheduler_svc.shards.unserved_models import UnservedModels
 from scheduler_svc.step_plan import NewTokens
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.tiny_served_model import tiny_served_model
@@ -203,3 +204,16 @@ def test_a_shard_has_its_part_of_what_may_wait() -> None:
     config = SchedulerConfig(worker=("a:1", "b:2"), shards=3, max_waiting_requests=10, max_waiting_tokens=100)
     share = share_of(config)
     assert (share.worker, share.max_waiting_requests, share.max_waiting_tokens) == ((), 4, 34)
+
+
+def test_models_that_a_shard_has_no_worker_for_any_more_are_told_after_a_while() -> None:
+    serving = {(0, "a"), (1, "a"), (1, "b")}
+    unserved = UnservedModels(lambda shard, model: (shard, model) in serving, patience_s=1.0)
+    assert unserved.look([0, 1], ["a", "b", "c"], 10.0) == []
+    assert unserved.look([0, 1], ["a", "b", "c"], 11.0) == [(0, "b")], "nobody serves c: it is waited for"
+    serving.remove((0, "a"))
+    assert unserved.look([0, 1], ["a", "b", "c"], 11.5) == [(0, "b")]
+    serving.add((0, "b"))
+    assert unserved.look([0, 1], ["a", "b", "c"], 12.0) == []
+    assert unserved.look([0, 1], ["a", "b", "c"], 12.5) == [(0, "a")]
+    assert unserved.look([0], ["a", "b", "c"], 13.0) == [], "the only one that served it is gone"

@@ -62,6 +62,31 @@ def test_addresses_of_a_name_come_and_go_and_who_serves_stays(monkeypatch: pytes
         until(lambda: set(pool.clients) == _serving(pool) == {second.address})
 
 
+def test_a_worker_that_another_is_to_hold_is_given_back_with_its_answers_and_may_come_again() -> None:
+    with FakeWorker(delay_s=0.01) as first, FakeWorker(delay_s=0.01) as second, pool_of() as pool:
+        both = [first.address, second.address]
+        pool.hold(both)
+        until(lambda: _serving(pool) == set(both))
+        with pool_of() as other:
+            other.hold([second.address])
+            pool.hold([first.address])
+            until(lambda: _serving(pool) == {first.address} and _serving(other) == {second.address})
+            assert set(pool.clients) == {first.address}
+            other.hold([])
+            pool.hold(both)
+            until(lambda: _serving(pool) == set(both) and not _serving(other))
+        assert second.num_leases == 3
+
+
+def test_one_that_cannot_be_reached_is_given_up_at_once() -> None:
+    with pool_of() as pool:
+        pool.hold(["127.0.0.1:1"])
+        (client,) = pool.clients.values()
+        pool.hold([])
+        assert not pool.clients
+        until(lambda: not client._thread.is_alive())
+
+
 def test_a_worker_initialises_while_its_tokenizer_is_fetched_and_made() -> None:
     class Eager(FakeWorker):
         asked = threading.Event()
