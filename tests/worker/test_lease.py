@@ -19,7 +19,7 @@ import pytest
 from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.fuzz import http2_frames
-from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
+from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of, u32
 from worker_svc.config import WorkerConfig
 from worker_svc.failures import MAX_CHARS
 from worker_svc.lease import EXPIRY_S
@@ -174,6 +174,57 @@ async def test_second_opener_is_refused_until_the_first_leaves(setup: Setup) -> 
     assert third.epoch == first.epoch + 1
     # A new epoch finds an empty mirror: the same metadata for the same slot is no contradiction.
     assert tokens_of(await third.run(prefill(1, [[3]]))) == [next_token(3, 0)]
+
+
+async def test_the_next_lease_is_told_what_the_cache_holds_and_who_ran(setup: Setup) -> None:
+    """Blocks 0 and 1 hold eight tokens of slot 0, and block 2 is written to once more after it was told of."""
+    first = await setup.open()
+    step = prefill(1, [range(3, 14)])
+    step.cached_blocks.block_ids_u32, step.cached_blocks.hashes = u32([0, 1, 2]), bytes(range(96))
+    assert (await first.run(step)).status == worker_pb2.STEP_STATUS_OK
+    assert (await first.run(decode(2, [0]))).status == worker_pb2.STEP_STATUS_OK  # position 11, in block 2
+    bad = decode(3, [0])
+    bad.cached_blocks.block_ids_u32, bad.cached_blocks.hashes = u32([3]), b""
+    assert (await first.run(bad)).error.code == worker_pb2.STEP_ERROR_CODE_PROTOCOL
+    await first.call.done_writing()
+    await first.call.code()
+    for _ in range(2):  # once more for a lease that did nothing
+        lease = await lease_of_next(setup)
+        assert lease.cached_blocks.block_ids_u32 in (u32([0, 1]), u32([1, 0]))
+        assert sorted((lease.cached_blocks.hashes[:32], lease.cached_blocks.hashes[32:])) == [
+            bytes(range(32)),
+            bytes(range(32, 64)),
+        ]
+        assert list(lease.request_ids) == ["request-0"]
+
+
+async def lease_of_next(setup: Setup) -> worker_pb2.LeaseGranted:
+    """Of a scheduler that takes it and leaves."""
+
+    async def is_free() -> bool:
+        info = await setup.stub.GetInfo(worker_pb2.GetInfoRequest())
+        return bool(info.lifecycle == worker_pb2.WORKER_LIFECYCLE_INITIALIZED)
+
+    await eventually(is_free)
+    stream = Stream(setup.stub.Execute())
+    await stream.send(open=worker_pb2.OpenLease(settings_id=setup.settings_id))
+    lease = (await stream.wait_for("notice")).lease
+    await stream.call.done_writing()
+    await stream.call.code()
+    return lease
+
+
+async def test_the_holder_is_told_when_another_one_lacks_the_worker(setup: Setup) -> None:
+    holder = await setup.open()
+    for is_wanted in (False, True):
+        other = setup.stub.Execute()
+        opening = worker_pb2.OpenLease(settings_id=setup.settings_id, is_wanted=is_wanted)
+        await other.write(worker_pb2.StepRequest(open=opening))
+        assert await code_of(other.read()) == grpc.StatusCode.FAILED_PRECONDITION
+    notice = await asyncio.wait_for(holder.wait_for("notice"), 5)
+    assert notice.HasField("wanted")
+    with pytest.raises(TimeoutError):  # once: for the second, not for the first
+        await asyncio.wait_for(holder.wait_for("notice"), 0.3)
 
 
 async def test_wrong_settings_or_first_message_are_refused(setup: Setup) -> None:
