@@ -65,9 +65,11 @@ class CachedBlocks:
         if not self._block_of:
             return
         first, last = rows.context_lens // states.block_size, (rows.seq_lens - 1) // states.block_size
-        counts = last - first + 1
-        columns = np.repeat(first, counts) + ragged_offsets(counts)
-        self._forget(states.block_tables[np.repeat(rows.slots, counts), columns])
+        slots = rows.slots
+        if (first != last).any():  # not so in a step of decodes
+            counts = last - first + 1
+            slots, first = np.repeat(slots, counts), np.repeat(first, counts) + ragged_offsets(counts)
+        self._forget(states.block_tables[slots, first])
 
     def promise(self, step: worker_pb2.Step, states: SequenceStates) -> int:
         """It has been launched: what it names is known unless it fails. Its number, for `failed`.

@@ -16,6 +16,7 @@ from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, greedy, next_token, prefill, slots_u16, tokens_of
 from tests.worker.late_outputs import Arrivals, LateOutputs
 from tests.worker.replayed_graphs import ReplayedGraphs
+from worker_svc.cached_blocks import CachedBlocks
 from worker_svc.model_runner import ModelRunner
 from worker_svc.output_copies import HostOutputs, OutputCopies
 from worker_svc.sequence_states import UNKNOWN, SequenceStates
@@ -38,6 +39,7 @@ class Pipeline:
         self.calls: list[str] = []
         self.results: list[worker_pb2.StepResult] = []
         self.states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, MAX_SEQS * MAX_BLOCKS)
+        self.cached = CachedBlocks(MAX_SEQS * MAX_BLOCKS)
         backend = ReplayedGraphs if has_graphs else None
         runner = ModelRunner(
             self.model, fake_config(), BLOCK_SIZE, outputs=outputs or self.outputs, graph_backend=backend
@@ -51,6 +53,7 @@ class Pipeline:
             self.arrivals.when_here,
             lambda: self.calls.append("give back"),
             lambda: self.calls.append("end"),
+            self.cached,
         )
 
     def take(self, *steps: worker_pb2.Step) -> None:
@@ -91,6 +94,22 @@ def test_a_step_is_launched_before_the_outputs_of_those_before_it_are_here() -> 
     ]
     assert late.states.token_ids[1, :5].tolist() == [9, *one]
     late.states.check_integrity()
+
+
+def test_what_is_told_of_blocks_waits_for_outputs_and_ends_with_a_step_that_fails() -> None:
+    """Steps behind the failed one have been launched, and have written: nothing of theirs counts."""
+    late = Pipeline()
+    steps = [prefill(1, [[3, 4, 5, 6, 7], [9]]), decode(2, [0, 1]), decode(3, [0, 1])]
+    for block, step in zip((0, 4, 5), steps, strict=True):
+        step.cached_blocks.block_ids_u32 = np.array([block], "<u4").tobytes()
+        step.cached_blocks.hashes = bytes([block]) * 32
+    late.take(*steps)
+    late.arrivals.arrive(1)
+    late.outputs.copies[1].error = RuntimeError("the device says no")
+    late.arrivals.arrive()
+    assert late.answered == [(1, OK), (2, FAILED), (3, SKIPPED)]
+    told = late.cached.told()
+    assert np.frombuffer(told.block_ids_u32, "<u4").tolist() == [0] and told.hashes == bytes(32)
 
 
 def test_running_is_the_step_whose_answer_is_due() -> None:
