@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "complete a text, streamed to the terminal",
     "chat": "talk with the model",
     "model": "fetch a model, or list those that are here",
+    "top": "watch a server: models, workers, queues and blocks",
     "health": "ask a server whether it is ready, by exit code",
     "bench": "measure speed, in this process or against a server",
 }
