@@ -45,8 +45,17 @@ class StatisticsLine:
                 gpu_cache_usage_percent=round(100 * load.device_usage, 1),
                 cpu_cache_usage_percent=round(100 * load.host_usage, 1),
                 workers=load.num_workers,
+                **_by_model(self._engine),
             )
         self._num_prefilled, self._num_generated, self._last_ns = prefilled, generated, now_ns
+
+
+def _by_model(engine: Engine) -> dict[str, str]:
+    """Running and waiting requests of each model, where there are several."""
+    loads = Load.by_model(engine)
+    if len(loads) < 2:
+        return {}
+    return {"models": ", ".join(f"{name}: {load.num_running}+{load.num_pending}" for name, load in loads.items())}
 
 
 async def log_statistics(engine: Engine) -> None:

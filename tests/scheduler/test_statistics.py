@@ -45,3 +45,17 @@ async def test_throughput_is_that_of_the_interval_and_idle_ones_say_nothing(monk
             assert last["prompt_tokens_per_s"] == pytest.approx(expected, abs=0.1), "6 prompt tokens, 18 others"
             logs.clear()
         watching.cancel()
+
+
+def test_of_several_models_each_is_said() -> None:
+    loop = Loop()
+    for fingerprint, name in (("1", "a"), ("2", "b")):
+        loop.engine.metrics.introduce(fingerprint, name)
+        loop.join(f"worker {name}", max_num_seqs=2, model=fingerprint)
+    for number in range(3):
+        loop.engine.submit(loop.group(f"{number}", model="2"))
+    loop.turn()
+    with capture_logs() as logs:
+        statistics.StatisticsLine(loop.engine).log()
+    (line,) = logs
+    assert line["models"] == "a: 0+0, b: 2+1" and (line["running"], line["pending"]) == (2, 1)
