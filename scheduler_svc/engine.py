@@ -637,7 +637,7 @@ class Engine:
 
     def _place_unbound(self) -> None:
         unbound = self._waiting.unbound
-        for group in unbound.candidates(len(unbound)):
+        for group in unbound.in_order():
             self._place(group)
 
     def _on_adapter_loaded(self, worker: WorkerHandle) -> None:
@@ -805,11 +805,12 @@ class Engine:
         """Looks at the integrity of one idle worker's state, which takes milliseconds, and then at none for a while."""
         if now_ns - self._checked_ns < CHECK_SPACING_NS:
             return
+        self._checked_ns = now_ns  # also where nobody is due: the next look is as far away
         due = [each for each in self.workers if each.is_idle and now_ns - each.checked_ns > CHECK_INTERVAL_NS]
         if not due:
             return
         worker = min(due, key=lambda each: each.checked_ns)
-        self._checked_ns = worker.checked_ns = now_ns
+        worker.checked_ns = now_ns
         try:
             worker.check_integrity()
         except Exception as fault:

@@ -76,14 +76,19 @@ class Rebinding:
         router, found = self._router, []
         there = measured(loaded, router.num_outputs, self._clock(), counts_returning=False)
         before = Ahead(0.0, 0.0)  # that stay there
-        waiting = loaded.waiting.candidates(MAX_TAKEN)
+        growing = (
+            there.num_taken_slots * router.num_outputs / 2
+        )  # what those who run will have is taken from who returns
+        waiting = loaded.waiting.trials()[:MAX_TAKEN] + loaded.waiting.candidates(MAX_TAKEN)
         for group in [*loaded.scheduler.releasable(), *waiting]:
             num_there, num_outputs = self._num_uncached(group, loaded), router.expected_outputs(group)
             stay = Wanted(num_there, group.num_slots, num_outputs)
             if router.can_run(group, worker):
                 num_here = self._num_uncached(group, worker, is_moved=True)
                 go = Wanted(num_here, group.num_slots, num_outputs)
-                if CHEAPER * cost_s(here, ahead, go) + CHEAPER_S < cost_s(there, before, stay):
+                returns = loaded.scheduler.holds(group)
+                first = Ahead(before.num_tokens + growing, before.num_slots) if returns else before
+                if CHEAPER * cost_s(here, ahead, go) + CHEAPER_S < cost_s(there, first, stay):
                     found.append((group, num_here))
                     ahead.num_tokens += num_here
                     ahead.num_slots += group.num_slots
@@ -119,10 +124,10 @@ class Rebinding:
         if worker is None:
             self._turns = iter([each for each in router.loads.workers if each is not None])
             worker = next(self._turns)
-        head, moved = worker.waiting.peek(), list[WorkerHandle]()
+        head, moved = worker.waiting.peek() or worker.waiting.peek_trial(), list[WorkerHandle]()
         if head is None or not router.is_late(head):
             return []
-        for group in worker.waiting.candidates(MAX_LATE):
+        for group in worker.waiting.trials()[:MAX_LATE] + worker.waiting.candidates(MAX_LATE):
             if router.is_late(group) and (other := router.place_elsewhere(group, MUCH_CHEAPER)) is not None:
                 moved.append(other)
         return moved

@@ -90,7 +90,7 @@ class Router:
     def close(self, worker: WorkerHandle) -> list[SequenceGroup]:
         """A worker takes no more groups; those that wait for it, in service order, have to be placed again."""
         self.loads.close(worker)
-        return worker.waiting.candidates(len(worker.waiting))
+        return worker.waiting.in_order()
 
     def leave(self, worker: WorkerHandle) -> list[SequenceGroup]:
         """As `close`, and the worker is gone."""
@@ -100,7 +100,7 @@ class Router:
         if len(self._workers) == 1:
             for each in self._workers:
                 self.forget_cache(each)
-        return worker.waiting.candidates(len(worker.waiting))
+        return worker.waiting.in_order()
 
     def touch(self, worker: WorkerHandle) -> None:
         """Something has happened at a worker that its load may show."""

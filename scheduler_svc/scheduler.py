@@ -48,6 +48,9 @@ class Source(Protocol):
 
     def peek(self) -> SequenceGroup | None: ...
 
+    def peek_trial(self) -> SequenceGroup | None:
+        """The first of those that are on trial, which `peek` does not show."""
+
     def remove(self, group: SequenceGroup) -> object: ...
 
     def earliest_arrival_ns(self) -> int | None: ...
@@ -83,8 +86,9 @@ class Scheduler:
     Attributes:
         outgrown: groups that need more than this whole cache; whoever asked for a step takes them away.
         tells_releases: the next step is made even where it only says which slots were given up.
-        on_trial: groups that a worker was lost under. Steps are theirs alone until they have got past where they were
-            then, so that a group which costs every worker that runs it takes few others with it.
+        on_trial: groups that a worker was lost under. Until they have got past where they were then they have steps
+            to themselves, so that a group which costs every worker that runs it takes few others with it: every second
+            step, where others have something to do.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class Scheduler:
         self.outgrown: list[SequenceGroup] = []
         self.tells_releases = False
         self.on_trial: set[SequenceGroup] = set()
+        self._was_trial = False  # the last step was theirs
+        self._has_step: AbstractSet[SequenceGroup] | None = None  # see `_alone`, of the step that was decided last
         self._preemption = Preemption(self.groups, self.settings.preemption_mode, self.settings.costs)
         self._answers = Answers(self.groups, self.settings.served if self.settings.policy.counts_tokens else None)
         self._recovery = Recovery(self.groups)
@@ -148,10 +154,11 @@ class Scheduler:
         `is_quiet`: nothing is in flight, so groups may be put on trial, and who cannot get on will not by waiting.
         """
         plan = StepPlan(SchedulingBudget(self.max_num_batched_tokens, self.columns.max_num_seqs))
-        alone = self._alone()
+        alone = self._has_step = self._alone(waiting)
         if alone is None:
             self._make_way(plan, waiting)
             if is_quiet and self.has_candidate_for_trial(waiting):
+                self._has_step = self.on_trial
                 self._try(plan, waiting, now_ns)
                 alone = self.on_trial
         if not self.settings.enable_chunked_prefill and alone is None and self._may_start_prompts(waiting, now_ns):
@@ -163,32 +170,44 @@ class Scheduler:
             if alone is not None and is_quiet and not plan.has_rows:
                 self._make_way_for(plan, alone)
                 alone = alone if plan.has_rows else None  # None: they had to give way themselves, and others go on
-            if not plan.has_rows and self.groups.prefilling and len(self.running) == 1:
-                self._start_over(plan)
+            if alone is not None or not self.on_trial:
+                self._start_over_if_stuck(plan)
             # What was taken from one group is not given to another at once, unless nobody is left to have it.
             may_admit = alone is None and not (plan.num_preempted and self.running)
             if may_admit and (self.settings.enable_chunked_prefill or self.swapped or not self.running):
                 self._admit(plan, waiting, now_ns)
+            if alone is None and is_quiet and not plan.has_rows and (self.on_trial or self._could_try(waiting)):
+                alone = self._has_step = self.on_trial  # nobody else can get on
+                self._try_after_all(plan, waiting, now_ns)
         if not (plan.has_rows or self.groups.swap_out or self.groups.swap_in or self.tells_releases):
             return None
         self.tells_releases = False
+        if plan.has_rows:
+            self._was_trial = bool(self.on_trial) and alone is self.on_trial
         outputs = seal(plan, self.groups)
         if is_of_prompts and outputs is not None:
             self._delay.sent(outputs.rows, now_ns)
         return outputs
 
-    def _alone(self) -> AbstractSet[SequenceGroup] | None:
-        """Who has this step to itself: a group of a failed step, or those on trial; None: nobody."""
+    def _alone(self, waiting: Source) -> AbstractSet[SequenceGroup] | None:
+        """Who has this step to itself: a group of a failed step, or those on trial; None: all who are not on trial."""
         if self.on_trial:
             self.on_trial = {group for group in self.on_trial & self.running if group.is_on_trial}
         if self.suspects:
             return {self.suspects[0]}
-        return self.on_trial or None
+        if self.on_trial and not (self._was_trial and self._others_have_work(waiting)):
+            return self.on_trial
+        return None
+
+    def _others_have_work(self, waiting: Source) -> bool:
+        """Whether somebody who is not on trial has something to do: a step is theirs after one of trials."""
+        is_here = len(self.running) > len(self.on_trial) or self.swapped or self.preempted
+        return bool(is_here) or waiting.peek() is not None
 
     def groups_at_work(self) -> set[SequenceGroup]:
         """Of whom a step is being made, besides those who wait: a fault over it may be that of any of them."""
-        if self.suspects or self.on_trial:
-            return {self.suspects[0]} if self.suspects else set(self.on_trial)
+        if self._has_step is not None:
+            return set(self._has_step)
         return {*self.running, *self.swapped[:1], *self.preempted[:1]}
 
     def _may_start_prompts(self, waiting: Source, now_ns: int) -> bool:
@@ -211,10 +230,11 @@ class Scheduler:
         num_decodes = len(slots)
         if self.groups.ready_beams:
             slots = np.append(slots, self._ready_beam_slots())
-        if alone is not None:
-            mine = [sequence.slot for group in alone for sequence in group.unfinished()]
-            num_decodes = int(np.isin(slots[:num_decodes], mine).sum())
-            slots = slots[np.isin(slots, mine)]
+        if alone is not None or self.on_trial:
+            theirs = [sequence.slot for group in alone or self.on_trial for sequence in group.unfinished()]
+            takes_part = np.isin(slots, theirs, invert=alone is None)
+            num_decodes = int(takes_part[:num_decodes].sum())
+            slots = slots[takes_part]
         at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
         while len(at_border) + len(to_copy) > blocks.num_free_blocks:
             self._give_way(self._preemption.choose_victim(), plan)
@@ -250,7 +270,8 @@ class Scheduler:
         for sequence in list(self.groups.prefilling):
             if plan.budget.is_spent:
                 return
-            if sequence.slot >= 0 and (alone is None or sequence.group in alone):
+            takes_part = sequence.group not in self.on_trial if alone is None else sequence.group in alone
+            if sequence.slot >= 0 and takes_part:
                 self._add_chunk(plan, sequence)
 
     @names_group
@@ -338,15 +359,12 @@ class Scheduler:
                 if not self._seat_late(plan):
                     return
                 continue
-            returning = self.swapped or self.preempted
-            if group.is_on_trial and not self.holds(group) and returning and not self.running:
-                group = returning[0]  # a trial begins with the next step: somebody has to have this one
             status = self.can_admit(group, plan)
             if status is AllocStatus.LATER:
                 return
             comes_back = self.holds(group)
-            if group.is_on_trial and not comes_back:
-                return  # its trial has to wait
+            if not comes_back and not self._leaves_room_for_trial(group, waiting):
+                return
             if status is AllocStatus.NEVER:
                 if not comes_back:
                     return  # another worker's, or the engine's to refuse
@@ -390,16 +408,32 @@ class Scheduler:
         self._add_group(plan, group)
 
     def has_candidate_for_trial(self, waiting: Source) -> bool:
-        """Whether the next group has lost a worker, and could be tried now."""
-        group = self._next_group(waiting)
-        if group is None or not group.is_on_trial or self.holds(group):
+        """Whether a group waits that has lost a worker, and is to be tried now: it is the turn of trials."""
+        if waiting.peek_trial() is None or (self._was_trial and self._others_have_work(waiting)):
+            return False
+        return self._could_try(waiting)
+
+    def _could_try(self, waiting: Source) -> bool:
+        """Whether there is room for the next group on trial, and nobody comes back before it."""
+        group, first = waiting.peek_trial(), self._next_held()
+        if group is None or (first is not None and not self.settings.policy.overrules(group, first)):
             return False
         return self.can_admit(group) is AllocStatus.OK
 
+    def _leaves_room_for_trial(self, group: SequenceGroup, waiting: Source) -> bool:
+        """Whether the next group on trial still finds room once a new group has come that is served after it."""
+        trial, key = waiting.peek_trial(), self.settings.policy.key
+        if trial is None or key(group) < key(trial):
+            return True
+        blocks = self.blocks
+        num_blocks = blocks.num_blocks_to_take(group) + blocks.num_blocks_to_take(trial)
+        has_blocks = blocks.can_allocate(num_blocks, self._num_reserved(), not self.running) is AllocStatus.OK
+        return has_blocks and group.num_slots + trial.num_slots <= self.groups.num_free_slots_for(group)
+
     def _try(self, plan: StepPlan, waiting: Source, now_ns: int) -> None:
         """Puts the next groups on trial: one that lost two workers alone, otherwise a few together."""
-        while not plan.budget.is_spent and len(self.on_trial) < MAX_ON_TRIAL and self.has_candidate_for_trial(waiting):
-            group = waiting.peek()
+        while not plan.budget.is_spent and len(self.on_trial) < MAX_ON_TRIAL and self._could_try(waiting):
+            group = waiting.peek_trial()
             assert group is not None, "a candidate comes from there"
             if group.num_worker_losses > 1 and self.on_trial:
                 return
@@ -408,11 +442,26 @@ class Scheduler:
             if group.num_worker_losses > 1:
                 return
 
-    def _next_group(self, waiting: Source) -> SequenceGroup | None:
+    def _try_after_all(self, plan: StepPlan, waiting: Source, now_ns: int) -> None:
+        """It is not the turn of those on trial, but nobody else can get on."""
+        if not self.on_trial:
+            self._try(plan, waiting, now_ns)
+            return
+        self._add_decodes(plan, self.on_trial)
+        self._add_chunks(plan, self.on_trial)
+        if not plan.has_rows:
+            self._make_way_for(plan, self.on_trial)
+            self._start_over_if_stuck(plan)
+            self._admit(plan, waiting, now_ns)
+
+    def _next_held(self) -> SequenceGroup | None:
+        """Of the groups that are here, the one that comes back next, or else gets its next slot."""
         returning = self.swapped or self.preempted
         late = self.groups.next_late() if self.groups.expanding and not returning else None
-        first = returning[0] if returning else late.group if late else None
-        fresh = waiting.peek()
+        return returning[0] if returning else late.group if late else None
+
+    def _next_group(self, waiting: Source) -> SequenceGroup | None:
+        first, fresh = self._next_held(), waiting.peek()
         if first is None or (fresh is not None and self.settings.policy.overrules(fresh, first)):
             return fresh
         return first
@@ -468,8 +517,9 @@ class Scheduler:
 
     def _make_way(self, plan: StepPlan, waiting: Source) -> None:
         """Preempts running groups for the sake of a waiting one that the policy lets overrule them."""
-        group = waiting.peek()
-        if group is not None:
+        for group in (waiting.peek(), waiting.peek_trial()):
+            if group is None:
+                continue
             while self._overruled(group) and self.can_admit(group) is AllocStatus.LATER:
                 self._overrule(group, plan)
         late = self.groups.next_late() if self.groups.expanding else None
@@ -495,8 +545,10 @@ class Scheduler:
             self._add_decodes(plan, None)
             self._add_chunks(plan, None)
 
-    def _start_over(self, plan: StepPlan) -> None:
+    def _start_over_if_stuck(self, plan: StepPlan) -> None:
         """A group that has the whole cache and cannot get on: a flush took what its sequences were yet to share."""
+        if plan.has_rows or not self.groups.prefilling or len(self.running) != 1:
+            return
         (group,) = self.running
         self.groups.recompute_later(group)
         group.num_preemptions += 1

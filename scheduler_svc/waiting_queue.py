@@ -48,10 +48,13 @@ class _Member(NamedTuple):
     entry: Entry
     arrival: Entry
     num_tokens: int
+    is_on_trial: bool
 
 
 class WaitingQueue:
     """Lanes of groups; next is the first of the lane that was served the fewest tokens, and the earliest of equals.
+
+    Groups on trial stand beside the lanes, in order: only who asks for them is shown them.
 
     Args:
         policy: how groups are laid out in lanes and ordered within one.
@@ -71,6 +74,7 @@ class WaitingQueue:
         self.num_tokens = 0  # that the waiting groups still have to compute
         self._members: dict[SequenceGroup, _Member] = {}
         self._first = OrderedGroups()  # the lane None
+        self._trials = OrderedGroups()
         self._lanes: dict[str, _Lane] = {}  # none of them empty
         self._turns: list[_Turn] = []  # a heap; replaced entries stay until they reach the top or pile up
         self._arrivals = OrderedGroups()  # by time of arrival
@@ -91,14 +95,14 @@ class WaitingQueue:
         if not group.order:
             group.order = next(self._orders) - (BEFORE_ALL if group.is_resumed else 0)
         entry, arrival = (self.policy.key(group), group), ((group.arrival_ns, group.order), group)
-        tenant = self.policy.lane(group)
+        tenant = None if group.is_on_trial else self.policy.lane(group)
         lane = None if tenant is None else self._open_lane(tenant)
         num_tokens = group.num_tokens_to_compute
-        self._members[group] = _Member(lane, entry, arrival, num_tokens)
+        self._members[group] = _Member(lane, entry, arrival, num_tokens, group.is_on_trial)
         self.num_tokens += num_tokens
         self._arrivals.add(arrival)
         if lane is None:
-            self._first.add(entry)
+            (self._trials if group.is_on_trial else self._first).add(entry)
         else:
             lane.groups.add(entry)
             if lane.groups.first() is entry:
@@ -110,6 +114,10 @@ class WaitingQueue:
             return self._first.first()[1]
         lane = self._next_lane()
         return None if lane is None else lane.groups.first()[1]
+
+    def peek_trial(self) -> SequenceGroup | None:
+        """The next of those on trial."""
+        return self._trials.first()[1] if self._trials else None
 
     def pop(self) -> SequenceGroup:
         group = self.peek()
@@ -159,6 +167,14 @@ class WaitingQueue:
             self._queue_up(lane)
         return found
 
+    def trials(self) -> list[SequenceGroup]:
+        """Those on trial, in order."""
+        return [group for _, group in self._trials]
+
+    def in_order(self) -> list[SequenceGroup]:
+        """Every group, those on trial first and the others as they would be served."""
+        return [*self.trials(), *self.candidates(len(self))]
+
     def all(self) -> list[SequenceGroup]:
         """Every group, in no order."""
         return list(self._members)
@@ -174,7 +190,7 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when lanes, turns and counts contradict one another. Reads every group."""
-        waiting = [group for _, group in self._first]
+        waiting = [group for _, group in (*self._first, *self._trials)]
         for tenant, lane in self._lanes.items():
             entries = list(lane.groups)
             assert entries and entries == sorted(entries), "a lane is empty or out of order"
@@ -219,11 +235,11 @@ class WaitingQueue:
             heapq.heapify(self._turns)
 
     def _forget(self, group: SequenceGroup) -> None:
-        lane, entry, arrival, num_tokens = self._members.pop(group)
+        lane, entry, arrival, num_tokens, is_on_trial = self._members.pop(group)
         self.num_tokens -= num_tokens
         self._arrivals.remove(arrival)
         if lane is None:
-            self._first.remove(entry)
+            (self._trials if is_on_trial else self._first).remove(entry)
             return
         lane.groups.remove(entry)
         if not lane.groups:

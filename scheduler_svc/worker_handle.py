@@ -129,7 +129,7 @@ class WorkerHandle:
     def takes_new_groups(self) -> bool:
         """Whether its next step may begin groups from the queue."""
         scheduler = self.scheduler
-        comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects or scheduler.on_trial
+        comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects
         return not (self.is_draining or self.failed_step or comes_back or scheduler.groups.next_late())
 
     @property

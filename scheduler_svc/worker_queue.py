@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from scheduler_svc.group_fault import GroupFault
@@ -36,13 +37,12 @@ class WorkerQueue:
         """
         if not self._is_shown:
             self._is_shown = True
-            try:
-                self._shown = self._choose()
-            except Exception as error:
-                if isinstance(error, GroupFault) or self._looked_at is None:
-                    raise
-                raise GroupFault(self._looked_at, f"{type(error).__name__}: {error}") from error
+            self._shown = self._named(self._choose)
         return self._shown
+
+    def peek_trial(self) -> SequenceGroup | None:
+        """The same for those on trial."""
+        return self._named(self._choose_trial)
 
     def remove(self, group: SequenceGroup) -> None:
         """The worker takes a group."""
@@ -54,13 +54,31 @@ class WorkerQueue:
     def earliest_arrival_ns(self) -> int | None:
         return self._worker.waiting.earliest_arrival_ns()
 
+    def _named(self, choose: Callable[[], SequenceGroup | None]) -> SequenceGroup | None:
+        """What `choose` gives; a fault is that of the group that was looked at."""
+        try:
+            return choose()
+        except Exception as error:
+            if isinstance(error, GroupFault) or self._looked_at is None:
+                raise
+            raise GroupFault(self._looked_at, f"{type(error).__name__}: {error}") from error
+
+    def _choose_trial(self) -> SequenceGroup | None:
+        first = self._looked_at = self._worker.waiting.peek_trial()
+        if first is None or not first.adapter:
+            return first
+        return self._first_admitted(self._worker.waiting.trials()[:LOOK_AHEAD])
+
     def _choose(self) -> SequenceGroup | None:
         head = self._looked_at = self._worker.waiting.peek()
         if head is None or not head.adapter:
             return head
+        return self._first_admitted(self._worker.waiting.candidates(LOOK_AHEAD))
+
+    def _first_admitted(self, groups: list[SequenceGroup]) -> SequenceGroup | None:
         gate = self._worker.adapter_gate
         gate.open(adapters_in_use(self._worker), self._worker.adapters)
-        for group in self._worker.waiting.candidates(LOOK_AHEAD):
+        for group in groups:
             self._looked_at = group
             if gate.admits(group.adapter):
                 return group

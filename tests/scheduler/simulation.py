@@ -192,7 +192,8 @@ class Simulation:
         assert not (came and gave_way), "took blocks from one group and gave them to another"
         rows = outputs.rows
         assert not suspects or self.groups_of(rows) in (set(), set(suspects[:1])), "a suspect runs by itself"
-        assert not scheduler.on_trial or suspects or self.groups_of(rows) <= scheduler.on_trial, "a trial is disturbed"
+        tried = self.groups_of(rows) & scheduler.on_trial
+        assert not tried or suspects or tried == self.groups_of(rows), "a trial is disturbed"
         assert int(rows.query_lens.sum()) <= self.max_num_batched_tokens and len(rows) <= self.num_slots
         self.step_id += 1
         self.num_preempted += outputs.num_preempted

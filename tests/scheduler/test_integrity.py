@@ -118,12 +118,12 @@ def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> No
     worker.scheduler.blocks.allocator.ref_counts[31] += 1
     loop.engine._watch()
     assert loop.engine.workers == [worker], "it is busy"
-    loop.engine._checked_ns = 0
     loop.engine.abort("one")
     loop.turn()
     while worker.in_flight:
         loop.answer(link)
         loop.turn()
+    loop.engine._checked_ns = 0
     loop.engine._watch()
     assert loop.engine.workers == [worker] and not link.is_closed
     worker.scheduler.check_integrity()

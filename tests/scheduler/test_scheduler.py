@@ -158,9 +158,13 @@ def test_groups_that_lost_a_worker_are_tried_a_few_at_a_time_and_after_two_losse
     simulation.check_outputs()
     simulation.check_nothing_left()
     ran = [simulation.groups_of(outputs.rows) for outputs, _ in simulation.sent[num_sent:]]
-    trials = [set(groups[:5]), {groups[5]}, {groups[6]}, set(groups[7:])]
-    assert ran[: 3 * len(trials)] == [trial for trial in trials for _ in range(3)], "each until it is past the loss"
-    assert ran[3 * len(trials)] == {*groups, late}
+    first, last = set(groups[:5]), set(groups[7:])
+    # Each is tried until it is past the loss, and whoever is not on trial has every second step.
+    assert ran[:6] == [first, {late}, first, {late}, first, {late, *first}]
+    trials = [{groups[5]}, {groups[6]}, last]
+    assert ran[6:23:2] == [trial for trial in trials for _ in range(3)]
+    assert ran[7:23:2] == [{late, *groups[: 5 + len(passed)]} for passed in ("", "", "1", "1", "1", "12", "12", "12")]
+    assert ran[23] == {*groups, late}
 
 
 def test_no_more_than_eight_are_tried_together():
@@ -171,8 +175,8 @@ def test_no_more_than_eight_are_tried_together():
     simulation.run_to_end()
     simulation.check_outputs()
     ran = [simulation.groups_of(outputs.rows) for outputs, _ in simulation.sent[1:]]
-    assert [len(those) for those in ran[:7]] == [8, 8, 8, 8, 4, 4, 20]
-    assert set().union(*ran[:6]) == set(groups)
+    assert [len(those) for those in ran[:11]] == [8, 8, 8, 8, 8, 8, 16, 4, 16, 4, 20]
+    assert ran[0] | ran[3] | ran[7] == set(groups)
 
 
 def test_a_group_on_trial_that_has_to_give_way_lets_the_others_go_on():
