@@ -10,7 +10,8 @@ from protos import inference_pb2 as pb
 from scheduler_svc.errors import NotReady
 from scheduler_svc.shards.shards import LiveShard, Shards
 
-CATCH_UP_S = 0.25  # between two attempts, for a shard that has no worker yet
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0  # between two attempts, for a shard that has no worker yet
+NO_SHARD = "no shard of this scheduler runs at this moment"
 
 
 class ShardedAdapters:
@@ -23,31 +24,34 @@ class ShardedAdapters:
         shards.came.append(self._give)
 
     async def load(self, request: pb.ControlLoadAdapterRequest) -> pb.ControlLoadAdapterResponse:
-        """Where a shard with workers refuses it, it is taken back from the others. Raises AioRpcError, NotReady."""
+        """Where a shard refuses it, it is taken back from the others; one without workers for it gets it later.
+
+        Raises AioRpcError, NotReady.
+        """
         lives = list(self._shards.live.values())
-        serving = [live for live in lives if live.status.serving]
-        if not serving:
-            raise NotReady("no worker that takes adapters is here now")
-        calls = [live.control.LoadAdapter(request) for live in serving]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        loaded = [live for live, answer in zip(serving, answers, strict=True) if not isinstance(answer, BaseException)]
+        if not lives:
+            raise NotReady(NO_SHARD)
+        answers = await asyncio.gather(*(live.control.LoadAdapter(request) for live in lives), return_exceptions=True)
+        loaded = [live for live, answer in zip(lives, answers, strict=True) if not isinstance(answer, BaseException)]
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failed:
+        refused = [error for error in failed if not _has_no_worker(error)] or ([] if loaded else failed)
+        if refused:
             if request.name not in self._loaded:
                 undone = pb.ControlUnloadAdapterRequest(name=request.name)
                 await asyncio.gather(*(live.control.UnloadAdapter(undone) for live in loaded), return_exceptions=True)
-            raise failed[0]
+            raise refused[0]
         self._loaded[request.name] = request.path
         for live in lives:
-            if live not in serving:
+            if live not in loaded:
                 self._give(live)
-        return pb.ControlLoadAdapterResponse(generation=max(each.generation for each in answers))  # type: ignore[union-attr]  # none failed
+        generations = [answer.generation for answer in answers if not isinstance(answer, BaseException)]
+        return pb.ControlLoadAdapterResponse(generation=max(generations))
 
     async def unload(self, request: pb.ControlUnloadAdapterRequest) -> pb.ControlUnloadAdapterResponse:
         """That a shard never had it is no reason to refuse, unless none had. Raises AioRpcError, NotReady."""
         calls = [live.control.UnloadAdapter(request) for live in self._shards.live.values()]
         if not calls:
-            raise NotReady("no shard of this scheduler runs at this moment")
+            raise NotReady(NO_SHARD)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if other := [error for error in failed if not _is_unknown(error)]:
@@ -65,15 +69,23 @@ class ShardedAdapters:
     async def _catch_up(self, live: LiveShard) -> None:
         """Loads what there is, as soon as the shard has a worker."""
         given: dict[str, str] = {}
+        pause_s = FIRST_PAUSE_S
         while self._shards.live.get(live.index) is live and given != self._loaded:
             for name, path in list(self._loaded.items()):
                 try:
                     await live.control.LoadAdapter(pb.ControlLoadAdapterRequest(name=name, path=path))
                 except grpc.aio.AioRpcError:
-                    await asyncio.sleep(CATCH_UP_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     break
                 given[name] = path
             given = {name: path for name, path in given.items() if name in self._loaded}
+
+
+def _has_no_worker(error: BaseException) -> bool:
+    """That takes adapters: none is there now, or none ever was."""
+    codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in codes
 
 
 def _is_unknown(error: BaseException) -> bool:

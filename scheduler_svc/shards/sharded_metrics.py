@@ -61,11 +61,11 @@ class MetricSums:
                     sums[key] = sums.get(key, 0.0) + sample.value
         for name, family in merged.items():
             family.samples = [Sample(each, dict(labels), value) for (each, labels), value in values[name].items()]
-        self._forget_gauges(texts)
+        self._join_ended(texts)
         return list(merged.values())
 
-    def _forget_gauges(self, texts: Texts) -> None:
-        """Lives that have ended are one, so that they do not become many."""
+    def _join_ended(self, texts: Texts) -> None:
+        """Lives of a shard that have ended are kept as one."""
         for index in {index for index, _ in self._last}:
             ended = [each for each in self._last if each[0] == index and each not in texts]
             if len(ended) > 1:

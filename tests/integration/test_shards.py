@@ -285,3 +285,36 @@ async def test_real_workers_go_on_with_what_a_killed_shard_had(
         for index, output in theirs.outputs.items():
             assert list(ours.outputs[index].token_ids) == list(output.token_ids), request.request_id
             assert ours.outputs[index].text == output.text, request.request_id
+
+
+async def test_a_shard_that_comes_back_has_the_adapters_and_sigterm_lets_requests_end() -> None:
+    params = pb.SamplingParams(max_tokens=20, ignore_eos=True)
+    with FakeWorker(delay_s=0.02, max_loras=2) as first, FakeWorker(delay_s=0.02, max_loras=2) as second:
+        workers = [f"--worker={worker.address}" for worker in (first, second)]
+        with scheduler(*workers, "--shards=2", "--metrics-port=0") as it:
+            await asyncio.to_thread(it.wait_until_ready)
+            async with grpc.aio.insecure_channel(it.address) as channel:
+                inference = inference_pb2_grpc.InferenceStub(channel)
+                both = Sharded(it, 0, inference, inference_pb2_grpc.ControlStub(channel))
+                await both.until("both workers", lambda load: _num_serving(load) == 2)
+                load = pb.ControlLoadAdapterRequest(name="one", path="/adapters/one")
+                await both.control.LoadAdapter(load)
+                both.shards()[0].kill()
+                await both.until("one away", lambda load: _num_serving(load) == 1)
+                has_it = lambda load: [list(worker.adapters) for worker in load.workers] == [["one"]] * 2  # noqa: E731
+                await both.until("the adapter at both", has_it)
+                requests = [
+                    pb.GenerateRequest(prompt=f"{n}|" + "y" * 100, adapter="one", sampling_params=params)
+                    for n in range(4)
+                ]
+                for answer in await asyncio.gather(*(answer_to(inference, request) for request in requests)):
+                    assert len(answer.outputs[0].token_ids) == 20
+                await both.control.UnloadAdapter(pb.ControlUnloadAdapterRequest(name="one"))
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await answer_to(inference, requests[0])
+                assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+                last = asyncio.create_task(answer_to(inference, pb.GenerateRequest(prompt="|", sampling_params=params)))
+                await both.until("it runs", lambda load: load.num_requests_running == 1)
+                it.process.terminate()
+                assert len((await last).outputs[0].token_ids) == 20
+            assert await asyncio.to_thread(it.process.wait, 10) == 0
