@@ -117,8 +117,8 @@ def start(workers: list[str]) -> Iterator[Callable[..., Scheduler]]:
 @pytest.fixture(scope="module")
 def undisturbed(workers: list[str]) -> list[Read]:
     scheduler = Scheduler(workers)
-    scheduler.wait_for_workers(2)
     try:
+        scheduler.wait_for_workers(2)
         return asyncio.run(_run(scheduler.address))
     finally:
         scheduler.end()
