@@ -101,8 +101,10 @@ class ShardedCore:
                     return await link.check_room(request, num_preparing // len(links))
                 except QueueFull as error:
                     refusal = error
-            assert refusal is not None
-            raise refusal
+                except grpc.aio.AioRpcError:
+                    pass  # it is gone: those that are left decide when the request is submitted
+            if refusal is not None:
+                raise refusal
 
     def refused(self, refusal: RequestRefused) -> None:
         for link in self._open_links()[:1]:  # one of them counts it
@@ -263,14 +265,20 @@ class ShardedCore:
         unserved, clock = UnservedModels(self._table.serves, STRANDED_S), asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(LOOK_S)
-            links = {link.shard: link for link in self._open_links()}
-            models = [each.model.fingerprint for each in self.models.known]
-            for shard, model in unserved.look(links, models, clock()):
-                for group in links[shard].unfinished():
-                    if group.model == model:
-                        self._move_away(group, links[shard])
-            for link in links.values():
-                await self._move_to_idle(link, links.keys() - {link.shard})
+            try:
+                await self._move_waiting(unserved, clock())
+            except Exception:
+                log.exception("requests that wait could not be looked at")
+
+    async def _move_waiting(self, unserved: UnservedModels, now_s: float) -> None:
+        links = {link.shard: link for link in self._open_links()}
+        models = [each.model.fingerprint for each in self.models.known]
+        for shard, model in unserved.look(links, models, now_s):
+            for group in links[shard].unfinished():
+                if group.model == model:
+                    self._move_away(group, links[shard])
+        for link in links.values():
+            await self._move_to_idle(link, links.keys() - {link.shard})
 
     async def _move_to_idle(self, link: ShardLink, others: Collection[int]) -> None:
         """The longest waiting groups of a shard that others could begin at once, and it could not."""
