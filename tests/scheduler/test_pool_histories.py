@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler_svc import engine, worker_queue
+from scheduler_svc import engine, rebinding, router, worker_queue
 from scheduler_svc.sequence import FinishReason, SequenceGroup
 from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
@@ -198,7 +198,14 @@ class History:
 
 def run_history(seed: int) -> None:
     faults = Faults()
-    with mock.patch.object(engine, "log", faults), mock.patch.object(worker_queue, "LOOK_AHEAD", 3):
+    # Half of them think a move cheap, so that there are many.
+    eager = {"PAUSE_NS": 0, "CHEAPER": 0.2, "MUCH_CHEAPER": 0.5} if seed % 2 else {"PAUSE_NS": 0}
+    with (
+        mock.patch.object(engine, "log", faults),
+        mock.patch.object(worker_queue, "LOOK_AHEAD", 3),
+        mock.patch.multiple(rebinding, **eager),
+        mock.patch.object(router, "OVERRUN_NS", 0),
+    ):
         try:
             History(seed, faults).run()
         except Exception as error:
