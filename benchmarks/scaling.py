@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling          measures, and keeps the figures in benchmarks/results/, part by part
     python -m benchmarks.scaling --draw   draws docs/pictures/ from the newest figures that are kept, those of
-                                          benchmarks.routing among them
+                                          benchmarks.routing among them, and prints its tables
 
 Pools of 1 to 64 equal workers with a backlog, and with arrivals at random at 80 % of what one worker does with a
 backlog, for each worker; what a decision costs where 10,000 requests wait; a pool of 8 that loses one worker and gets
@@ -160,8 +160,8 @@ def sizes_of_pool(scaling: dict[str, Any]) -> list[Chart]:
         "workers",
         "time to the first token, ms",
         [
-            Series("mean", SIZES, [row["ttft_mean_ms"] for row in arrivals]),
-            Series("99th percentile", SIZES, [row["ttft_p99_ms"] for row in arrivals]),
+            Series("mean", [row["workers"] for row in arrivals], [row["ttft_mean_ms"] for row in arrivals]),
+            Series("99th percentile", [row["workers"] for row in arrivals], [row["ttft_p99_ms"] for row in arrivals]),
         ],
         log_x=True,
     )
@@ -192,12 +192,45 @@ def routing_rules(routing: dict[str, Any]) -> Chart:
         "",
         "ms",
         [
-            Series(rule, [x + dx for x in columns], [of[rule]["ttft_mean_ms"] for of in by_workload.values()], False)
+            Series(
+                rule, [x + dx for x in columns], [_mean_ms(of, rule) for of in by_workload.values()], is_joined=False
+            )
             for rule, dx in zip(rules, beside, strict=True)
         ],
         categories=list(by_workload),
         log_y=True,
     )
+
+
+def _mean_ms(of_rules: dict[str, dict[str, float]], rule: str) -> float:
+    return of_rules[rule]["ttft_mean_ms"] if rule in of_rules else float("nan")
+
+
+def tables(scaling: dict[str, Any], routing: dict[str, Any]) -> str:
+    """The tables of docs/scaling.md, in Markdown."""
+    first = scaling["backlog"][0]["tokens_per_s"]
+    lines = ["| workers | backlog, tokens/s | times one worker's | at 80 %: first token mean / p99 |", _rule(4)]
+    arrivals = {row["workers"]: row for row in scaling["at_80_percent"]}
+    for row in scaling["backlog"]:
+        speed, busy = row["tokens_per_s"], arrivals.get(row["workers"])
+        waits = f"{busy['ttft_mean_ms']:.0f} / {busy['ttft_p99_ms']:.0f} ms" if busy else "-"
+        lines.append(f"| {row['workers']} | {speed:,.0f} | {speed / first:.2f} | {waits} |")
+    by_workload = routing["medians"]
+    rules = [rule for rule in next(iter(by_workload.values())) if rule != OWN_BOUND_ONCE]
+    lines += ["", f"| | {' | '.join(rules)} |", _rule(1 + len(rules))]
+    for name, of in by_workload.items():
+        cells = [_routed(of[rule]) if rule in of else "-" for rule in rules]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rule(columns: int) -> str:
+    return "|" + " --- |" * columns
+
+
+def _routed(values: dict[str, float]) -> str:
+    mean_s, p99_s = values["ttft_mean_ms"] / 1e3, values["ttft_p99_ms"] / 1e3
+    return f"{mean_s:.2f} / {p99_s:.2f} s, {100 * values['cache_hit_rate']:.0f} %, {values['balance']:.2f}"
 
 
 def newest(kind: str) -> dict[str, Any]:
@@ -214,6 +247,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.draw:
         draw(newest("scaling"), newest("routing"))
+        print(tables(newest("scaling"), newest("routing")))
         return
     log.configure_library("error")
     facts = machine.describe()

@@ -54,7 +54,7 @@ def write(path: Path, charts: Sequence[Chart]) -> None:
 def draw(charts: Sequence[Chart]) -> str:
     """The text of an SVG file: charts from left to right, each above its legend."""
     widths = [max(WIDTH, LEFT + RIGHT + 110 * len(chart.categories)) for chart in charts]
-    rows = max(-(-len(chart.series) // _columns(width)) for chart, width in zip(charts, widths, strict=True))
+    rows = max(-(-len(chart.series) // _columns(chart, width)) for chart, width in zip(charts, widths, strict=True))
     height = HEIGHT + LEGEND_LINE * rows + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sum(widths)} {height}" width="{sum(widths)}"'
@@ -68,9 +68,14 @@ def draw(charts: Sequence[Chart]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _columns(width: int) -> int:
+def _columns(chart: Chart, width: int) -> int:
     """Of a legend under a chart so wide."""
-    return max(1, (width - LEFT) // 170)
+    return max(1, (width - LEFT) // _entry_width(chart))
+
+
+def _entry_width(chart: Chart) -> int:
+    """Of a legend: letters are about 6 pixels wide."""
+    return 44 + 6 * max(len(series.name) for series in chart.series)
 
 
 def _chart(chart: Chart, width: int) -> list[str]:
@@ -107,8 +112,8 @@ def _chart(chart: Chart, width: int) -> list[str]:
     parts.append(f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{width - RIGHT}" stroke="black" fill="none"/>')
     for number, series in enumerate(chart.series):
         parts += _points(series, number, across, up)
-        column, row = number % _columns(width), number // _columns(width)
-        x, y = LEFT + 170 * column, HEIGHT + LEGEND_LINE * row + 6
+        row, column = divmod(number, _columns(chart, width))
+        x, y = LEFT + _entry_width(chart) * column, HEIGHT + LEGEND_LINE * row + 6
         parts += _mark(x, y - 4, number, series.is_joined)
         parts.append(f'<text x="{x + 26}" y="{y}">{escape(series.name)}</text>')
     return parts
