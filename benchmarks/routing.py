@@ -25,8 +25,9 @@ from benchmarks.routing_rules import RULES, use
 from octavo import log
 from octavo.bench.fleet import traces
 from octavo.bench.fleet.figures import FleetFigures, measure
+from octavo.bench.fleet.outcomes import Loss
 from octavo.bench.fleet.requests import Load, Request
-from octavo.bench.fleet.simulation import Loss, Simulation
+from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 
 RESULTS = Path(__file__).parent / "results"

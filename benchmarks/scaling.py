@@ -26,8 +26,9 @@ from benchmarks.routing import OWN_BOUND_ONCE
 from octavo import log
 from octavo.bench import picture
 from octavo.bench.fleet.figures import FleetFigures, measure
+from octavo.bench.fleet.outcomes import Loss, Run
 from octavo.bench.fleet.requests import Load
-from octavo.bench.fleet.simulation import Loss, Run, Simulation
+from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 from octavo.bench.picture import Chart, Series
 

@@ -11,8 +11,9 @@ import pytest
 
 from octavo.bench.fleet import traces
 from octavo.bench.fleet.figures import FleetFigures, measure, table
+from octavo.bench.fleet.outcomes import Loss
 from octavo.bench.fleet.requests import Load, Request
-from octavo.bench.fleet.simulation import Loss, NeverEnds, Simulation
+from octavo.bench.fleet.simulation import NeverEnds, Simulation
 from octavo.bench.fleet.worker import WorkerKind
 from octavo.bench.picture import Chart, Series, draw
 from octavo.cli import main

@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 
 from octavo.bench.fleet.figures import FleetFigures, measure
+from octavo.bench.fleet.outcomes import Loss
 from octavo.bench.fleet.requests import Load
-from octavo.bench.fleet.simulation import Loss, Simulation
+from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 
 SMALL = WorkerKind(max_num_seqs=32, cache_tokens=16_384)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from octavo.bench.fleet.figures import FleetFigures
+    from octavo.bench.fleet.outcomes import Loss
     from octavo.bench.fleet.requests import Load, Request
-    from octavo.bench.fleet.simulation import Loss
     from octavo.bench.fleet.worker import WorkerKind
 
 MAX_WORKERS, MAX_REQUESTS, MAX_TOKENS = 4096, 10_000_000, 1 << 22
@@ -90,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.bench import picture
     from octavo.bench.fleet.figures import table
     from octavo.bench.fleet.pictures import sizes_of_pool
+    from octavo.bench.fleet.simulation import NeverEnds
     from octavo.cli import CommandError
     from octavo.options import OptionError
 
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [_measure(arguments, count) for count in arguments.workers]
         if arguments.picture:
             picture.write(arguments.picture, sizes_of_pool(rows))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NeverEnds) as error:
         raise CommandError(str(error)) from None
     print(json.dumps([row.as_dict() for row in rows], indent=1) if arguments.json else table(rows))
     return 0
@@ -174,7 +175,7 @@ def _pool(arguments: argparse.Namespace, num_workers: int) -> list[WorkerKind]:
 
 
 def _losses(arguments: argparse.Namespace) -> list[Loss]:
-    from octavo.bench.fleet.simulation import Loss
+    from octavo.bench.fleet.outcomes import Loss
 
     return [] if arguments.lose_at is None else [Loss(0, arguments.lose_at, arguments.return_at)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.bench.fleet.simulation import Run
+from octavo.bench.fleet.outcomes import Run
 
 
 @dataclass(frozen=True, slots=True)
