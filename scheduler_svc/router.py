@@ -28,6 +28,7 @@ FIRST_NUM_OUTPUTS = 128.0  # tokens of a sequence, before any has ended
 NEWEST_OUTPUT = 0.02  # weight of the newest one in their moving average
 OVERRUN, OVERRUN_NS = 2.0, 1_000_000_000  # a wait of so many times what was expected, and so much more, is too long
 MUCH_CHEAPER = 2.0
+MOST_CLAIMED = 4.0  # times the speed of the slowest other worker that one may have by its own word
 
 
 @dataclass(slots=True)
@@ -86,6 +87,15 @@ class Router:
                 self.watch_cache(each)
         elif len(self._workers) > 2:
             self.watch_cache(worker)
+        self._doubt_claims()
+
+    def _doubt_claims(self) -> None:
+        """A speed that no step has shown counts for a few times that of the slowest other one at most."""
+        if len(self._workers) > 1:
+            slowest, next_slowest = sorted(1.0 / each.pace.token_s for each in self._workers)[:2]
+            for each in self._workers:
+                is_slowest = 1.0 / each.pace.token_s <= slowest
+                each.pace.believe_at_most(MOST_CLAIMED * (next_slowest if is_slowest else slowest))
 
     def close(self, worker: WorkerHandle) -> list[SequenceGroup]:
         """A worker takes no more groups; those that wait for it, in service order, have to be placed again."""

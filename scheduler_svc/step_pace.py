@@ -19,18 +19,28 @@ class StepPace:
     """
 
     def __init__(self, prefill_tokens_per_s: float, max_num_batched_tokens: int) -> None:
-        rate = prefill_tokens_per_s or UNKNOWN_TOKENS_PER_S
-        self._heavy_tokens, self._heavy_s = float(max_num_batched_tokens), max_num_batched_tokens / rate
+        self._heavy_tokens = float(max_num_batched_tokens)
         self._light_tokens = self._light_s = 0.0
         self._has_light = False
-        self._least_token_s = 0.1 / rate  # between two averages that say little
         self.mean_s = 0.0  # of any step; 0 before the first
-        self.base_s, self.token_s = 0.0, 1.0 / rate
+        self.is_claim = True  # no step with prompt tokens has shown it
+        self._claim(prefill_tokens_per_s or UNKNOWN_TOKENS_PER_S)
+
+    def _claim(self, tokens_per_s: float) -> None:
+        self._heavy_s = self._heavy_tokens / tokens_per_s
+        self._least_token_s = 0.1 / tokens_per_s  # between two averages that say little
+        self.base_s, self.token_s = 0.0, 1.0 / tokens_per_s
+
+    def believe_at_most(self, tokens_per_s: float) -> None:
+        """Lowers a speed that is only claimed."""
+        if self.is_claim and self.token_s * tokens_per_s < 1.0:
+            self._claim(tokens_per_s)
 
     def answered(self, num_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step of so many tokens, so many of them of prompts, has taken so long."""
         self.mean_s += (NEWEST if self.mean_s else 1.0) * (seconds - self.mean_s)
         if num_prompt_tokens:
+            self.is_claim = False
             newest = NEWEST * min(1.0, num_prompt_tokens / WHOLE_TOKENS)
             self._heavy_tokens += newest * (num_tokens - self._heavy_tokens)
             self._heavy_s += newest * (seconds - self._heavy_s)

@@ -182,6 +182,14 @@ def test_a_faster_worker_gets_more():
     assert 35 <= sum(pool.where(group) == 0 for group in groups) <= 45
 
 
+@pytest.mark.parametrize("speeds", [(1000.0, 1e12), (1e12, 1000.0)], ids=["joins later", "is there first"])
+def test_whoever_claims_to_be_fast_beyond_belief_does_not_get_all(speeds: tuple[float, float]) -> None:
+    pool = Pool(*({"num_slots": 64, "num_blocks": 512, "tokens_per_s": speed} for speed in speeds))
+    groups = [pool.add([number] * 20, max_tokens=1) for number in range(50)]
+    honest = speeds.index(1000.0)
+    assert 8 <= sum(pool.where(group) == honest for group in groups) <= 15
+
+
 def test_a_worker_that_is_found_to_be_slow_gets_less():
     """It said that it is as fast as the other one."""
     pool = Pool(*[{"num_slots": 8, "num_blocks": 200}] * 2)
