@@ -51,6 +51,7 @@ CHECK_SPACING_NS = 100_000_000  # between those at two workers: 64 of them toget
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 MAX_FAULTS_IN_A_ROW = 16  # of our own over one worker's groups; then it may be the worker after all
 FAULTS_OVER = "the scheduler failed over it, or a worker was lost, {} times"
+LOSSES_IN_ALL = 4  # times --max-worker-losses: who was there each time ends, whatever trials it has passed
 MAX_LOGGED = 8  # request ids of one fault
 STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
@@ -461,8 +462,10 @@ class Engine:
             if not group.is_finished:
                 group.lost_worker(self.settings.steps_in_flight + 1)
         for group in {**dict.fromkeys(groups), **dict.fromkeys(charged)}:
-            if group.num_worker_losses >= self.settings.max_worker_losses:
-                self._on_end(group, FinishReason.ERROR, why_ended.format(group.num_worker_losses))
+            most, most_in_all = self.settings.max_worker_losses, LOSSES_IN_ALL * self.settings.max_worker_losses
+            if group.num_worker_losses >= most or group.num_losses_in_all >= most_in_all:
+                num_losses = group.num_worker_losses if group.num_worker_losses >= most else group.num_losses_in_all
+                self._on_end(group, FinishReason.ERROR, why_ended.format(num_losses))
         for group in groups:
             if not group.is_finished:
                 self._move(group)

@@ -288,7 +288,8 @@ class SequenceGroup:
         self.num_passed_over = 0  # times that a later group was taken from the queue before this one
         self.num_preemptions = 0
         self.num_moves = 0
-        self.num_worker_losses = 0  # of workers that it was in flight for, and of what was known of them, by a fault
+        # Of workers that it was in flight for, and of what was known of them, by a fault; and those not charged with.
+        self.num_worker_losses = self.num_losses_in_all = 0
         # Of the prompt, tokens whose logprobs have arrived or are not wanted: the first has none, and who resumes has
         # got them with the first token.
         has_them = not sampling_params.HasField("prompt_logprobs") or any(resumed_token_ids)
@@ -403,8 +404,13 @@ class SequenceGroup:
         return any(sequence.num_tokens < sequence.trial_ends_at for sequence in seated or sequences)
 
     def lost_worker(self, num_trial_tokens: int) -> None:
-        """Its worker, or what was known of it here, was lost, maybe over it; it is on trial for so many tokens."""
-        self.num_worker_losses += 1
+        """Its worker, or what was known of it here, was lost, maybe over it; it is on trial for so many tokens.
+
+        Who has passed the trial after an earlier loss, and lost this one in the company of all, is suspected anew and
+        charged with no more: it is one of many, and has shown that it need not have been the reason.
+        """
+        self.num_losses_in_all += 1
+        self.num_worker_losses += not self.num_worker_losses or self.is_on_trial
         for sequence in self.unfinished():
             sequence.trial_ends_at = sequence.num_tokens + num_trial_tokens
 

@@ -63,6 +63,7 @@ class Worker:
         self._limits: Limits | None = None  # that `_sizes` were made for
         self._sizes: worker_pb2.InitializeResponse | None = None
         self._epoch = 0  # of the lease whose steps count; 0: none
+        self._was_leased = False
         self._pipeline: StepPipeline | None = None  # of the last lease
         self._cached_blocks = CachedBlocks(0)  # of the cache, whatever lease they were computed under
         self._requests = RecentRequests(max(1024, 4 * config.max_num_seqs))
@@ -155,7 +156,7 @@ class Worker:
 
     def begin(self, epoch: int) -> Future[worker_pb2.LeaseGranted]:
         """Steps of `epoch` count from now on, on an empty mirror; what there is to be told of those before them."""
-        self._epoch = epoch
+        self._epoch, self._was_leased = epoch, True
         return self.thread.call(self._reset)
 
     def end(self) -> Future[None]:
@@ -203,7 +204,7 @@ class Worker:
 
     def _num_steps(self) -> int | None:
         """See `TouchAhead`; until the first lease others, who have yet to start, need the processor more."""
-        return None if self._pipeline is None or self.running[0] else self._num_submitted
+        return None if not self._was_leased or self.running[0] else self._num_submitted
 
     def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
         """Runs a step after those before it; `deliver` gets the answer, on the model thread."""

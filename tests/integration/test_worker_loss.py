@@ -136,6 +136,7 @@ class Calls:
                 state = await self._control.GetRequest(pb.GetRequestRequest(request_id=request_id))
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.NOT_FOUND
+                await asyncio.sleep(0.005)
                 continue
             least = state.num_prompt_tokens + LOST_AFTER
             if [sequence.num_tokens >= least for sequence in state.sequences] == [True] * num_sequences:

@@ -147,12 +147,12 @@ def test_first_come_first_served_and_the_youngest_is_preempted():
 def test_groups_that_lost_a_worker_are_tried_a_few_at_a_time_and_after_two_losses_alone():
     simulation = Simulation(num_slots=16, num_blocks=400, max_num_batched_tokens=200, depth=2)
     groups = [simulation.add([number] * 9, 30, eos_token_id=None) for number in range(12)]
-    for group in groups[5:7]:
-        group.lost_worker(0)  # once before; it got over that
     while len(simulation.in_flight) < 2:
         simulation.send()
     late = simulation.add([99] * 9, 30, eos_token_id=None)
     simulation.lose_worker()
+    for group in groups[5:7]:
+        group.lost_worker(simulation.depth + 1)  # another one, on its trial
     num_sent = len(simulation.sent)
     simulation.run_to_end()
     simulation.check_outputs()
@@ -165,6 +165,16 @@ def test_groups_that_lost_a_worker_are_tried_a_few_at_a_time_and_after_two_losse
     assert ran[6:23:2] == [trial for trial in trials for _ in range(3)]
     assert ran[7:23:2] == [{late, *groups[: 5 + len(passed)]} for passed in ("", "", "1", "1", "1", "12", "12", "12")]
     assert ran[23] == {*groups, late}
+
+
+def test_who_has_passed_its_trial_is_charged_with_no_more_for_a_loss_in_the_company_of_others():
+    group = Simulation().add([1] * 9, 30)
+    group.lost_worker(0)
+    assert not group.is_on_trial, "past where it was"
+    group.lost_worker(3)
+    assert (group.num_worker_losses, group.num_losses_in_all, group.is_on_trial) == (1, 2, True)
+    group.lost_worker(3)
+    assert (group.num_worker_losses, group.num_losses_in_all) == (2, 3)
 
 
 def test_no_more_than_eight_are_tried_together():
