@@ -68,6 +68,8 @@ class FrontLink:
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(not answer.is_taken)
+        elif not answer.is_taken:
+            self.release(answer.number)  # it was given up while it waited for the id, and nobody else would do so
 
     async def _messages(self) -> AsyncIterator[shards_pb2.FrontRequests]:
         async for requests in self._outbox.batches():

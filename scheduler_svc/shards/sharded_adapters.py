@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 
@@ -67,7 +68,7 @@ class ShardedAdapters:
         task.add_done_callback(self._catching_up.discard)
 
     async def _catch_up(self, live: LiveShard) -> None:
-        """Loads what there is, as soon as the shard has a worker."""
+        """Loads what there is, as soon as the shard has a worker; what is unloaded meanwhile it gives up, too."""
         given: dict[str, str] = {}
         pause_s = FIRST_PAUSE_S
         while self._shards.live.get(live.index) is live and given != self._loaded:
@@ -79,7 +80,10 @@ class ShardedAdapters:
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     break
                 given[name] = path
-            given = {name: path for name, path in given.items() if name in self._loaded}
+            for name in given.keys() - self._loaded.keys():
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it has heard so already
+                    await live.control.UnloadAdapter(pb.ControlUnloadAdapterRequest(name=name))
+                del given[name]
 
 
 def _has_no_worker(error: BaseException) -> bool:

@@ -235,6 +235,9 @@ class ShardedCore:
             self._end(group, FinishReason.ERROR, why)
         except RequestRefused as refusal:
             self._end(group, FinishReason.ERROR, f"its shard is lost, and another one refused it: {refusal}")
+        except Exception:
+            log.exception("a request cannot go on at another shard", request_id=group.request_id)
+            self._end(group, FinishReason.ERROR, "its shard is lost, and another one failed over it")
         finally:
             if self._moves.get(group) is asyncio.current_task():
                 del self._moves[group]

@@ -31,7 +31,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", SILENCE_MS),
     ("grpc.http2.ping_timeout_ms", SILENCE_MS),
 )
-HAND_OVER_S = 5.0  # that a shard which ended has to come back before others take its workers
+HAND_OVER_S = 5.0  # that a shard has to start, or to come back, before others take its workers
 LOOK_INTERVAL_S = 0.5  # between two looks at names, and at who has been away for too long
 STOP_GRACE_S = 8.0
 
@@ -65,7 +65,7 @@ class Shards:
         self._vital = vital
         self._on_change = on_change
         self._names = WorkerNames(config.worker, config.max_workers)
-        self._shares = WorkerShares(config.shards, HAND_OVER_S)
+        self._shares = WorkerShares(config.shards, HAND_OVER_S, time.monotonic())
         self._num_started = 0
         self._processes = KeptProcesses("shard", self._command, config.shards, vital)
         self._sockets: dict[int, str] = {}  # of the last life that was started, by index

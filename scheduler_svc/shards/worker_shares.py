@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 
 class WorkerShares:
-    """Owners of addresses. A shard that is lost keeps its workers for `patience_s`: it may be back by then."""
+    """Owners of addresses. A shard that is lost, or has not come yet, keeps its workers for `patience_s`."""
 
-    def __init__(self, num_shards: int, patience_s: float) -> None:
+    def __init__(self, num_shards: int, patience_s: float, now_s: float) -> None:
         self._num_shards = num_shards
         self._patience_s = patience_s
         self._owners: dict[str, int] = {}
-        self._lost_s: dict[int, float] = {}  # shards that do not run, and since when
+        self._lost_s = dict.fromkeys(range(num_shards), now_s)  # shards that do not run, and since when
 
     def shard_came(self, shard: int) -> None:
         self._lost_s.pop(shard, None)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
-from protos import shards_pb2
+from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.prepared_group import decode_group, encode_group
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.shards.front_link import FrontLink
+from scheduler_svc.shards.front_service import FrontService
 from scheduler_svc.shards.live_ids import LiveIds
 from scheduler_svc.shards.shard_link import DrawnTokens
 from scheduler_svc.shards.shard_process import share_of
@@ -41,6 +45,34 @@ def test_an_id_is_its_tenants_and_free_again_with_its_holder() -> None:
     assert ids.claim(other, 4, "t", "a")
     ids.release_all(other)
     assert len(ids) == 0 and ids.claim(one, 2, "t", "a") and ids.claim(one, 3, "u", "a")
+
+
+async def test_an_id_that_was_given_to_nobody_any_more_is_free_again(tmp_path: Path) -> None:
+    """Its claim waits for a live id, is given up meanwhile, and granted all the same."""
+    service, server = FrontService(), grpc.aio.server()
+    shards_pb2_grpc.add_FrontServicer_to_server(service, server)
+    server.add_insecure_port(address := f"unix:{tmp_path}/front")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+        link = FrontLink(channel)
+        following = asyncio.create_task(link.follow(_ignore))
+        number = await link.claim("t", "a")
+        assert number is not None
+        given_up = asyncio.create_task(link.claim("t", "a"))
+        while not service._claims:
+            await asyncio.sleep(0.001)
+        given_up.cancel()
+        link.release(number)
+        while service._claims or len(service.ids):
+            await asyncio.sleep(0.001)
+        assert await link.claim("t", "a") is not None
+        service.close()
+        await following
+    await server.stop(None)
+
+
+async def _ignore(state: shards_pb2.FrontState) -> None:
+    pass
 
 
 def test_requests_of_all_shards_have_numbers_in_the_order_of_time() -> None:

@@ -1,0 +1,61 @@
+"""Adapters over several shards: one that comes later gets what the others have, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from protos import inference_pb2 as pb
+from scheduler_svc.shards.sharded_adapters import ShardedAdapters
+from scheduler_svc.shards.shards import LiveShard, Shards
+
+
+class FakeShard:
+    """A shard and its `Control`: loading takes until it is let go on."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.control = index, self
+        self.loaded: list[str] = []
+        self.may_load = asyncio.Event()
+        self.num_asked = 0
+
+    async def LoadAdapter(self, request: pb.ControlLoadAdapterRequest) -> pb.ControlLoadAdapterResponse:
+        self.num_asked += 1
+        await self.may_load.wait()
+        self.loaded.append(request.name)
+        return pb.ControlLoadAdapterResponse(generation=1)
+
+    async def UnloadAdapter(self, request: pb.ControlUnloadAdapterRequest) -> pb.ControlUnloadAdapterResponse:
+        if request.name in self.loaded:
+            self.loaded.remove(request.name)
+        return pb.ControlUnloadAdapterResponse()
+
+
+class FakeShards:
+    def __init__(self) -> None:
+        self.live: dict[int, Any] = {}
+        self.came: list[Any] = []
+
+    def begin(self, shard: FakeShard) -> None:
+        self.live[shard.index] = shard
+        for listener in self.came:
+            listener(cast(LiveShard, shard))
+
+
+async def test_what_is_unloaded_while_a_shard_that_came_late_loads_it_is_not_left_there() -> None:
+    shards = FakeShards()
+    adapters = ShardedAdapters(cast(Shards, shards))
+    first, late = FakeShard(0), FakeShard(1)
+    first.may_load.set()
+    shards.begin(first)
+    for name in ("gone", "stays"):
+        await adapters.load(pb.ControlLoadAdapterRequest(name=name, path=f"/{name}"))
+    shards.begin(late)
+    async with asyncio.timeout(20):
+        while not late.num_asked:
+            await asyncio.sleep(0)
+        await adapters.unload(pb.ControlUnloadAdapterRequest(name="gone"))
+        late.may_load.set()
+        while adapters._catching_up:
+            await asyncio.sleep(0)
+    assert first.loaded == late.loaded == ["stays"]

@@ -1,0 +1,51 @@
+"""A frontend's core over several shards: a group that moves is taken by another shard, or its client hears why not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.mailboxes import Mailboxes
+from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.shards.sharded_core import ShardedCore
+
+
+class Reader:
+    """What stands in a group's `output`, and is told of its end."""
+
+    def __init__(self) -> None:
+        self.ends: asyncio.Queue[tuple[FinishReason, str]] = asyncio.Queue()
+
+    def begins_anew_elsewhere(self) -> None:
+        pass
+
+    def end(self, reason: FinishReason, message: str) -> None:
+        self.ends.put_nowait((reason, message))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (InvalidRequest(FieldViolation("prompt", "no")), "another one refused it: prompt: no"),
+        (RuntimeError("the core failed over this request"), "another one failed over it"),
+    ],
+)
+async def test_a_group_that_cannot_go_on_ends_whatever_the_reason(error: Exception, says: str) -> None:
+    async with grpc.aio.insecure_channel("unix:/nowhere") as channel, asyncio.timeout(20):
+        mailboxes = Mailboxes(asyncio.get_running_loop())
+        core = ShardedCore(channel, mailboxes, wait_timeout_s=20.0, max_losses=3)
+
+        async def fail(*_: Any, **__: Any) -> None:
+            raise error
+
+        core._submit_anywhere = fail  # type: ignore[method-assign]  # what a shard answers
+        reader = Reader()
+        core._move(SequenceGroup("r", [1], pb.SamplingParams(), max_num_tokens=9, arrival_ns=0, output=reader))
+        reason, message = await reader.ends.get()
+        assert reason is FinishReason.ERROR and says in message
+        assert not core._moves
