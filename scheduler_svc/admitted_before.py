@@ -8,16 +8,18 @@ the group itself where its client's connection broke here. Each turn that was lo
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 
 MAX_KNOWN = 65_536  # ids; those known longest are forgotten first
 
 
 class AdmittedBefore:
-    """Thread-safe."""
+    """Thread-safe. `most`: ids that are known at once."""
 
-    def __init__(self) -> None:
-        self._ids: dict[str, None] = {}
+    def __init__(self, most: int = MAX_KNOWN) -> None:
+        self._most = most
+        self._ids: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def __contains__(self, request_id: str) -> bool:
@@ -30,10 +32,10 @@ class AdmittedBefore:
         """These had their turn."""
         with self._lock:
             for request_id in request_ids:
-                self._ids.pop(request_id, None)
                 self._ids[request_id] = None
-            for request_id in list(self._ids)[: max(0, len(self._ids) - MAX_KNOWN)]:
-                del self._ids[request_id]
+                self._ids.move_to_end(request_id)
+                if len(self._ids) > self._most:
+                    self._ids.popitem(last=False)
 
     def take(self, request_id: str) -> bool:
         """Whether a request that says so had its turn: it gets it back, and has it no more."""

@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 from protos import worker_pb2
 
+MAX_FREE = 4096  # workers noted; one that is started again is another one, and its former lives are never seen again
+
 
 class WorkerQuota:
     """Belongs to whoever counts the workers; not thread-safe.
@@ -36,11 +38,15 @@ class WorkerQuota:
 
     def refusal(self, info: worker_pb2.WorkerInfo, num_held: int) -> str:
         """Why this worker is not to be taken now; empty: it may be."""
+        if self._share is None:
+            return ""
         if info.lifecycle == worker_pb2.WORKER_LIFECYCLE_LEASED:
             self._free_since_s.pop(info.instance_id, None)
         else:
             self._free_since_s.setdefault(info.instance_id, self._clock())
-        if self._share is None or num_held < self._share:
+            if len(self._free_since_s) > MAX_FREE:
+                del self._free_since_s[next(iter(self._free_since_s))]
+        if num_held < self._share:
             return ""
         free_since_s = self._free_since_s.get(info.instance_id)
         if free_since_s is None:

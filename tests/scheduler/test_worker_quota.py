@@ -8,7 +8,7 @@ import pytest
 
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.worker_quota import WorkerQuota
+from scheduler_svc.worker_quota import MAX_FREE, WorkerQuota
 
 AFTER_S = 5.0
 
@@ -126,3 +126,11 @@ def test_shares_beyond_the_pool_leave_the_last_one_waiting() -> None:
 def test_options_that_make_no_sense(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"worker_quota|takeover_after"):
         SchedulerConfig(**options)  # type: ignore[arg-type]
+
+
+def test_workers_that_are_started_again_and_again_do_not_pile_up() -> None:
+    for share in (None, 0):
+        quota = WorkerQuota(share, AFTER_S, clock=lambda: 0.0)
+        for life in range(2 * MAX_FREE):
+            quota.refusal(worker_pb2.WorkerInfo(instance_id=str(life)), 0)
+        assert len(quota._free_since_s) <= MAX_FREE
