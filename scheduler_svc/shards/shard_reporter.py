@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from protos import frontend_pb2, shards_pb2
 from scheduler_svc.engine import Engine
@@ -22,8 +23,14 @@ MAX_WAITING_TOLD = 64  # groups of one frontend that may move while they wait
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A worker at one moment, between two steps."""
+class Seen:
+    """A worker at one moment, between two steps.
+
+    Attributes:
+        cache: None where prefixes are not cached.
+        changes: of that cache since it was looked at last.
+        load: by `LOAD_NAMES`.
+    """
 
     handle: WorkerHandle
     cache: PrefixCache | None
@@ -91,7 +98,7 @@ class ShardReporter:
     async def report(self) -> None:
         """Tells every frontend what is news to it."""
         settled = {link: link.last_settled_number for link in self._links.connected()}
-        seen = await asyncio.wrap_future(self._engine.call(self._look))
+        seen = await asyncio.wrap_future(self._engine.call(partial(look, self._engine)))
         adapters = self._engine.adapters.generations()
         report = shards_pb2.ShardReport(
             workers=[self._fold(each) for each in seen],
@@ -127,24 +134,7 @@ class ShardReporter:
                 worker.ClearField("cleared_bits_u32")
         link.outbox.put(frontend_pb2.CoreEvent(report=report))
 
-    def _look(self) -> list[_Seen]:
-        """On the step loop's thread."""
-        router = self._engine.router
-        router.look()
-        loads, ahead = router.loads, router.work.all()
-        seen = []
-        for handle in self._engine.workers:
-            if handle.is_closing:
-                continue
-            cache = handle.scheduler.blocks.cache if self._engine.settings.enable_prefix_caching else None
-            changes = cache.take_changes() if cache is not None else CacheChanges()
-            number = handle.number
-            load = {name: float(getattr(loads.load, name)[number]) for name in LOAD_NAMES}
-            tokens, slots = float(ahead.num_tokens[number]), float(ahead.num_slots[number])
-            seen.append(_Seen(handle, cache, changes, load, tokens, slots, int(loads.num_cached_blocks[number])))
-        return seen
-
-    def _fold(self, seen: _Seen) -> shards_pb2.ReportedWorker:
+    def _fold(self, seen: Seen) -> shards_pb2.ReportedWorker:
         told = self._workers.get(seen.handle)
         if told is None or told.cache is not seen.cache:
             self._num_workers += 1
@@ -162,7 +152,25 @@ class ShardReporter:
         return worker
 
 
-def _new(seen: _Seen, number: int) -> _Told:
+def look(engine: Engine) -> list[Seen]:
+    """All workers that take groups. On the step loop's thread; changes of caches are told once."""
+    router = engine.router
+    router.look()
+    loads, ahead = router.loads, router.work.all()
+    seen = []
+    for handle in engine.workers:
+        if handle.is_closing:
+            continue
+        cache = handle.scheduler.blocks.cache if engine.settings.enable_prefix_caching else None
+        changes = cache.take_changes() if cache is not None else CacheChanges()
+        number = handle.number
+        load = {name: float(getattr(loads.load, name)[number]) for name in LOAD_NAMES}
+        tokens, slots = float(ahead.num_tokens[number]), float(ahead.num_slots[number])
+        seen.append(Seen(handle, cache, changes, load, tokens, slots, int(loads.num_cached_blocks[number])))
+    return seen
+
+
+def _new(seen: Seen, number: int) -> _Told:
     sizes, info = seen.handle.sizes, seen.handle.info
     bits = CachedBits(sizes.num_device_blocks) if seen.cache is not None else None
     description = shards_pb2.WorkerDescription(

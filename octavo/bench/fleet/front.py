@@ -1,7 +1,7 @@
 """The choice among shards, as a frontend makes it: by what each told at its last report, and what it was given since.
 
-The table, the bits of caches and the cost are those of the scheduler's frontends; reports come 20 times a second of
-virtual time, at no cost of time. Groups that wait in one shard are not moved to another here.
+The table, the bits of caches and the cost are those of the scheduler's frontends; reports come as often as there, in
+virtual time and at no cost of time. Groups that wait in one shard are not moved to another here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from scheduler_svc.shards.routing_table import KnownWorker
     from scheduler_svc.worker_handle import WorkerHandle
 
-INTERVAL_NS = 50_000_000
-
 
 @dataclass(frozen=True, slots=True)
 class _Told:
@@ -34,7 +32,9 @@ class Front:
 
     def __init__(self, engines: Sequence[Engine], block_size: int) -> None:
         from scheduler_svc.shards.routing_table import RoutingTable
+        from scheduler_svc.shards.shard_reporter import INTERVAL_S
 
+        self._interval_ns = round(INTERVAL_S * 1e9)
         self.due_ns = 0
         self.cpu_ns = self.num_choices = 0
         self._engines = engines
@@ -47,7 +47,7 @@ class Front:
         """Every shard tells what it has. To be called between steps."""
         for shard in range(len(self._engines)):
             self._report(shard)
-        self.due_ns = now_ns + INTERVAL_NS
+        self.due_ns = now_ns + self._interval_ns
 
     def choose(self, group: SequenceGroup) -> int:
         """The shard that gets the group: of the cheapest worker; where there is none, the first."""
@@ -65,37 +65,30 @@ class Front:
 
     def _report(self, shard: int) -> None:
         from scheduler_svc.shards.cached_bits import CachedBits
-        from scheduler_svc.shards.routing_table import LOAD_NAMES
+        from scheduler_svc.shards.shard_reporter import look
 
-        engine, table = self._engines[shard], self._table
-        router = engine.router
-        router.look()
-        loads, ahead = router.loads, router.work.all()
-        workers = [worker for worker in engine.workers if not worker.is_draining]
+        table, seen = self._table, look(self._engines[shard])
         new: dict[int, KnownWorker] = {}
         changes = []
-        for worker in workers:
-            told, blocks = self._told.get(worker), worker.scheduler.blocks
-            is_new = told is None
+        for each in seen:
+            told, is_new = self._told.get(each.handle), each.handle not in self._told
             if told is None:
-                told = self._told[worker] = _Told(len(self._told), CachedBits(blocks.allocator.num_blocks))
-            changed = blocks.cache.take_changes()
-            came, went = told.bits.change(changed.published, changed.forgotten)
+                num_blocks = each.handle.scheduler.blocks.allocator.num_blocks
+                told = self._told[each.handle] = _Told(len(self._told), CachedBits(num_blocks))
+            came, went = told.bits.change(each.changes.published, each.changes.forgotten)
             if is_new:
-                new[told.number] = _known(worker, told.bits)
+                new[told.number] = _known(each.handle, told.bits)
             else:
                 changes.append((told.number, came, went))
-        table.set_workers(shard, [self._told[worker].number for worker in workers], new)
-        for worker in workers:
-            number = worker.number
-            load = {name: float(getattr(loads.load, name)[number]) for name in LOAD_NAMES}
-            load["num_ahead_tokens"], load["num_ahead_slots"] = ahead.num_tokens[number], ahead.num_slots[number]
-            load["num_cached_blocks"] = float(loads.num_cached_blocks[number])
-            table.report(shard, self._told[worker].number, load)
+        table.set_workers(shard, [self._told[each.handle].number for each in seen], new)
+        for each in seen:
+            waits = {"num_ahead_tokens": each.num_ahead_tokens, "num_ahead_slots": each.num_ahead_slots}
+            load = {**each.load, **waits, "num_cached_blocks": float(each.num_cached_blocks)}
+            table.report(shard, self._told[each.handle].number, load)
         for number, came, went in changes:
             table.change_bits(shard, number, came, went)
         table.contains(shard, self._num_given[shard])
-        table.expect(shard, router.num_outputs)
+        table.expect(shard, self._engines[shard].router.num_outputs)
 
 
 def _known(worker: WorkerHandle, bits: CachedBits) -> KnownWorker:
