@@ -191,13 +191,17 @@ class Scheduler:
 
     def _alone(self, waiting: Source) -> AbstractSet[SequenceGroup] | None:
         """Who has this step to itself: a group of a failed step, or those on trial; None: all who are not on trial."""
-        if self.on_trial:
-            self.on_trial = {group for group in self.on_trial & self.running if group.is_on_trial}
+        self._forget_trials_over()
         if self.suspects:
             return {self.suspects[0]}
         if self.on_trial and not (self._was_trial and self._others_have_work(waiting)):
             return self.on_trial
         return None
+
+    def _forget_trials_over(self) -> None:
+        """Who has passed, ended or given way is on trial no more; who gave way is tried again when it comes back."""
+        if self.on_trial:
+            self.on_trial = {group for group in self.on_trial & self.running if group.is_on_trial}
 
     def _others_have_work(self, waiting: Source) -> bool:
         """Whether somebody who is not on trial has something to do: a step is theirs after one of trials."""
@@ -444,6 +448,7 @@ class Scheduler:
 
     def _try_after_all(self, plan: StepPlan, waiting: Source, now_ns: int) -> None:
         """It is not the turn of those on trial, but nobody else can get on."""
+        self._forget_trials_over()  # they may have had to give way in this very step
         if not self.on_trial:
             self._try(plan, waiting, now_ns)
             return
@@ -455,10 +460,15 @@ class Scheduler:
             self._admit(plan, waiting, now_ns)
 
     def _next_held(self) -> SequenceGroup | None:
-        """Of the groups that are here, the one that comes back next, or else gets its next slot."""
-        returning = self.swapped or self.preempted
-        late = self.groups.next_late() if self.groups.expanding and not returning else None
-        return returning[0] if returning else late.group if late else None
+        """Of the groups that are here, the one that comes back next, or gets its next slot.
+
+        Who gave way for the sake of a late sequence does not come back before that one has its slot.
+        """
+        returning = next(iter(self.swapped or self.preempted), None)
+        late = self.groups.next_late() if self.groups.expanding else None
+        if late is None or (returning is not None and not self.settings.policy.overrules(late.group, returning)):
+            return returning
+        return late.group
 
     def _next_group(self, waiting: Source) -> SequenceGroup | None:
         first, fresh = self._next_held(), waiting.peek()

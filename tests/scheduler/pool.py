@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,6 +50,17 @@ class Faults:
     info = warning
 
 
+class Ticks:
+    """A clock on which every look takes a twentieth of a millisecond: what happens depends on nothing outside."""
+
+    def __init__(self) -> None:
+        self._now_ns = 1_000_000_000
+
+    def __call__(self) -> int:
+        self._now_ns += 50_000
+        return self._now_ns
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     num_slots: int
@@ -71,6 +81,8 @@ class PoolWorker:
         row_error: RowErrorOf | None,
         worker: SimulatedWorker | None = None,
         model: str = "",
+        *,
+        now_ns: int,
     ) -> None:
         """`worker`: one that was leased before."""
         self.address, self.size, self.epoch, self.model = address, size, epoch, model
@@ -84,7 +96,7 @@ class PoolWorker:
         )
         self.received: deque[worker_pb2.Step] = deque()
         self.results: deque[worker_pb2.StepResult] = deque()
-        self.last_heard_ns = time.monotonic_ns()
+        self.last_heard_ns = now_ns
         self.is_closed = False
         self.may_close = False  # it was lost, or told to drain
         self.is_ending = False  # it has said that it drains, and goes once it has answered
@@ -122,7 +134,8 @@ class Pool:
     """An engine, its workers and its requests. `check` holds after every `turn`."""
 
     def __init__(self, faults: Faults, row_error: RowErrorOf | None = None, **settings: Any) -> None:
-        self._new_engine = partial(Engine, EngineSettings(**settings), self)
+        self._clock = Ticks()
+        self._new_engine = partial(Engine, EngineSettings(**settings), self, clock=self._clock)
         self.engine = self._new_engine()
         self._numbers = itertools.count()
         self.num_told = 0  # blocks that a worker brought along to another lease
@@ -264,7 +277,7 @@ class Pool:
     def join(self, size: Size, model: str = "", worker_before: SimulatedWorker | None = None) -> PoolWorker:
         self._num_joined += 1
         epoch = self._num_joined
-        worker = PoolWorker(f"worker-{epoch}", size, epoch, self._row_error, worker_before, model)
+        worker = PoolWorker(f"worker-{epoch}", size, epoch, self._row_error, worker_before, model, now_ns=self._clock())
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,
@@ -310,7 +323,7 @@ class Pool:
     def turn(self) -> None:
         """Takes what has happened, sends steps, and looks at everything."""
         for worker in self.workers:
-            worker.last_heard_ns = time.monotonic_ns()
+            worker.last_heard_ns = self._clock()
         self.engine.call(lambda: None)  # something to find, or it waits
         self.engine.take_events()
         self.engine.send_steps()

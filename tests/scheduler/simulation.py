@@ -186,6 +186,7 @@ class Simulation:
         outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=not self.in_flight)
         self.take_outgrown()
         if outputs is None:
+            assert self.in_flight or not scheduler.groups.has_work, "work is there, and no step can be made of it"
             return False
         came = scheduler.running - running if scheduler.running & running else set()
         gave_way = outputs.num_preempted and self.settings.policy is not POLICIES["priority"]

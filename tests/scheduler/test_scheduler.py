@@ -200,6 +200,41 @@ def test_a_group_on_trial_that_has_to_give_way_lets_the_others_go_on():
     assert younger.num_preemptions == 1
 
 
+def lost(simulation: Simulation, group: SequenceGroup) -> SequenceGroup:
+    """A group that waits, as if it came from a worker that was lost with it."""
+    simulation.waiting.remove(group)
+    group.lost_worker(4)
+    simulation.waiting.push(group)
+    return group
+
+
+def test_one_on_trial_that_gives_way_to_another_is_on_trial_no_more():
+    """The other's turn is the step after; a third one, for which there is no room beside that one, does not begin."""
+    simulation = Simulation(num_blocks=16, depth=1, max_num_batched_tokens=4, policy="priority")
+    first = lost(simulation, simulation.add([1] * 40, 8, eos_token_id=None, priority=1))
+    for _ in range(2):
+        simulation.send()
+        simulation.answer()
+    second = lost(simulation, simulation.add([2] * 40, 8, eos_token_id=None, priority=0))
+    third = simulation.add([3] * 40, 8, eos_token_id=None, priority=0)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    assert [group.num_preemptions for group in (first, second, third)] == [1, 0, 0]
+
+
+def test_who_gave_way_to_a_late_output_does_not_come_back_before_that_one_runs():
+    simulation = Simulation(num_slots=3, num_blocks=16, depth=1, policy="priority", enable_chunked_prefill=False)
+    patient = simulation.add([1] * 4, 12, eos_token_id=None, n=2, priority=1)
+    simulation.send()
+    simulation.answer()
+    urgent = simulation.add([2] * 4, 12, eos_token_id=None, n=5, priority=0)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    simulation.check_nothing_left()
+    assert (urgent.num_preemptions, patient.num_preemptions) == (0, 1)
+
+
 def test_losses_at_any_time_change_no_token():
     """In caches so small that groups on trial, and those that pause for them, are in each other's way."""
     num_losses = num_tried = num_preempted = 0
