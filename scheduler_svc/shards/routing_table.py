@@ -6,6 +6,7 @@ report that contains it: nothing is counted late, and nothing twice. Knows nothi
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -126,14 +127,15 @@ class RoutingTable:
     def contains(self, shard: int, last_number: int) -> None:
         """What was reported last contains this frontend's groups up to that number."""
         assigned = self._assigned.get(shard, {})
-        for group in [group for group in assigned if group <= last_number]:
-            del assigned[group]
+        for group in list(itertools.takewhile(lambda group: group <= last_number, assigned)):
+            self._count(assigned.pop(group), -1)
 
     # ---- what a frontend asks ---------------------------------------------------------------------------------------
 
     def assign(self, choice: Choice, group: int) -> None:
-        """A group, by its number there, goes to the shard."""
+        """A group, by its number there, goes to the shard. Numbers rise."""
         self._assigned[choice.shard][group] = choice
+        self._count(choice, 1)
 
     def choose(self, wanted: Wanted, among: Collection[int]) -> Choice | None:
         """The worker of those shards that costs least; None: none of theirs could ever run the group."""
@@ -165,13 +167,16 @@ class RoutingTable:
 
     def _ahead(self) -> Ahead:
         """What waits at each worker, as was reported, and what was assigned since."""
-        ahead = Ahead(self._columns["num_ahead_tokens"].copy(), self._columns["num_ahead_slots"].copy())
-        for shard, assigned in self._assigned.items():
-            for choice in assigned.values():
-                if (row := self._rows.get((shard, choice.number))) is not None:
-                    ahead.num_tokens[row] += choice.num_uncached
-                    ahead.num_slots[row] += choice.num_slots
-        return ahead
+        columns = self._columns
+        return Ahead(
+            columns["num_ahead_tokens"] + self._since.num_tokens, columns["num_ahead_slots"] + self._since.num_slots
+        )
+
+    def _count(self, choice: Choice, sign: int) -> None:
+        """Adds what was assigned to the sums of its worker, if that is still there, or takes it out."""
+        if (row := self._rows.get((choice.shard, choice.number))) is not None:
+            self._since.num_tokens[row] += sign * choice.num_uncached  # whole numbers: exact
+            self._since.num_slots[row] += sign * choice.num_slots
 
     def _suits(self, wanted: Wanted, among: Collection[int]) -> npt.NDArray[np.bool_]:
         suits = np.isin(self._shard, list(among)) & (self._model == self._models.get(wanted.model, -1))
@@ -220,6 +225,10 @@ class RoutingTable:
         self._max_cached = np.array([worker.max_cached_tokens for worker in workers], np.int64)
         self._takes_adapters = np.array([worker.takes_adapters for worker in workers], np.bool_)
         self._masks = np.array([max(0, worker.num_bits - 1) for worker in workers], np.int64)
+        self._since = Ahead(np.zeros(len(keys)), np.zeros(len(keys)))  # what was assigned, of no report yet
+        for assigned in self._assigned.values():
+            for choice in assigned.values():
+                self._count(choice, 1)
         self._columns = {name: np.ones(len(keys)) for name in REPORTED_NAMES}
         ends = np.cumsum([0, *(len(worker.bits) for worker in workers)], dtype=np.int64)
         self._offsets, self._ends = ends[:-1], ends[1:]

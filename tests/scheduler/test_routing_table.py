@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import numpy as np
@@ -133,6 +134,37 @@ def test_a_report_that_does_not_contain_an_assignment_keeps_it() -> None:
     table.contains(0, 7)
     chosen = {choice.shard for _ in range(60) if (choice := table.choose(wanted(1000), {0, 1}))}
     assert chosen == {0, 1}, "ties go to either"
+
+
+def test_what_was_assigned_is_summed_as_workers_and_reports_come_and_go() -> None:
+    """The sums are kept, and never made anew: one more request costs the same however many came since a report."""
+    rng = random.Random(4)
+    shards: list[dict[int, KnownWorker]] = [{number: worker() for number in range(3)} for _ in range(2)]
+    table = table_of(*shards)
+    assigned: list[dict[int, tuple[int, int]]] = [{}, {}]
+    for group in range(400):
+        shard = rng.randrange(2)
+        match rng.choice(["assign", "assign", "report", "leave", "join"]):
+            case "assign" if shards[shard] and (choice := table.choose(wanted(rng.randint(2, 90)), {shard})):
+                table.assign(choice, group)
+                assigned[shard][group] = choice.number, int(choice.num_uncached)
+            case "report":
+                last_number = rng.randrange(group + 1)
+                table.contains(shard, last_number)
+                assigned[shard] = {each: told for each, told in assigned[shard].items() if each > last_number}
+            case "leave" if shards[shard]:
+                shards[shard].pop(rng.choice(list(shards[shard])))
+                table.set_workers(shard, shards[shard], {})
+            case "join":
+                number = rng.randrange(6)
+                if number not in shards[shard]:
+                    shards[shard][number] = worker()
+                    table.set_workers(shard, shards[shard], {number: shards[shard][number]})
+                    table.report(shard, number, load())
+        ahead = table._ahead()
+        for (key, number), row in table._rows.items():
+            theirs = [num_tokens for each, num_tokens in assigned[key].values() if each == number]
+            assert (ahead.num_tokens[row], ahead.num_slots[row]) == (sum(theirs), len(theirs))
 
 
 def test_who_has_a_free_slot_can_begin_until_it_is_assigned() -> None:
