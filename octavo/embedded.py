@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.embedded_options import EmbeddedOptions, read_options
 from octavo.errors import OctavoError
-from octavo.generation import Generation, RetryPolicy, build_request
+from octavo.generation import Generation, build_request
 from octavo.prompts import Prompt
 from octavo.request_seeds import RequestSeeds
+from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

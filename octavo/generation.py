@@ -17,8 +17,6 @@ from octavo.retrying import Outages, RetryPolicy
 from octavo.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
 
-__all__ = ["Generation", "RetryPolicy", "build_messages", "build_request"]
-
 
 def build_request(
     prompt: str | None,

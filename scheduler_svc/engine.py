@@ -785,7 +785,7 @@ class Engine:
             self._wake(worker)
         self._check_one_idle(now_ns)
         if self._last_lost_ns is not None:
-            self._end_those_that_waited_in_vain(now_ns, self._last_lost_ns)
+            self._time_out_waiting(now_ns, self._last_lost_ns)
         timeout_s = self.settings.worker_wait_timeout_s
         for group in self._stranded.overdue(now_ns - int(timeout_s * 1e9)):
             message = f"{self._stranded.why(group)}; no other came within {timeout_s:g} s (--worker-wait-timeout)"
@@ -819,7 +819,7 @@ class Engine:
         except Exception as fault:
             self._start_over(worker, fault, set())
 
-    def _end_those_that_waited_in_vain(self, now_ns: int, last_lost_ns: int) -> None:
+    def _time_out_waiting(self, now_ns: int, last_lost_ns: int) -> None:
         """Each request has the whole time: from its arrival, or from the loss where it was there already."""
         timeout_s = self.settings.worker_wait_timeout_s
         latest_ns = now_ns - int(timeout_s * 1e9)

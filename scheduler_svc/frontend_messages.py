@@ -10,7 +10,7 @@ import numpy as np
 from protos import frontend_pb2, worker_pb2
 from scheduler_svc.beam_search import BeamHypothesis
 from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull, RequestRefused
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.sequence import FinishReason, SequenceGroup
 from scheduler_svc.sequence_columns import Ints
 from scheduler_svc.status import STATUS_CODES
 from scheduler_svc.step_plan import NewTokens
@@ -98,10 +98,6 @@ def decode_beams(beams: frontend_pb2.Beams) -> list[BeamHypothesis]:
 
 def encode_end(number: int, group: SequenceGroup, reason: FinishReason, message: str) -> frontend_pb2.GroupEnd:
     return frontend_pb2.GroupEnd(finish_reason=reason.value, message=message, counters=encode_counters(number, group))
-
-
-def encode_sequence_end(number: int, sequence: Sequence) -> frontend_pb2.SequenceEnd:
-    return frontend_pb2.SequenceEnd(number=number, index=sequence.index)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

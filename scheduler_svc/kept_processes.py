@@ -26,7 +26,6 @@ class KeptProcesses:
     Args:
         kind: what one of them is, for the log.
         command: gives that of the process with a number, each time that it is started.
-        ended: is told the number of a process that has ended, before it is started again.
     """
 
     def __init__(
@@ -35,13 +34,11 @@ class KeptProcesses:
         command: Callable[[int], Sequence[str]],
         count: int,
         vital: VitalParts,
-        ended: Callable[[int], None] | None = None,
     ) -> None:
         self._kind = kind
         self._command = command
         self._count = count
         self._vital = vital
-        self._ended = ended
         self._keepers: list[asyncio.Task[None]] = []
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._is_stopping = False
@@ -89,8 +86,6 @@ class KeptProcesses:
                     pause_s = FIRST_PAUSE_S
                 what = f"a {self._kind} has ended; starting it again"
                 log.error(what, number=number, pid=process.pid, exit_code=code, in_s=pause_s)
-                if self._ended is not None:
-                    self._ended(number)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -69,12 +69,11 @@ class QueuedWork:
         self._all[0, number] += num_tokens
         self._all[1, number] += made.num_slots
         self.num_groups[number] += 1
-        if self.policy.lane(group) is None:
+        if made.lane is None:
             _add(self._by_urgency, made.urgency, made, self.num_workers)
             if len(self._urgencies) < len(self._by_urgency):
                 bisect.insort(self._urgencies, made.urgency)
         else:
-            assert made.lane is not None
             share = _add(self._by_lane, made.lane, made, self.num_workers)
             self._num_lanes[number] += share.work[1, number] == made.num_slots
         return made

@@ -76,9 +76,8 @@ class Rebinding:
         router, found = self._router, []
         there = measured(loaded, router.num_outputs, self._clock(), counts_returning=False)
         before = Ahead(0.0, 0.0)  # that stay there
-        growing = (
-            there.num_taken_slots * router.num_outputs / 2
-        )  # what those who run will have is taken from who returns
+        # Those who run are half done on average; the blocks of what is to come are taken before anybody returns.
+        growing = there.num_taken_slots * router.num_outputs / 2
         waiting = loaded.waiting.trials()[:MAX_TAKEN] + loaded.waiting.candidates(MAX_TAKEN)
         for group in [*loaded.scheduler.releasable(), *waiting]:
             num_there, num_outputs = self._num_uncached(group, loaded), router.expected_outputs(group)

@@ -1,6 +1,6 @@
 """What it costs, in seconds, to give a request to a worker: one formula, over numbers or over arrays of all workers.
 
-    cost = Q + 1.5 P + 0.1 D + E
+    cost = Q + 1.5 P + 0.1 D
 
     Q   the wait before its prompt is computed: for the tokens that are assigned or reserved there and not computed yet,
         or, where it is longer, for slots and blocks to come free
@@ -8,7 +8,6 @@
         who come after it, too
     D   the time that its output tokens will take there, beside those that run. A tenth of it: a little patience is
         better than a slow or crowded worker, but nobody waits long beside an idle one
-    E   the pressure on the cache: what has to be evicted, and would be computed again. Nothing as yet
 
 Knows nothing of workers, queues or clocks.
 """
@@ -89,8 +88,7 @@ def cost_s(load: WorkerLoad, ahead: Ahead, wanted: Wanted) -> Numbers:
     prompt_s = wanted.num_uncached / load.tokens_per_s
     num_rows = np.minimum(load.num_taken_slots + ahead.num_slots + wanted.num_slots, load.num_slots)
     outputs_s = wanted.num_outputs * (load.base_s + load.token_s * num_rows)
-    evicted_s = 0.0
-    return wait_s(load, ahead, wanted) + PROMPT_WEIGHT * prompt_s + OUTPUT_WEIGHT * outputs_s + evicted_s
+    return wait_s(load, ahead, wanted) + PROMPT_WEIGHT * prompt_s + OUTPUT_WEIGHT * outputs_s
 
 
 def cheapest(

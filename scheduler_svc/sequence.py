@@ -285,7 +285,6 @@ class SequenceGroup:
         self.first_scheduled_ns: int | None = None
         self.first_token_ns: int | None = None
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was scheduled first
-        self.num_passed_over = 0  # times that a later group was taken from the queue before this one
         self.num_preemptions = 0
         self.num_moves = 0
         # Of workers that it was in flight for, and of what was known of them, by a fault; and those not charged with.

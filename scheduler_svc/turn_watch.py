@@ -16,9 +16,8 @@ from scheduler_svc.vital_parts import VitalParts
 log = structlog.get_logger()
 
 TICK_S = 1.0
-MAX_TICKS = (
-    60  # without a turn, where one takes milliseconds; counted here, as a clock goes on while a machine is paused
-)
+# Without a turn, where one takes milliseconds. Ticks are counted, as a clock goes on while a machine is paused.
+MAX_TICKS = 60
 
 
 class Turns:
