@@ -296,7 +296,7 @@ class WorkerPool:
         client.start()
 
     def _follow_names(self) -> None:
-        while not self._closed.wait(0 if not self.clients else DNS_INTERVAL_S):
+        while True:
             found = {address for name in self._names for address in resolve(name)}
             for address in found - self.clients.keys():
                 log.info("worker address appeared", worker=address)
@@ -305,7 +305,7 @@ class WorkerPool:
                 if self.clients[address].state.health != inference_pb2.WORKER_HEALTH_SERVING:
                     log.info("worker address is gone", worker=address)
                     self.clients.pop(address).close()
-            if not self.clients and self._closed.wait(DNS_INTERVAL_S):
+            if self._closed.wait(DNS_INTERVAL_S):
                 return
 
 

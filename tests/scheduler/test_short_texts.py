@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.quick_tokenizers import alternatives
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import RequestTexts
-from scheduler_svc.text.short_texts import SHARE, SHORT_BYTES, ShortTexts
+from scheduler_svc.text.short_texts import BURST_S, SHARE, SHORT_BYTES, ShortTexts
 from scheduler_svc.text.text_processes import TextProcesses
 from scheduler_svc.tokenizer import Tokenizer
 from tests.scheduler.tiny_served_model import tiny_served_model
@@ -110,22 +111,23 @@ async def test_short_ones_need_no_process_and_are_refused_like_all_others_once_i
 
 def test_many_costly_ones_at_once_go_to_text_processes(model: ServedModel) -> None:
     """All that have come are prepared before the event loop turns to anybody else."""
-    now_s, cpu_s = 100.0, 0.0
+    now_s, cpu_s, cost_s, pause_s = 100.0, 0.0, 0.00075, 0.001
 
-    def cpu_clock() -> float:
+    def cpu_clock() -> float:  # asked before and after each
         nonlocal cpu_s
-        cpu_s += 0.0015 / 2  # what it costs, as it is asked twice
+        cpu_s += cost_s
         return cpu_s
 
     short = ShortTexts(lambda: ServedModels.of(model), TextSettings(), lambda: now_s, cpu_clock)
     data = pb.GenerateRequest(prompt="hey").SerializeToString()
     are_here = [short.prepare(data) is not None for _ in range(1000)]
-    assert 5 < sum(are_here) < 20 and are_here == sorted(are_here, reverse=True)
+    assert sum(are_here) == math.ceil(BURST_S / cost_s) and are_here == sorted(are_here, reverse=True)
     num_here = 0
     for _ in range(1000):
-        now_s += 0.001
+        now_s += pause_s
         num_here += short.prepare(data) is not None
-    assert num_here * 0.0015 / 2 == pytest.approx(SHARE, rel=0.1)
+    # What is left was below nothing by less than one costs before, and is now, or it is what has come since.
+    assert num_here * cost_s == pytest.approx(SHARE * 1000 * pause_s, abs=cost_s + SHARE * pause_s)
 
 
 HOSTILE = [
