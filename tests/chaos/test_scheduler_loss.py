@@ -186,14 +186,8 @@ async def _run(address: str | list[str], disturb: Callable[[], None] | None = No
 
 def _check(reads: list[Read], undisturbed: list[Read]) -> None:
     for stream, (read, expected) in enumerate(zip(reads, undisturbed, strict=True)):
-        assert (read.token_ids, read.text, read.ends, read.num_tokens) == (
-            expected.token_ids,
-            expected.text,
-            expected.ends,
-            expected.num_tokens,
-        ), f"request {stream} differs from the undisturbed run"
-        for index, logprobs in expected.logprobs.items():
-            assert read.logprobs[index] == pytest.approx(logprobs, abs=1e-3)
+        # Logprobs, too, bit for bit: on a CPU a row's logits depend on nothing in its batch.
+        assert read == expected, f"request {stream} differs from the undisturbed run"
 
 
 def _moment(undisturbed: list[Read], seed: int) -> int:
