@@ -16,7 +16,9 @@ from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import PreparedText, RequestText
 
-SHORT_BYTES = 1024  # of a request: 1.5 ms for the worst text that was found, 0.03 ms for a line of an ordinary one
+SHORT_BYTES = (
+    1024  # of a request: up to 1.7 ms, and 0.05 ms for an ordinary line (`benchmarks/short_texts.py`, 2 cores)
+)
 SHARE = 0.2  # of the event loop's time that all of them together may take,
 BURST_S = 0.01  # and at once; more of them go to text processes like any other request
 
