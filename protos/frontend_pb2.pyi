@@ -164,12 +164,22 @@ class CoreState(_message.Message):
     def __init__(self, is_ready: bool = ..., is_draining: bool = ..., is_broken_off: bool = ..., models: _Optional[_Union[ServedModels, _Mapping]] = ...) -> None: ...
 
 class ServedModels(_message.Message):
-    __slots__ = ("models", "default_name")
+    __slots__ = ("models", "default_name", "awaited")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_NAME_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[KnownModel]
     default_name: str
-    def __init__(self, models: _Optional[_Iterable[_Union[KnownModel, _Mapping]]] = ..., default_name: _Optional[str] = ...) -> None: ...
+    awaited: _containers.RepeatedCompositeFieldContainer[AwaitedModel]
+    def __init__(self, models: _Optional[_Iterable[_Union[KnownModel, _Mapping]]] = ..., default_name: _Optional[str] = ..., awaited: _Optional[_Iterable[_Union[AwaitedModel, _Mapping]]] = ...) -> None: ...
+
+class AwaitedModel(_message.Message):
+    __slots__ = ("name", "fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class KnownModel(_message.Message):
     __slots__ = ("model", "num_workers_serving", "num_workers_draining")

@@ -108,7 +108,11 @@ def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConf
     from scheduler_svc.shards.sharded_core import ShardedCore
 
     return ShardedCore(
-        channel, mailboxes, wait_timeout_s=config.worker_wait_timeout, max_losses=config.max_worker_losses
+        channel,
+        mailboxes,
+        num_shards=config.shards,
+        wait_timeout_s=config.worker_wait_timeout,
+        max_losses=config.max_worker_losses,
     )
 
 

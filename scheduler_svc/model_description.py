@@ -8,7 +8,7 @@ from pathlib import Path
 
 from protos import frontend_pb2
 from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.served_models import AwaitedModel, KnownModel, ServedModels
 from scheduler_svc.tokenizer import Tokenizer
 
 _NAMES = [field.name for field in dataclasses.fields(ServedModel) if field.name != "tokenizer"]
@@ -42,6 +42,8 @@ def encode_models(
             num_workers_serving=each.num_serving,
             num_workers_draining=each.num_draining,
         )
+    for awaited in models.awaited:
+        message.awaited.add(name=awaited.name, fingerprint=awaited.fingerprint)
     return message
 
 
@@ -54,4 +56,5 @@ def decode_models(
         for each in message.models
         if (model := decode(each.model)) is not None
     ]
-    return ServedModels(tuple(known), message.default_name)
+    awaited = frozenset(AwaitedModel(each.name, each.fingerprint) for each in message.awaited)
+    return ServedModels(tuple(known), message.default_name, awaited)

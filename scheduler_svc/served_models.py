@@ -8,7 +8,7 @@ they have. `NAME@FINGERPRINT`, of which the first digits are enough, names a rev
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.errors import NotReady, UnknownName
 from scheduler_svc.served_model import ServedModel
@@ -28,6 +28,14 @@ class KnownModel:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedModel:
+    """Of a worker that has yet to join. Both are empty while it has not been heard of: it may be of any."""
+
+    name: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModels:
     """All models at one moment.
 
@@ -35,10 +43,12 @@ class ServedModels:
         known: in the order in which they came.
         default_name: what a request without a name gets in any case; empty: the name that came first, of those with a
             worker that takes requests, or of all where no model has one.
+        awaited: a name that nobody knows may be one of these before long: it is refused for now, and not for good.
     """
 
     known: tuple[KnownModel, ...] = ()
     default_name: str = ""
+    awaited: frozenset[AwaitedModel] = frozenset()
 
     @classmethod
     def of(cls, *models: ServedModel) -> ServedModels:
@@ -55,9 +65,18 @@ class ServedModels:
     def resolve(self, name: str = "", fingerprint: str = "") -> ServedModel:
         """The model of a new request, or with a fingerprint that of one which goes on with its tokens.
 
-        Raises NotReady before there is any model, UnknownName for one that is not here.
+        Raises NotReady before there is any model, or this one, where it is awaited; UnknownName for one that is not
+        here.
         """
         self.check_any()
+        try:
+            return self._resolve(name, fingerprint)
+        except UnknownName as error:
+            if not self._is_awaited(name, fingerprint):
+                raise
+            raise NotReady(f"{error}; not all workers have joined yet") from None
+
+    def _resolve(self, name: str, fingerprint: str) -> ServedModel:
         if fingerprint:
             return self._resume(name, fingerprint)
         if not name:
@@ -84,7 +103,7 @@ class ServedModels:
     def without_counts(self) -> ServedModels:
         """All that decides which model a request gets, and changes no more often than that."""
         known = (KnownModel(each.model, num_serving=min(each.num_serving, 1)) for each in self.known)
-        return ServedModels(tuple(known), self.default_name)
+        return replace(self, known=tuple(known))
 
     def default_or_none(self) -> ServedModel | None:
         """None: a request without a name would be refused."""
@@ -105,28 +124,36 @@ class ServedModels:
 
     def _resume(self, name: str, fingerprint: str) -> ServedModel:
         if (model := self.find(fingerprint)) is not None:
-            if name and name != model.name and not self._is_revision(name, model):
+            if name and name != model.name and not _is_revision(name, model):
                 raise UnknownName(f"model {model.name!r} is {fingerprint}; the request names {name[:MAX_SHOWN]!r}")
             return model
-        ours = self.resolve(name)  # raises where not even the name is known
+        ours = self._resolve(name, "")  # raises where not even the name is known
         raise UnknownName(
             f"model {ours.name!r} is {ours.fingerprint} here; the request began with {fingerprint[:32]!r}"
         )
 
+    def _is_awaited(self, name: str, fingerprint: str) -> bool:
+        if fingerprint and self.find(fingerprint) is not None:
+            return False  # it is here, by another name
+        if fingerprint:
+            return any(each.fingerprint in ("", fingerprint) for each in self.awaited)
+        return any(not each.name or name == each.name or _is_revision(name, each) for each in self.awaited)
+
     def _revision(self, name: str) -> ServedModel:
-        found = [each.model for each in self.known if self._is_revision(name, each.model)]
+        found = [each.model for each in self.known if _is_revision(name, each.model)]
         if len(found) != 1:
             wanted = name.rpartition("@")[0]
             revisions = [f"{wanted}@{each.model.fingerprint[:SHOWN_DIGITS]}" for each in self._revisions(wanted)]
             raise UnknownName(f"model {name[:MAX_SHOWN]!r} is not served here; {_listed(revisions or self.names)}")
         return found[0]
 
-    def _is_revision(self, name: str, model: ServedModel) -> bool:
-        wanted, _, digits = name.rpartition("@")
-        return wanted == model.name and len(digits) >= MIN_DIGITS and model.fingerprint.startswith(digits)
-
     def _revisions(self, name: str) -> list[KnownModel]:
         return [each for each in self.known if each.model.name == name]
+
+
+def _is_revision(name: str, model: ServedModel | AwaitedModel) -> bool:
+    wanted, _, digits = name.rpartition("@")
+    return wanted == model.name and len(digits) >= MIN_DIGITS and model.fingerprint.startswith(digits)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -48,7 +48,14 @@ RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reco
 
 
 class WorkerRefused(Exception):
-    """This worker does not belong to the pool: another model, another protocol, too small a cache."""
+    """This worker does not belong to the pool: another model, another protocol, too small a cache.
+
+    `expected`: who it said it is, where it may join later without anything being changed about it.
+    """
+
+    def __init__(self, message: str, *, expected: worker_pb2.WorkerInfo | None = None) -> None:
+        super().__init__(message)
+        self.expected = expected
 
 
 class _Closed(Exception):
@@ -186,6 +193,9 @@ class WorkerClient:
     def __init__(self, address: str, members: Members, vital: VitalParts) -> None:
         self.address = address
         self.state = ConnectionState()
+        self.was_heard = False  # whether it has ever said who it is
+        self.heard_s = time.monotonic()  # when it did so last; before that, since when it is asked
+        self.expected: worker_pb2.WorkerInfo | None = None  # who it said it is, where it has yet to join and may
         self._members = members
         self._stream: StepStream | None = None
         self._num_failures = 0  # since it served last, not told of
@@ -225,9 +235,11 @@ class WorkerClient:
                 return
             except WrongClaim as error:
                 self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
+                self._heard(None)
                 self._num_distrusted += 1
             except WorkerRefused as error:
                 self._now(inference_pb2.WORKER_HEALTH_REFUSED, str(error))
+                self._heard(error.expected)
                 retry_s = LEASED_RETRY_S
             except grpc.RpcError as error:
                 self._now(inference_pb2.WORKER_HEALTH_CONNECTING, f"{error.code().name}: {error.details()}")
@@ -249,6 +261,7 @@ class WorkerClient:
             raise WorkerRefused(f"speaks schema revision {info.schema_revision}, this scheduler {SCHEMA_REVISION}")
         check_info(info)
         settings = self._members.settings_for(info)
+        self._heard(info)
         self._now(inference_pb2.WORKER_HEALTH_INITIALIZING, "")
         initializing = stub.Initialize.future(settings, timeout=INITIALIZE_TIMEOUT_S)
         # Made while the worker measures its first steps: SmolLM2's takes 0.1 to 0.2 s.
@@ -261,6 +274,9 @@ class WorkerClient:
         finally:
             self._members.left(member)
 
+    def _heard(self, expected: worker_pb2.WorkerInfo | None) -> None:
+        self.was_heard, self.heard_s, self.expected = True, time.monotonic(), expected
+
     def _exchange_steps(self, channel: grpc.Channel, member: Membership) -> None:
         """From the lease to its loss."""
         stream = StepStream(self.address, channel, member.sizes.settings_id, self._members.asks())
@@ -271,6 +287,7 @@ class WorkerClient:
             if self._closed.is_set():
                 return
             self._members.joined(member, stream, lease)
+            self.expected = None
             self._now(inference_pb2.WORKER_HEALTH_SERVING, "")
             for data in stream.messages():
                 self._members.said(stream, data)

@@ -22,7 +22,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.errors import UnknownName
 from scheduler_svc.model_names import ModelNames
 from scheduler_svc.served_model import ServedModel, fingerprint_of
-from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.served_models import AwaitedModel, KnownModel, ServedModels
 from scheduler_svc.tokenizer import Tokenizer
 from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.worker_client import Membership, StepStream, WorkerClient, WorkerRefused
@@ -78,6 +78,9 @@ class WorkerPool:
         self._forget_after_s = forget_after_s
         self.clients: dict[str, WorkerClient] = {}
         self._names = [address[len(DNS_PREFIX) :] for address in addresses if address.startswith(DNS_PREFIX)]
+        self._unresolved = set(self._names)  # those that have had no address yet
+        self._began_s = time.monotonic()
+        self._has_addresses = bool(addresses)  # or they have yet to be given
         self._fixed = [address for address in addresses if not address.startswith(DNS_PREFIX)]
         self._max_workers = max_workers
         self._bounds = bounds or worker_pb2.InitializeRequest()
@@ -132,8 +135,6 @@ class WorkerPool:
 
         Raises WorkerRefused for a worker that does not fit the pool.
         """
-        if info.instance_id in self._drained:
-            raise WorkerRefused("it was drained; started again it may join")
         with self._lock:
             self._check(info)
             tokenizer = self._tokenizer or tokenizer or self._known_tokenizer(info)
@@ -146,11 +147,13 @@ class WorkerPool:
 
     def _check(self, info: worker_pb2.WorkerInfo) -> None:
         """Raises WorkerRefused where there is no place for the worker, or for its model."""
+        if info.instance_id in self._drained:
+            raise WorkerRefused("it was drained; started again it may join")
         if len(self._members) >= self._max_workers:
             raise WorkerRefused(f"there are {self._max_workers} workers already (--max-workers)")
         if refusal := self._quota.refusal(info, len(self._members)):
-            raise WorkerRefused(refusal)
-        fingerprint = fingerprint_of(info, self._tokenizer.sha256 if self._tokenizer else info.tokenizer_sha256)
+            raise WorkerRefused(refusal, expected=info)
+        fingerprint = self._fingerprint_of(info)
         same = [member.info for member in self._members if member.model.fingerprint == fingerprint]
         if same and same[0].block_size != info.block_size:
             theirs, ours = info.block_size, same[0].block_size
@@ -258,8 +261,28 @@ class WorkerPool:
             known.append(KnownModel(each.model, joined[fingerprint] - num_draining, num_draining))
             if not joined[fingerprint]:
                 self._empty_since_s.setdefault(fingerprint, time.monotonic())
-        if tuple(known) != self.models.known:
-            self.models = replace(self.models, known=tuple(known))
+        awaited = self._awaited()
+        if tuple(known) != self.models.known or awaited != self.models.awaited:
+            self.models = replace(self.models, known=tuple(known), awaited=awaited)
+
+    def _awaited(self) -> frozenset[AwaitedModel]:
+        """Of workers that have yet to join, of which each is waited for as long as for one that was lost."""
+        earliest_s = time.monotonic() - self._forget_after_s
+        awaited = set[AwaitedModel]()
+        if self._began_s > earliest_s and (self._unresolved or not self._has_addresses):
+            awaited.add(AwaitedModel())
+        for client in list(self.clients.values()):
+            info = client.expected
+            if client.heard_s <= earliest_s:
+                continue
+            if not client.was_heard:
+                awaited.add(AwaitedModel())
+            elif info is not None:
+                awaited.add(AwaitedModel(self._name_of.model(info.model), self._fingerprint_of(info)))
+        return frozenset(awaited)
+
+    def _fingerprint_of(self, info: worker_pb2.WorkerInfo) -> str:
+        return fingerprint_of(info, self._tokenizer.sha256 if self._tokenizer else info.tokenizer_sha256)
 
     def _forget_one(self) -> bool:
         """Makes room: forgets the model that has been without a worker for longest, if no request is live for one."""
@@ -281,6 +304,7 @@ class WorkerPool:
 
     def hold(self, addresses: Collection[str]) -> None:
         """These workers from now on, and no others: who is not among them is given back once it has answered."""
+        self._has_addresses = True
         for address in self.clients.keys() - set(addresses):
             log.info("worker is given back", worker=address)
             client = self.clients.pop(address)
@@ -292,15 +316,18 @@ class WorkerPool:
                 self._add(address)
 
     def _add(self, address: str) -> None:
+        self._has_addresses = True
         client = self.clients[address] = WorkerClient(address, self, self._vital)
         client.start()
 
     def _follow_names(self) -> None:
         while True:
-            found = {address for name in self._names for address in resolve(name)}
+            by_name = {name: resolve(name) for name in self._names}
+            found = {address for addresses in by_name.values() for address in addresses}
             for address in found - self.clients.keys():
                 log.info("worker address appeared", worker=address)
                 self._add(address)
+            self._unresolved -= {name for name, addresses in by_name.items() if addresses}
             for address in self.clients.keys() - found - set(self._fixed):
                 if self.clients[address].state.health != inference_pb2.WORKER_HEALTH_SERVING:
                     log.info("worker address is gone", worker=address)

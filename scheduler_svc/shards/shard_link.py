@@ -64,6 +64,7 @@ class ShardLink(CoreLink):
         super().__init__(channel, mailboxes)
         self.shard = shard
         self.is_ready = False
+        self.has_told = False  # which models it has
         self.adapters_there: dict[str, int] = {}  # with their generations
         self.waiting_there: list[int] = []  # numbers of groups that have not begun, the latest first
         self._table = table

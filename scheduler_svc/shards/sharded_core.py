@@ -9,6 +9,7 @@ alone. Of beams, of which nobody has seen anything, the search begins anew.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Collection, Iterable
 from functools import partial
 
@@ -45,7 +46,9 @@ class ShardedCore:
 
     Args:
         channel: to the parent.
-        wait_timeout_s: that a group waits for a shard which can go on with it, once its own is lost.
+        num_shards: that there are when all run.
+        wait_timeout_s: that a group waits for a shard which can go on with it, once its own is lost; and that a
+            request waits for the models of a shard that does not run.
         max_losses: of shards under one group, which may be the reason.
 
     Attributes:
@@ -53,11 +56,20 @@ class ShardedCore:
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, mailboxes: Mailboxes, *, wait_timeout_s: float, max_losses: int
+        self,
+        channel: grpc.aio.Channel,
+        mailboxes: Mailboxes,
+        *,
+        num_shards: int,
+        wait_timeout_s: float,
+        max_losses: int,
     ) -> None:
         self._front = FrontLink(channel)
         self._mailboxes = mailboxes
+        self._num_shards = num_shards
         self._wait_timeout_s = wait_timeout_s
+        self._complete_s = time.monotonic()  # when all shards had told their models last
+        self._awaits_shards = True
         self._max_losses = max_losses
         self._table = RoutingTable()
         self._drawn = DrawnTokens()
@@ -269,6 +281,8 @@ class ShardedCore:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
+                if self._is_awaiting_shards() is not self._awaits_shards:
+                    await self._tell_state()
                 await self._move_waiting(unserved, clock())
             except Exception:
                 log.exception("requests that wait could not be looked at")
@@ -336,19 +350,28 @@ class ShardedCore:
         self._release_id(group)
 
     async def _take_shard_state(self, link: ShardLink, state: frontend_pb2.CoreState) -> None:
-        link.is_ready = state.is_ready
+        link.is_ready, link.has_told = state.is_ready, True
         await self._tell_state()
 
     async def _tell_state(self) -> None:
         if self._on_state is None:
             return
-        self.models = self._shared_models.merged(link.models for link in self._links.values())
+        self._awaits_shards = self._is_awaiting_shards()
+        models = [link.models for link in self._links.values()]
+        self.models = self._shared_models.merged(models, awaits_shards=self._awaits_shards)
         state = frontend_pb2.CoreState(
             is_ready=any(link.is_ready for link in self._links.values()),
             is_draining=self._state.is_draining,
             is_broken_off=self._state.is_broken_off,
         )
         await self._on_state(state)
+
+    def _is_awaiting_shards(self) -> bool:
+        now_s = time.monotonic()
+        if sum(link.has_told for link in self._links.values()) >= self._num_shards:
+            self._complete_s = now_s
+            return False
+        return now_s - self._complete_s < self._wait_timeout_s
 
 
 async def _any(calls: Iterable[Awaitable[bool]]) -> bool:

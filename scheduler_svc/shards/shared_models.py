@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.served_models import AwaitedModel, KnownModel, ServedModels
 
 
 class SharedModels:
@@ -29,18 +29,23 @@ class SharedModels:
             self._models[each.model.fingerprint] = each.model
             self._order.setdefault(each.model.fingerprint, len(self._order))
 
-    def merged(self, shards: Iterable[ServedModels]) -> ServedModels:
-        """Workers are counted over all shards; lengths are those of the largest worker of any."""
+    def merged(self, shards: Iterable[ServedModels], *, awaits_shards: bool = False) -> ServedModels:
+        """Workers are counted over all shards; lengths are those of the largest worker of any.
+
+        `awaits_shards`: some have not told yet, and may have any model.
+        """
         known: dict[str, KnownModel] = {}
         default_name = ""
+        awaited = {AwaitedModel()} if awaits_shards else set()
         for models in shards:
             default_name = default_name or models.default_name
+            awaited |= models.awaited
             for each in models.known:
                 key = each.model.fingerprint
                 known[key] = _together(known[key], each) if key in known else each
         self._models = {key: each.model for key, each in known.items()}  # one that is being added is read once more
         in_order = sorted(known, key=lambda key: self._order.get(key, len(self._order)))
-        return ServedModels(tuple(known[key] for key in in_order), default_name)
+        return ServedModels(tuple(known[key] for key in in_order), default_name, frozenset(awaited))
 
 
 def _together(one: KnownModel, other: KnownModel) -> KnownModel:

@@ -34,6 +34,13 @@ class Service:
     async def call(self, method: str, data: object = None, *flags: str) -> Answer:
         return await grpcurl(*flags, method, address=self.address, data=data)
 
+    def restart(self, *flags: str) -> None:
+        """Kills it, and starts it again at its address; `flags` come on top of those that it had."""
+        self.process.kill()
+        self.process.wait()
+        assert isinstance(self.process.args, list)
+        self.process = subprocess.Popen([*self.process.args, *flags], text=True)
+
     def wait_until_ready(self) -> None:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -56,11 +63,12 @@ def scheduler(*flags: str) -> Iterator[Service]:
     port = free_port()
     command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", *flags]
     process = subprocess.Popen(command, text=True)  # its log goes where pytest keeps and shows what failing tests print
+    service = Service(f"127.0.0.1:{port}", process)
     try:
-        yield Service(f"127.0.0.1:{port}", process)
+        yield service
     finally:
-        process.terminate()
-        process.wait(timeout=10)
+        service.process.terminate()
+        service.process.wait(timeout=10)
 
 
 @asynccontextmanager

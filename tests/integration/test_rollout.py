@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from octavo import AsyncClient, SamplingParams
 from octavo.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -100,11 +103,13 @@ async def until(holds: Callable[[], Any]) -> None:
         await asyncio.sleep(0.02)
 
 
+Pool = tuple[Service, dict[str, str], Callable[[str], None], dict[str, WorkerProcess]]
+
+
 @pytest.fixture(params=["--frontends=1", "--frontends=2"])
-def pool(
-    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path
-) -> Iterator[tuple[Service, dict[str, str], Callable[[str], None]]]:
-    """A scheduler that knows the addresses of all three workers, those of `old` and `b`, and what starts one."""
+def pool(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path) -> Iterator[Pool]:
+    """A scheduler that knows the addresses of all three workers, of which `old` and `b` run, and what starts one."""
+    workers: dict[str, WorkerProcess] = {}
     addresses = {name: f"127.0.0.1:{free_port()}" for name in folders}
     with ExitStack() as stack:
 
@@ -122,19 +127,18 @@ def pool(
             worker = WorkerProcess(arguments, tmp_path / f"{name}.log")
             stack.callback(worker.end)
             worker.wait_until_ready()
+            workers[name] = worker
 
         for name in ("old", "b"):
             start(name)
         flags = [f"--worker={address}" for address in addresses.values()]
         it = stack.enter_context(scheduler(*flags, request.param, "--worker-wait-timeout=2"))
         it.wait_until_ready()
-        yield it, addresses, start
+        yield it, addresses, start, workers
 
 
-async def test_a_model_is_rolled_over_under_load(
-    pool: tuple[Service, dict[str, str], Callable[[str], None]], oracles: dict[str, GreedyOracle]
-) -> None:
-    service, addresses, start = pool
+async def test_a_model_is_rolled_over_under_load(pool: Pool, oracles: dict[str, GreedyOracle]) -> None:
+    service, addresses, start, workers = pool
     async with grpc.aio.insecure_channel(service.address) as channel:
         control = inference_pb2_grpc.ControlStub(channel)
         channels = [
@@ -170,6 +174,7 @@ async def test_a_model_is_rolled_over_under_load(
         assert gone.value.code() is grpc.StatusCode.NOT_FOUND
         for each in channels:
             await each.close()
+    await _check_restart(service, workers["b"], oracles)
 
     names = {old.fingerprint: "old", new.fingerprint: "new", b.fingerprint: "b"}
     expected: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -181,6 +186,44 @@ async def test_a_model_is_rolled_over_under_load(
     later = [answer for answer in clients.answers if answer.sent_s > switched_s and len(answer.token_ids) == MAX_TOKENS]
     assert {names[answer.fingerprint] for answer in later} == {"new", "b"}, "new requests are the new one's"
     assert {names[answer.fingerprint] for answer in clients.answers} == {"old", "new", "b"}
+
+
+async def _check_restart(service: Service, worker: WorkerProcess, oracles: dict[str, GreedyOracle]) -> None:
+    """The scheduler is killed under requests of both models, and the worker of `b` is slow to be found again."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    begun: asyncio.Queue[str] = asyncio.Queue()
+
+    async def read(client: AsyncClient, model: str, prompt: list[int]) -> list[int]:
+        token_ids: list[int] = []
+        async for output in client.generate(prompt_token_ids=prompt, sampling_params=params, model=model):
+            if not token_ids:
+                begun.put_nowait(model)
+            token_ids += output.outputs[0].token_ids
+        return token_ids
+
+    async with AsyncClient(service.address) as client, grpc.aio.insecure_channel(service.address) as channel:
+        wanted = [(model, prompt) for prompt in PROMPTS for model in ("a", "b")]
+        streams = [asyncio.create_task(read(client, *each)) for each in wanted]
+        for _ in wanted:
+            await asyncio.wait_for(begun.get(), DEADLINE_S)
+        worker.send_signal(signal.SIGSTOP)
+        assert not all(stream.done() for stream in streams[1::2])
+        await asyncio.to_thread(service.restart, "--worker-wait-timeout=60")
+        clients = Clients([inference_pb2_grpc.InferenceStub(channel)])
+        await until(lambda: _names(clients))
+        with pytest.raises(grpc.aio.AioRpcError, match="not all workers have joined yet") as refused:
+            await clients.ask(0, "b", PROMPTS[0])
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        worker.send_signal(signal.SIGCONT)
+        for (model, prompt), token_ids in zip(wanted, await asyncio.gather(*streams), strict=True):
+            oracle = oracles["new" if model == "a" else "b"]
+            oracle.check(prompt, oracle.generate(prompt, 150, eos_token_id=None), token_ids, model)
+
+
+async def _names(clients: Clients) -> set[str]:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        return {state.name for state in (await clients.models()).values()}
+    return set()
 
 
 async def _has(clients: Clients, count: int) -> bool:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.errors import NotReady, UnknownName
+from scheduler_svc.model_description import decode_models, encode_models
 from scheduler_svc.model_names import ModelNames
 from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.served_models import AwaitedModel, KnownModel, ServedModels
 from tests.scheduler.tiny_served_model import tiny_served_model
 
 
@@ -95,6 +96,33 @@ def test_what_goes_on_goes_on_with_its_own_model_or_not_at_all(a: ServedModel, n
         ServedModels.of(new_a).resolve("a", a.fingerprint)
     with pytest.raises(UnknownName, match="the request names 'b'"):
         models.resolve("b", a.fingerprint)
+
+
+def test_who_is_awaited_is_refused_for_now_and_everybody_else_for_good(
+    a: ServedModel, new_a: ServedModel, b: ServedModel
+) -> None:
+    of_b = AwaitedModel(b.name, b.fingerprint)
+    models = dataclasses.replace(ServedModels.of(a), awaited=frozenset({of_b, AwaitedModel("a", new_a.fingerprint)}))
+    for name, fingerprint in (
+        ("b", ""),
+        (f"b@{b.fingerprint[:8]}", ""),
+        ("b", b.fingerprint),
+        ("", b.fingerprint),
+        ("a", new_a.fingerprint),
+    ):
+        with pytest.raises(NotReady, match="not all workers have joined yet"):
+            models.resolve(name, fingerprint)
+    for name, fingerprint in (("c", ""), (f"b@{a.fingerprint}", ""), ("c", "cccccc"), ("b", a.fingerprint)):
+        with pytest.raises(UnknownName):
+            models.resolve(name, fingerprint)
+    assert models.resolve("a") is a, "who is here waits for nobody"
+    anyone = dataclasses.replace(ServedModels.of(a), awaited=frozenset({AwaitedModel()}))
+    for name, fingerprint in (("c", ""), ("c", "cccccc")):
+        with pytest.raises(NotReady):
+            anyone.resolve(name, fingerprint)
+    with pytest.raises(UnknownName, match="the request names 'b'"):
+        anyone.resolve("b", a.fingerprint)
+    assert anyone.without_counts().awaited == decode_models(encode_models(anyone), lambda _: a).awaited
 
 
 def test_texts_hear_of_what_decides_and_of_nothing_else(a: ServedModel) -> None:

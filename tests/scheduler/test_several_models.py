@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ from typing import Any
 import grpc
 import pytest
 
+from octavo.ports import free_port
 from protos import inference_pb2 as pb
 from scheduler_svc import worker_client
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import NotReady, UnknownName
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.served_models import AwaitedModel, ServedModels
 from scheduler_svc.serving import Serving
 from scheduler_svc.tokenizer import Tokenizer
 from tests.fakes import FakeWorker, spell
@@ -93,6 +95,7 @@ class Pool:
 def a_pool(*workers: FakeWorker, **options: Any) -> Iterator[Pool]:
     pool = Pool(**options)
     pool.serving.start()
+    pool.serving.pool.hold(())  # the address that its options had to have is nobody's
     try:
         for worker in workers:
             pool.add(worker)
@@ -280,6 +283,62 @@ def test_a_worker_that_never_gets_its_lease_takes_no_models_place() -> None:
             pool.submit("early")
         pool.add(a)
         assert _names(pool.models) == [("a", 1, 0)]
+
+
+def test_a_name_is_unknown_only_once_the_workers_are_known() -> None:
+    """Of a worker that has not been heard of any model is awaited, of one whose lease another has its own."""
+
+    is_held = threading.Event()
+    is_held.set()
+
+    class Held(FakeWorker):
+        def Execute(self, request_iterator: Any, context: Any) -> Iterator[Any]:
+            if is_held.is_set():
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another scheduler holds the lease")
+            yield from super().Execute(request_iterator, context)
+
+    port = free_port()
+    with FakeWorker(spell("a"), model="a", model_hash="a") as a, a_pool(a) as pool:
+        pool.serving.pool._add(f"127.0.0.1:{port}")
+        assert pool.models.awaited
+        for name in ("b", "nobody"):
+            with pytest.raises(NotReady, match="not all workers have joined yet"):
+                pool.submit("early", model=name)
+        with Held(spell("b"), port=port, model="b", model_hash="b"):
+            pool.wait(lambda: AwaitedModel() not in pool.models.awaited)
+            with pytest.raises(NotReady, match="model 'b' is not served here; 'a' is; not all"):
+                pool.submit("early", model="b")
+            with pytest.raises(UnknownName, match="model 'nobody' is not served here; 'a' is"):
+                pool.submit("early", model="nobody")
+            is_held.clear()
+            pool.wait(lambda: _names(pool.models) == [("a", 1, 0), ("b", 1, 0)])
+            pool.submit("late", model="b")
+            assert pool.finish("late") == ["b"]
+
+
+def test_a_worker_that_is_not_heard_of_is_awaited_as_long_as_a_lost_one() -> None:
+    with FakeWorker(model="a", model_hash="a") as a, a_pool(a, worker_wait_timeout=0.3) as pool:
+        pool.serving.pool._add(f"127.0.0.1:{free_port()}")
+        assert pool.models.awaited
+        pool.wait(lambda: not pool.models.awaited)
+        with pytest.raises(UnknownName):
+            pool.submit("late", model="b")
+
+
+def test_what_the_others_share_serves_is_not_unknown_here() -> None:
+    """Its client goes on to the other scheduler, or comes back when this one has taken the worker over."""
+    with (
+        FakeWorker(model="a", model_hash="a") as a,
+        FakeWorker(model="b", model_hash="b") as b,
+        a_pool(a, worker_quota=1, takeover_after=60.0) as pool,
+    ):
+        assert "its share of 1" in pool.refusal(b)
+        assert pool.models.awaited
+        with pytest.raises(NotReady, match="model 'b' is not served here"):
+            pool.submit("early", model="b")
+        pool.wait(lambda: AwaitedModel() not in pool.models.awaited)
+        with pytest.raises(UnknownName):
+            pool.submit("early", model="c")
 
 
 def test_names_that_are_given_to_models() -> None:

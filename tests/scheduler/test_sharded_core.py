@@ -38,7 +38,7 @@ class Reader:
 async def test_a_group_that_cannot_go_on_ends_whatever_the_reason(error: Exception, says: str) -> None:
     async with grpc.aio.insecure_channel("unix:/nowhere") as channel, asyncio.timeout(20):
         mailboxes = Mailboxes(asyncio.get_running_loop())
-        core = ShardedCore(channel, mailboxes, wait_timeout_s=20.0, max_losses=3)
+        core = ShardedCore(channel, mailboxes, num_shards=2, wait_timeout_s=20.0, max_losses=3)
 
         async def fail(*_: Any, **__: Any) -> None:
             raise error

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
+from scheduler_svc.engine import LOSSES_IN_ALL
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.sequence import FinishReason
 from scheduler_svc.step_statistics import AnsweredStep
@@ -31,6 +32,28 @@ def test_a_request_that_loses_too_many_workers_ends_with_an_error():
     assert [group.request_id for group in loop.engine.live.all()] == ["waits"]
     loop.run_to_end(loop.join())
     assert loop.token_ids == {"waits": [7] * 9}
+
+
+def test_who_passes_its_trial_after_each_loss_and_is_there_at_the_next_ends_before_long():
+    """It is charged with the first alone; what bounds it is how many losses there were."""
+    loop = Loop(max_worker_losses=2)
+    groups = [loop.group(request_id) for request_id in ("one", "other")]
+    for group in groups:
+        group.max_num_tokens = 100
+        loop.engine.submit(group)
+    most = 2 * LOSSES_IN_ALL
+    for epoch in range(1, most + 1):
+        assert not loop.ends and [group.num_losses_in_all for group in groups] == [epoch - 1] * 2
+        link = loop.join(epoch=epoch)
+        loop.turn()
+        while any(group.is_on_trial for group in groups) or not loop.token_ids:
+            loop.answer(link)
+            loop.turn()
+        loop.engine.worker_lost(link, "gone")
+        loop.turn()
+        assert [group.num_worker_losses for group in groups] == [1, 1]
+    ended = (FinishReason.ERROR, f"{most} workers were lost while running it")
+    assert loop.ends == {"one": ended, "other": ended} and not loop.engine.live.all()
 
 
 def test_what_a_lost_worker_gives_back_comes_before_later_arrivals():
