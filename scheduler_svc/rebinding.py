@@ -12,7 +12,7 @@ from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.worker_handle import WorkerHandle
 from scheduler_svc.worker_loads import measured
 
-MAX_LOADED = 3  # workers that are looked at for what to take over, the most loaded first
+MAX_LOADED = 3  # workers of its model that are looked at for what to take over, the most loaded first
 MAX_TAKEN = 64  # groups of each of them that are looked at
 CHEAPER, CHEAPER_S = 1.05, 1e-3  # what a move has to gain, that groups do not go to and fro
 PAUSE_NS = 20_000_000  # after a look that has found nothing
@@ -59,7 +59,8 @@ class Rebinding:
     def _most_loaded(self, worker: WorkerHandle) -> list[WorkerHandle]:
         router = self._router
         waits = np.asarray(wait_s(router.loads.load, router.work.all(), Wanted(0.0, 1, 0.0)))
-        waits = np.where(router.work.num_groups + router.loads.num_returning > 0, waits, -1.0)
+        has_some = router.work.num_groups + router.loads.num_returning > 0
+        waits = np.where(has_some & router.loads.alike(worker), waits, -1.0)
         waits[worker.number] = -1.0
         workers = [
             router.loads.workers[number] for number in np.argsort(waits)[::-1][:MAX_LOADED] if waits[number] >= 0

@@ -87,13 +87,14 @@ class Router:
                 self.watch_cache(each)
         elif len(self._workers) > 2:
             self.watch_cache(worker)
-        self._doubt_claims()
+        self._doubt_claims([each for each in self._workers if each.model == worker.model])
 
-    def _doubt_claims(self) -> None:
-        """A speed that no step has shown counts for a few times that of the slowest other one at most."""
-        if len(self._workers) > 1:
-            slowest, next_slowest = sorted(1.0 / each.pace.token_s for each in self._workers)[:2]
-            for each in self._workers:
+    @staticmethod
+    def _doubt_claims(alike: list[WorkerHandle]) -> None:
+        """Of one model: a speed that no step has shown counts for a few times that of the slowest other one at most."""
+        if len(alike) > 1:
+            slowest, next_slowest = sorted(1.0 / each.pace.token_s for each in alike)[:2]
+            for each in alike:
                 is_slowest = 1.0 / each.pace.token_s <= slowest
                 each.pace.believe_at_most(MOST_CLAIMED * (next_slowest if is_slowest else slowest))
 

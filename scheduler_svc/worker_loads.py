@@ -80,6 +80,11 @@ class WorkerLoads:
     def is_open(self, worker: WorkerHandle) -> bool:
         return self.workers[worker.number] is worker and bool(self._is_open[worker.number])
 
+    def alike(self, worker: WorkerHandle) -> npt.NDArray[np.bool_]:
+        """Which numbers may have groups that a worker serves, by their model."""
+        model = self._model[worker.number]
+        return (self._model == model) | (self._model == 0) | (model == 0)
+
     def touch(self, worker: WorkerHandle) -> None:
         """Something has happened at a worker."""
         if self.num_open > 1:

@@ -18,7 +18,9 @@ SHOWN_DIGITS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument(
+        "--interval", type=connection.seconds, default=1.0, metavar="SECONDS", help="default: %(default)s"
+    )
     parser.add_argument("--once", action="store_true", help="look once, and end")
     connection.add_address(parser)
     connection.add_tls_arguments(parser)

@@ -16,9 +16,7 @@ from scheduler_svc.served_models import ServedModels
 from scheduler_svc.text.request_checks import TextSettings
 from scheduler_svc.text.request_text import PreparedText, RequestText
 
-SHORT_BYTES = (
-    1024  # of a request: up to 1.7 ms, and 0.05 ms for an ordinary line (`benchmarks/short_texts.py`, 2 cores)
-)
+SHORT_BYTES = 1024  # of a request: at most 1.7 ms, and 0.05 ms for an ordinary line (`benchmarks/short_texts.py`)
 SHARE = 0.2  # of the event loop's time that all of them together may take,
 BURST_S = 0.01  # and at once; more of them go to text processes like any other request
 

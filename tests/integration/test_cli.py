@@ -77,6 +77,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ["health", "--address", ":50051"],
         ["bench", "serve", "--address", "127.0.0.1:500510"],
         ["model", "rm", "smollm2-135m-instruct", "--ye"],
+        ["top", "--interval", "-1"],
     ],
     ids=" ".join,
 )

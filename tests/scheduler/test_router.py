@@ -47,6 +47,7 @@ class Pool:
         adapters: Sequence[str] = (),
         max_loras: int = 1,
         tokens_per_s: float = 1000.0,
+        model: str = "",
     ) -> WorkerHandle:
         info = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE, max_loras=max_loras)
         sizes = worker_pb2.InitializeResponse(
@@ -57,7 +58,7 @@ class Pool:
             prefill_tokens_per_s=tokens_per_s,
         )
         settings = SchedulerSettings(self.policy, served=self.served)
-        handle = WorkerHandle(_Link(), info, sizes, worker_pb2.LeaseGranted(epoch=1), settings)
+        handle = WorkerHandle(_Link(), info, sizes, worker_pb2.LeaseGranted(epoch=1), settings, model=model)
         handle.adapters.update(dict.fromkeys(adapters, 1))
         worker = SimulatedWorker(num_slots, MAX_MODEL_LEN, BLOCK_SIZE, num_blocks, max_loras=max_loras)
         for name in adapters:
@@ -190,6 +191,11 @@ def test_whoever_claims_to_be_fast_beyond_belief_does_not_get_all(speeds: tuple[
     assert 8 <= sum(pool.where(group) == honest for group in groups) <= 15
 
 
+def test_a_small_model_s_workers_are_believed_to_be_faster_than_those_of_a_large_one():
+    pool = Pool(*({"model": "large"}, {"model": "small", "tokens_per_s": 50_000.0}) * 2)
+    assert [round(1 / handle.pace.token_s) for handle in pool.handles] == [1000, 50_000] * 2
+
+
 def test_a_worker_that_is_found_to_be_slow_gets_less():
     """It said that it is as fast as the other one."""
     pool = Pool(*[{"num_slots": 8, "num_blocks": 200}] * 2)
@@ -242,13 +248,7 @@ def test_a_large_group_goes_to_a_large_worker_and_waits_for_one():
 
 
 def test_each_model_has_its_own_workers():
-    pool = Pool({}, {})
-    pool.handles[1].model = "b"
-    pool.router.leave(pool.handles[1])
-    pool.router.join(pool.handles[1])
-    pool.router.leave(pool.handles[0])
-    pool.handles[0].model = "a"
-    pool.router.join(pool.handles[0])
+    pool = Pool({"model": "a"}, {"model": "b"})
     found = [pool.where(pool.add([1] * 9, model=model)) for model in ("a", "b", "a", "b", "c", "a", "a")]
     assert found == [0, 1, 0, 1, None, 0, 0]
 
@@ -301,6 +301,16 @@ def test_a_worker_without_anything_to_begin_takes_over_what_waits_for_others():
     assert 2 <= num_taken == len(there) <= 6
     pool.run_to_end()
     assert all(group.is_finished for group in groups)
+
+
+def test_a_worker_takes_over_what_waits_for_others_of_its_model_however_many_wait_for_another_model():
+    pool = Pool(*[{"num_slots": 2, "model": "a"}] * 8, *[{"num_slots": 2, "model": "b"}] * 2)
+    for number in range(8):
+        for _ in range(12):
+            pool.add_at(number, [number] * 9, model="a")
+    groups = [pool.add_at(8, [number] * 9, model="b") for number in range(8)]
+    num_taken = pool.rebinding.take_over(pool.handles[9])
+    assert 2 <= num_taken == sum(pool.where(group) == 9 for group in groups) <= 6
 
 
 def test_what_is_cached_where_it_waits_is_left_there_and_looked_at_again_later():
