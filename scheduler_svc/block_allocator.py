@@ -37,6 +37,9 @@ class BlockAllocator:
     def num_free(self) -> int:
         return self._num_blank + len(self._idle)
 
+    def num_in_use(self, blocks: BlockIds) -> int:
+        return int(np.count_nonzero(self.ref_counts[blocks]))
+
     def allocate(self, count: int) -> BlockIds:
         """`count` blocks, each with one reference."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"

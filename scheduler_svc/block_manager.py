@@ -23,6 +23,8 @@ from scheduler_svc.sequence import Sequence, SequenceGroup
 from scheduler_svc.sequence_columns import Ints, SequenceColumns
 from scheduler_svc.step_plan import NO_NEWS, CacheNews
 
+NO_PARENT: BlockIds = np.array([-1], np.int32)  # of the first block of a prefix
+
 
 class AllocStatus(enum.Enum):
     OK = "ok"
@@ -59,7 +61,6 @@ class BlockSpaceManager:
         self._published: list[int] = []  # since `take_published`
         self._forgotten: list[int] = []  # since `take_news`
         self._has_forgotten_all = False
-        self._offsets = np.arange(self.block_size)
 
     @property
     def num_free_blocks(self) -> int:
@@ -88,7 +89,7 @@ class BlockSpaceManager:
     def num_blocks_to_take(self, group: SequenceGroup) -> int:
         """Of `num_blocks_of`, those that are not in use already under the same hashes."""
         blocks = self._finder.find_distinct(group)
-        return self.num_blocks_of(group) - int((self.allocator.ref_counts[blocks] > 0).sum())
+        return self.num_blocks_of(group) - self.allocator.num_in_use(blocks)
 
     # ---- The way forward --------------------------------------------------------------------------------------------
 
@@ -183,8 +184,9 @@ class BlockSpaceManager:
         """Gives a slot without blocks the longest cached prefix of its tokens; how many tokens that is."""
         columns, slot = self.columns, sequence.slot
         blocks = self.find(sequence)
-        self.allocator.share(blocks)
-        columns.block_tables[slot, : len(blocks)] = blocks
+        if len(blocks):
+            self.allocator.share(blocks)
+            columns.block_tables[slot, : len(blocks)] = blocks
         columns.num_blocks[slot] = columns.num_published[slot] = len(blocks)
         columns.num_computed_tokens[slot] = len(blocks) * self.block_size
         return len(blocks) * self.block_size
@@ -192,33 +194,44 @@ class BlockSpaceManager:
     def publish(self, slots: Ints) -> None:
         """Lets blocks be found that are full of known tokens, computed by a step that was sent or is being filled."""
         columns = self.columns
-        slots = slots[columns.may_publish[slots]]
         num_full = np.minimum(columns.num_tokens[slots], columns.num_computed_tokens[slots]) // self.block_size
         lacks = num_full - columns.num_published[slots]
+        is_one = (lacks == 1) & columns.may_publish[slots]
         if not self.enable_prefix_caching:
-            lacks[[len(owner.group.sequences) < 2 for owner in columns.owner[slots]]] = 0
-        if (is_one := lacks == 1).any():
-            self._publish_one(slots[is_one], num_full[is_one] - 1)
-        for slot, last in zip(slots[lacks > 1].tolist(), num_full[lacks > 1].tolist(), strict=True):
-            first = int(columns.num_published[slot])
-            hashes = columns.owner[slot].hashes(first, last, self.block_size)
-            table = columns.block_tables[slot]
-            parents = np.append(table[first - 1 : first] if first else np.int32(-1), table[first : last - 1])
-            number = columns.owner[slot].group.number
-            self._published += self.cache.publish(hashes, table[first:last], parents, number)
-        columns.num_published[slots] = np.maximum(columns.num_published[slots], num_full)
+            is_one[[len(owner.group.sequences) < 2 for owner in columns.owner[slots]]] = False
+        ones = slots[is_one]
+        if len(ones):
+            self._publish_next(ones, num_full[is_one] - 1)
+        if len(ones) < len(slots):
+            for slot in slots[~is_one & (lacks > 0)].tolist():
+                self.publish_all_of(slot)
 
-    def _publish_one(self, slots: Ints, indices: Ints) -> None:
+    def publish_all_of(self, slot: int) -> None:
+        """The same for one slot, however many blocks of it have become full."""
+        columns, size = self.columns, self.block_size
+        first = int(columns.num_published[slot])
+        last = min(int(columns.num_tokens[slot]), int(columns.num_computed_tokens[slot])) // size
+        if last <= first or not columns.may_publish[slot]:
+            return
+        columns.num_published[slot] = last
+        owner: Sequence = columns.owner[slot]
+        if not self.enable_prefix_caching and len(owner.group.sequences) < 2:
+            return
+        hashes, table = owner.hashes(first, last, size), columns.block_tables[slot]
+        parents = np.concatenate([table[first - 1 : first] if first else NO_PARENT, table[first : last - 1]])
+        self._published += self.cache.publish(hashes, table[first:last], parents, owner.group.number)
+
+    def _publish_next(self, slots: Ints, indices: Ints) -> None:
         """The block of that index of each slot's table: what decode steps do, without a look at other blocks."""
-        columns, size = self.columns, 4 * self.block_size
-        token_ids = columns.token_ids[slots[:, None], indices[:, None] * self.block_size + self._offsets].tobytes()
-        blocks = columns.block_tables[slots, indices]
-        parents = np.where(indices > 0, columns.block_tables[slots, indices - 1], np.int32(-1))
-        owners, starts = columns.owner[slots].tolist(), range(0, len(token_ids), size)
-        hashes = [
-            owner.hash_of_next(index, token_ids[start : start + size], self.block_size)
-            for owner, index, start in zip(owners, indices.tolist(), starts, strict=True)
-        ]
+        columns, size = self.columns, self.block_size
+        columns.num_published[slots] = indices + 1
+        blocks, parents = columns.block_tables[slots, indices], columns.block_tables[slots, indices - 1]
+        parents[indices == 0] = NO_PARENT
+        owners: list[Sequence] = columns.owner[slots].tolist()
+        hashes = []
+        for owner, slot, index in zip(owners, slots.tolist(), indices.tolist(), strict=True):
+            token_ids = columns.token_ids[slot, index * size : (index + 1) * size]
+            hashes.append(owner.hash_of_next(index, token_ids.tobytes(), size))
         publishers = [owner.group.number for owner in owners]
         self._published += self.cache.publish(hashes, blocks, parents, publishers)
 

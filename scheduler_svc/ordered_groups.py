@@ -63,10 +63,12 @@ class OrderedGroups:
             del run[MAX_RUN // 2 :]
 
     def remove(self, entry: Entry) -> None:
-        """Takes out an entry that is here."""
-        index = bisect.bisect_left(self._runs, entry, key=_last)
+        """Takes out an entry that is here; the first, as most often, without a search."""
+        index = position = 0
+        if self.first() != entry:
+            index = bisect.bisect_left(self._runs, entry, key=_last)
+            position = bisect.bisect_left(self._runs[index], entry)
         run = self._runs[index]
-        position = bisect.bisect_left(run, entry)
         assert run[position] == entry, "an entry is not where its key belongs"
         del run[position]
         if not run:

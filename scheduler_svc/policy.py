@@ -26,6 +26,7 @@ class Policy:
         lane: the lane that a group waits in.
         urgency: groups of a lower number are served before all of a higher one.
         overrules: whether the first group, which waits, may have the second, which runs, preempted for its sake.
+        preempts: whether that is ever so.
         counts_tokens: whether the service order depends on `ServedTokens`, which somebody then has to charge.
     """
 
@@ -33,6 +34,7 @@ class Policy:
     lane: Callable[[SequenceGroup], str | None]
     urgency: Callable[[SequenceGroup], int]
     overrules: Callable[[SequenceGroup, SequenceGroup], bool]
+    preempts: bool = False
     counts_tokens: bool = False
 
 
@@ -74,7 +76,7 @@ POLICIES: dict[str, Policy] = {
     "fcfs": Policy(key=_by_order, lane=_one_lane, urgency=_all_alike, overrules=_never),
     # Lower numbers first, and they take the place of higher ones that run. Starves higher numbers for as long as lower
     # ones keep coming: that is what it is for.
-    "priority": Policy(key=_by_priority, lane=_one_lane, urgency=_priority, overrules=_is_more_urgent),
+    "priority": Policy(key=_by_priority, lane=_one_lane, urgency=_priority, overrules=_is_more_urgent, preempts=True),
     # The tenant that was served the fewest tokens for its weight first; within a tenant first come, first served. Says
     # who begins and takes nothing away: a flood keeps the slots that it has until those requests end, and then gets its
     # share of them. To preempt for fairness' sake would compute twice, at the cost of both tenants.

@@ -98,16 +98,18 @@ class PrefixCache:
         self, hashes: list[bytes], blocks: BlockIds, parents: BlockIds, publishers: int | list[int] = 0
     ) -> list[int]:
         """Lets each block be found, unless another one with the same content can be; the blocks that now are."""
-        published = []
+        published, new = list[int](), list[bytes]()
+        block_of, hash_of = self._block_of, self._hash_of
         for digest, block in zip(hashes, blocks.tolist(), strict=True):
-            if digest not in self._block_of:
-                self._block_of[digest] = block
-                self._hash_of[block] = digest
+            if digest not in block_of:
+                block_of[digest] = block
+                hash_of[block] = digest
                 published.append(block)
-                if self._changes is not None:
-                    self._changes.published.append(digest)
-        if self.watcher is not None and published:
-            self.watcher.published(cast(bytes, self._hash_of[block]) for block in published)
+                new.append(digest)
+        if self._changes is not None:
+            self._changes.published += new
+        if self.watcher is not None and new:
+            self.watcher.published(new)
         self.is_cached[published] = True
         self.parents[blocks] = parents
         self.publishers[blocks] = publishers

@@ -84,7 +84,7 @@ class PrefixFinder:
         blocks = NO_BLOCKS if known is None or known.root != group.hash_root else self._still_there(known)
         if len(blocks) < most:
             more = self._cache.find(hashes(len(blocks), most))
-            if more or known is None or len(blocks) < len(known.blocks):
+            if more or (known is not None and len(blocks) < len(known.blocks)):
                 blocks = np.append(blocks, np.array(more, np.int32))
                 self._remember(owner, _Found(group.hash_root, blocks, self._cache.times_forgotten[blocks]))
         return blocks[:most]

@@ -18,7 +18,7 @@ from scheduler_svc.bound_queues import BoundQueues
 from scheduler_svc.policy import Policy
 from scheduler_svc.prefix_index import PrefixIndex
 from scheduler_svc.queued_work import QueuedWork, Reservation
-from scheduler_svc.routing_cost import Ahead, Wanted, cheapest, cost_s, wait_s
+from scheduler_svc.routing_cost import Ahead, Wanted, cheapest, own_s, wait_s
 from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_tokens import ServedTokens
 from scheduler_svc.worker_handle import WorkerHandle
@@ -220,13 +220,14 @@ class Router:
         can_run = self.loads.that_can_run(group)
         if not can_run.any():
             return None, num_tokens, 0.0
-        num_cached = self._num_cached_tokens(group, int(self.loads.load.block_size[can_run][0]))
+        num_cached = self._num_cached_tokens(group, int(self.loads.load.block_size[can_run.argmax()]))
         wanted = Wanted(np.maximum(num_tokens - num_cached, 1.0), group.num_slots, self.expected_outputs(group))
         ahead = self.work.ahead(group)
         if leaving is not None:  # where it stands first by now
             ahead = Ahead(ahead.num_tokens.copy(), ahead.num_slots.copy())
             ahead.num_tokens[leaving.number] = ahead.num_slots[leaving.number] = 0.0
-        costs = cost_s(self.loads.load, ahead, wanted)
+        waits_s = wait_s(self.loads.load, ahead, wanted)
+        costs = waits_s + own_s(self.loads.load, ahead, wanted)
         if leaving is not None:
             costs[leaving.number] /= factor
         equal = cheapest(costs, self.loads.num_cached_blocks, can_run).tolist()
@@ -234,7 +235,7 @@ class Router:
             equal = [leaving.number]
         number = equal[0] if len(equal) == 1 else self._random.choice(equal)
         worker = self.loads.workers[number]
-        return worker, float(wanted.num_uncached[number]), float(wait_s(self.loads.load, ahead, wanted)[number])
+        return worker, float(wanted.num_uncached[number]), float(waits_s[number])
 
     def _num_cached_tokens(self, group: SequenceGroup, block_size: int) -> npt.NDArray[np.int64]:
         """Of the group's first sequence, at each worker; at least one token is left to compute."""

@@ -85,10 +85,15 @@ def wait_s(load: WorkerLoad, ahead: Ahead, wanted: Wanted) -> Numbers:
 
 def cost_s(load: WorkerLoad, ahead: Ahead, wanted: Wanted) -> Numbers:
     """The whole formula."""
+    return wait_s(load, ahead, wanted) + own_s(load, ahead, wanted)
+
+
+def own_s(load: WorkerLoad, ahead: Ahead, wanted: Wanted) -> Numbers:
+    """All of it but Q."""
     prompt_s = wanted.num_uncached / load.tokens_per_s
     num_rows = np.minimum(load.num_taken_slots + ahead.num_slots + wanted.num_slots, load.num_slots)
     outputs_s = wanted.num_outputs * (load.base_s + load.token_s * num_rows)
-    return wait_s(load, ahead, wanted) + PROMPT_WEIGHT * prompt_s + OUTPUT_WEIGHT * outputs_s
+    return PROMPT_WEIGHT * prompt_s + OUTPUT_WEIGHT * outputs_s
 
 
 def cheapest(
@@ -98,9 +103,12 @@ def cheapest(
 
     Costs are estimates: what is within 2 % and a millisecond of the least counts as equal. None where none is open.
     """
-    if not is_open.any():
+    costs = np.where(is_open, costs, np.inf)
+    least = costs[costs.argmin()]
+    if least == np.inf:
         return np.zeros(0, np.int64)
-    least = costs[is_open].min()
-    equal = np.flatnonzero(is_open & (costs <= 1.02 * least + 1e-3))
+    equal: npt.NDArray[np.int64] = (costs <= 1.02 * least + 1e-3).nonzero()[0]
+    if len(equal) < 2:
+        return equal
     cached = num_cached_blocks[equal]
     return equal[cached == cached.min()]

@@ -249,12 +249,13 @@ class Scheduler:
             self._copy_on_write(plan, to_copy)
         if len(at_border):
             blocks.publish(at_border)
-            plan.appended.append((at_border, np.ones_like(at_border), blocks.grow_by_one(at_border)))
+            plan.appended.append((at_border, columns.ones[: len(at_border)], blocks.grow_by_one(at_border)))
         columns.num_computed_tokens[slots] += 1
         columns.num_placeholders[slots] += 1
         plan.decode_slots = slots[:num_decodes]
-        plan.beams = columns.owner[slots[num_decodes:]].tolist()
-        self.groups.ready_beams.difference_update(beam.group for beam in plan.beams)
+        if num_decodes < len(slots):
+            plan.beams = columns.owner[slots[num_decodes:]].tolist()
+            self.groups.ready_beams.difference_update(beam.group for beam in plan.beams)
         plan.budget.take(len(slots), len(slots))
 
     def _ready_beam_slots(self) -> Ints:
@@ -314,7 +315,7 @@ class Scheduler:
         elif len(added):
             plan.appended.append((np.array([slot]), np.array([len(added)]), added))
         columns.num_computed_tokens[slot] += query_len
-        blocks.publish(np.array([slot]))
+        blocks.publish_all_of(slot)
         plan.budget.take(query_len)
         if computed + query_len < known:
             plan.chunks.append(Chunk(sequence, query_len, 0))
@@ -396,8 +397,7 @@ class Scheduler:
         if self.groups.num_slots_left < 1:
             return False
         blocks = self.blocks
-        in_use = int((blocks.allocator.ref_counts[blocks.find(sequence)] > 0).sum())
-        num_blocks = blocks.num_blocks_for(sequence.num_tokens) - in_use
+        num_blocks = blocks.num_blocks_for(sequence.num_tokens) - blocks.allocator.num_in_use(blocks.find(sequence))
         return blocks.can_allocate(num_blocks, self._num_reserved(), is_idle=False) is AllocStatus.OK
 
     def _num_reserved(self) -> int:
@@ -527,6 +527,8 @@ class Scheduler:
 
     def _make_way(self, plan: StepPlan, waiting: Source) -> None:
         """Preempts running groups for the sake of a waiting one that the policy lets overrule them."""
+        if not self.settings.policy.preempts:
+            return
         for group in (waiting.peek(), waiting.peek_trial()):
             if group is None:
                 continue

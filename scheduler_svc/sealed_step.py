@@ -18,7 +18,9 @@ def seal(plan: StepPlan, groups: WorkerGroups) -> SchedulerOutputs:
     """What a full plan sends. From now on the worker knows of everything that has changed in `groups`."""
     forks = {child: parent for child, parent in groups.forks.items()}
     appended_slots, appended_counts, appended_blocks = NOTHING
-    if plan.appended:
+    if len(plan.appended) == 1:
+        appended_slots, appended_counts, appended_blocks = plan.appended[0]
+    elif plan.appended:
         appended_slots, appended_counts, appended_blocks = map(np.concatenate, zip(*plan.appended, strict=True))
     rows = _rows(plan, groups)
     outputs = SchedulerOutputs(
@@ -45,7 +47,7 @@ def _rows(plan: StepPlan, groups: WorkerGroups) -> ScheduledRows:
     columns, decodes = groups.columns, plan.decode_slots
     published = groups.blocks.take_published()
     if not plan.chunks and not plan.beams:
-        ones, generations, owners = np.ones_like(decodes), columns.generation[decodes], columns.owner[decodes]
+        ones, generations, owners = columns.ones[: len(decodes)], columns.generation[decodes], columns.owner[decodes]
         return ScheduledRows(
             decodes,
             len(decodes),

@@ -325,9 +325,9 @@ class SequenceGroup:
         Looked for again only when tokens or sequences have come or gone. The prompt's full blocks are not looked at.
         """
         sequences = self.unfinished()
+        if len(sequences) == 1:
+            return -(-sequences[0].num_tokens // block_size)
         lengths = [sequence.num_tokens for sequence in sequences]
-        if len(lengths) < 2:
-            return sum(-(-length // block_size) for length in lengths)
         state = (self.sequences, len(lengths), sum(lengths), block_size)
         if self._num_blocks[0] != state:
             if self.begins_as_one:
@@ -388,6 +388,8 @@ class SequenceGroup:
         """Slots that the group must get at once to come in: beams advance together, other sequences one by one."""
         if self.beam_search:
             return self.best_of
+        if len(self.sequences) == 1:
+            return 1
         return max(1, sum(sequence.status is SequenceStatus.SWAPPED for sequence in self.sequences))
 
     @property
@@ -445,5 +447,7 @@ class SequenceGroup:
 
         Asked of a group that has no slot; `WorkerGroups.unforked` remembers the answer while it runs.
         """
+        if len(self.sequences) == 1:
+            return False
         sequences = self.unfinished()
         return len(sequences) > 1 and all(s.num_tokens == self.num_prompt_tokens for s in sequences)

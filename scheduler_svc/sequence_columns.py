@@ -42,6 +42,7 @@ class SequenceColumns:
         tenant: a number for the share that the group counts under.
         last_token_ns: when its last token arrived; 0 before the first.
         owner: the Sequence in the slot, or None.
+        ones: 1 everywhere, not to be changed: a column of a decode step.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -68,6 +69,8 @@ class SequenceColumns:
         self.tenant: Ints = np.zeros(max_num_seqs, np.int64)
         self.last_token_ns: Ints = np.zeros(max_num_seqs, np.int64)
         self.occupied: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.ones: Ints = np.ones(max_num_seqs, np.int64)
+        self.ones.flags.writeable = False
         self.owner: npt.NDArray[np.object_] = np.full(max_num_seqs, None, object)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 

@@ -47,8 +47,10 @@ def encode_request(
     outputs: SchedulerOutputs, epoch: int, step_id: int, resume_after: int | None = None
 ) -> tuple[worker_pb2.Step, bytes]:
     """The message of one step, and the bytes that are sent of it. Raises UnsendableGroup."""
-    step = encode(outputs, step_id, resume_after)
-    data = worker_pb2.StepRequest(epoch=epoch, step=step).SerializeToString()
+    request = worker_pb2.StepRequest(epoch=epoch)
+    step = request.step
+    _write(step, outputs, step_id, resume_after)
+    data = request.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES and outputs.introductions:
         groups = [each.sequence.group for each in outputs.introductions if each.same_as is None]
         sizes = [group.ByteSize() for group in step.groups]
@@ -63,7 +65,14 @@ def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = N
 
     Raises UnsendableGroup.
     """
-    step = worker_pb2.Step(step_id=step_id)
+    step = worker_pb2.Step()
+    _write(step, outputs, step_id, resume_after)
+    return step
+
+
+def _write(step: worker_pb2.Step, outputs: SchedulerOutputs, step_id: int, resume_after: int | None) -> None:
+    """Writes a step into an empty message. Raises UnsendableGroup."""
+    step.step_id = step_id
     if resume_after is not None:
         step.resume_after = resume_after
     if outputs.released_slots:
@@ -95,7 +104,6 @@ def encode(outputs: SchedulerOutputs, step_id: int, resume_after: int | None = N
     _pack_rows(step.rows, outputs.rows)
     if outputs.news is not NO_NEWS:
         _pack_news(step, outputs.news)
-    return step
 
 
 def _pack_news(step: worker_pb2.Step, news: CacheNews) -> None:
@@ -116,30 +124,29 @@ def _introduce(
         metadata[same_as].sequences.add(slot=sequence.slot, index=sequence.index, same_as_slot=same_as.slot)
         return
     group = sequence.group
-    params = inference_pb2.SamplingParams()
+    # Written in place: to copy a message of a whole prompt into another takes as long as to make it.
+    message = metadata[sequence] = step.groups.add(
+        request_id=group.request_id,
+        num_prompt_tokens=group.num_prompt_tokens,
+        adapter=group.adapter,
+        bad_words=[inference_pb2.TokenIds(ids=word) for word in group.bad_words],
+    )
+    params = message.sampling_params
     params.CopyFrom(group.sampling_params)
-    for name in ("stop", "stop_token_ids", "bad_words"):  # decided here and of any size, or of token ids below
+    for name in ("stop", "stop_token_ids", "bad_words"):  # decided here and of any size, or of token ids
         params.ClearField(name)
     if group.best_of > group.num_outputs and not params.HasField("logprobs"):
         params.logprobs = 0  # the best are chosen by the logprobs of what was drawn
     if not group.awaits_prompt_logprobs:
         params.ClearField("prompt_logprobs")  # computed again, it need not say again what it has said
-    metadata[sequence] = step.groups.add(
-        request_id=group.request_id,
-        num_prompt_tokens=group.num_prompt_tokens,
-        sampling_params=params,
-        adapter=group.adapter,
-        stop_token_ids_u32=np.array(group.all_stop_token_ids() if params.min_tokens else (), U32).tobytes(),
-        bad_words=[inference_pb2.TokenIds(ids=word) for word in group.bad_words],
-        sequences=[
-            worker_pb2.SequenceData(
-                slot=sequence.slot,
-                index=sequence.index,
-                token_ids=sequence.token_ids.tolist(),
-                num_computed_tokens=introduction.num_computed_tokens,
-                block_table=sequence.block_table.tolist(),
-            )
-        ],
+    if params.min_tokens:
+        message.stop_token_ids_u32 = np.array(group.all_stop_token_ids(), U32).tobytes()
+    message.sequences.add(
+        slot=sequence.slot,
+        index=sequence.index,
+        token_ids=sequence.token_ids.tolist(),
+        num_computed_tokens=introduction.num_computed_tokens,
+        block_table=sequence.block_table.tolist(),
     )
 
 

@@ -1,4 +1,8 @@
-"""What passes between the scheduler and those around it for one step: its rows, the decision, what came back."""
+"""What passes between the scheduler and those around it for one step: its rows, the decision, what came back.
+
+Nobody changes it once it is made. What every step makes anew is not declared frozen all the same: that takes four times
+as long (6 us a step).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from scheduler_svc.sequence_columns import Ints, TokenIds
 BlockPairs = list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRows:
     """The ordered rows of one step, kept until the answer comes: decodes, chunks of known tokens, rows of beams.
 
@@ -72,7 +76,7 @@ class CacheNews:
 NO_NEWS = CacheNews()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Introduction:
     """A sequence that the worker is told of in full, as it stood before the step.
 
@@ -84,7 +88,7 @@ class Introduction:
     same_as: Sequence | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerOutputs:
     """One step as decided: what the encoder turns into a message.
 
@@ -117,7 +121,7 @@ class WrongAnswer(ValueError):
     """What a worker said does not fit what it was asked: its fault, and nothing of it was taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What a worker said of the rows of one step, entry by entry: samples and candidates, row after row.
 
@@ -135,7 +139,7 @@ class Answer:
     computed_well: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewTokens:
     """Tokens that one answer brought to sequences that still want them.
 
@@ -168,7 +172,7 @@ class SchedulingBudget:
         return self.tokens_left <= 0 or self.seqs_left <= 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Known tokens that a row computes; `num_samples` is 0 inside a prompt, else one for each sequence that draws."""
 

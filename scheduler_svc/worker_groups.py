@@ -108,13 +108,13 @@ class WorkerGroups:
         Of sequences that have nothing but the prompt one gets a slot, and computes it for all. What lies in host blocks
         comes back whole.
         """
-        sequences = group.unfinished()
+        sequences, begins_as_one = group.unfinished(), group.begins_as_one
         swapped = [sequence for sequence in sequences if sequence.status is SequenceStatus.SWAPPED]
         if swapped or group.uses_beam_search:
             seated = swapped or sequences
         else:
-            seated = sequences[: 1 if group.begins_as_one else max(1, most)]
-        if group.begins_as_one and len(seated) == 1:
+            seated = sequences[: 1 if begins_as_one else max(1, most)]
+        if begins_as_one and len(seated) == 1:
             self.unforked.add(group)
         self.running.add(group)
         if group.uses_beam_search or len(seated) < len(sequences):
@@ -271,7 +271,7 @@ class WorkerGroups:
     @names_group
     def give_up_slot(self, sequence: Sequence, status: SequenceStatus, publishes: bool = True) -> None:
         if publishes:
-            self.blocks.publish(np.array([sequence.slot]))
+            self.blocks.publish_all_of(sequence.slot)
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         if sequence in self.unknown:

@@ -40,6 +40,7 @@ class WorkerLoads:
         self._max_model_len = np.zeros(FIRST_NUMBERS, np.int64)
         self._model = np.zeros(FIRST_NUMBERS, np.int64)
         self._model_numbers: dict[str, int] = {"": 0}
+        self._block_sizes: set[int] = set()  # of all that have been here
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -53,6 +54,7 @@ class WorkerLoads:
         self._is_open[number] = True
         self.num_open += 1
         self._max_model_len[number] = worker.scheduler.columns.max_model_len
+        self._block_sizes.add(worker.scheduler.columns.block_size)
         self._model[number] = self._model_numbers.setdefault(worker.model, len(self._model_numbers))
         for each in self.workers:
             if each is not None:
@@ -108,8 +110,8 @@ class WorkerLoads:
         can = self._is_open & (self._max_model_len >= group.max_num_tokens) & (self.load.num_slots >= group.num_slots)
         if group.model:
             can &= (self._model == self._model_numbers.get(group.model, -1)) | (self._model == 0)
-        for block_size in set(self.load.block_size[can].tolist()):
-            num_blocks = group.num_distinct_blocks(int(block_size))
+        for block_size in self._block_sizes:
+            num_blocks = group.num_distinct_blocks(block_size)
             can &= (self.load.num_blocks >= num_blocks) | (self.load.block_size != block_size)
         if group.adapter:
             has = [worker is not None and group.adapter in worker.adapters for worker in self.workers]

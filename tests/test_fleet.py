@@ -81,11 +81,21 @@ def test_a_seed_says_it_all() -> None:
         requests, losses = load.arrivals(seed), [Loss(1, 0.5, 0.9)]
         values = measure(Simulation([KIND] * 3, requests, losses, seed, shards).run(), 3).as_dict()
         values.pop("front_us_per_request")
+        del values["plain_step_us"], values["begin_us_per_request"]
         assert 0 < values.pop("decision_us_per_step") < values.pop("engine_us_per_step")  # these are measured
         return values
 
     assert figures(1) == figures(1) != figures(2)
     assert figures(1, shards=2) == figures(1, shards=2) != figures(1)
+
+
+def test_what_a_step_and_what_a_request_costs_are_told_apart() -> None:
+    run = Simulation([KIND] * 2, Load(requests=20, prompt_tokens=16, output_tokens=32, rate=40).arrivals(0)).run()
+    assert run.num_begun == 20 and 0 < run.num_plain_steps <= run.num_steps - 2, "most steps begin nobody"
+    run.num_plain_steps, run.plain_cpu_ns = 10, 10 * 80_000
+    run.decision_cpu_ns = run.num_steps * 80_000 + 20 * 150_000
+    figures = measure(run, 2)
+    assert (figures.plain_step_us, figures.begin_us_per_request) == (80, 150)
 
 
 def test_a_lost_worker_s_requests_end_elsewhere_and_it_works_again_once_it_is_back() -> None:

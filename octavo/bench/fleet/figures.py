@@ -23,8 +23,11 @@ class FleetFigures:
         longest_silence_ms: the longest of those.
         cache_hit_rate: of prompt tokens, the share that was cached when their request was begun.
         balance: how busy the workers were on average, over the busiest one: 1 where all were alike.
-        decision_us_per_step: CPU time of the step loop's thread over the steps of all workers, but for taking answers:
-            choosing workers, and scheduling and encoding steps.
+        decision_us_per_step: CPU time of the step loop's thread over the steps of all workers, but for taking answers
+            and looks at the clock: choosing workers for requests, and scheduling and encoding steps. What simulated
+            workers do is not in it, nor what their callers do to hand requests over.
+        plain_step_us: of that, for a step that begins no request.
+        begin_us_per_request: what each request adds to it from its arrival to the step that it begins with.
         engine_us_per_step: of that thread as a whole.
         front_us_per_request: CPU time of choosing a shard, where there are several.
         failed: requests that ended in an error.
@@ -50,6 +53,8 @@ class FleetFigures:
     preemptions: int
     steps: int
     decision_us_per_step: float
+    plain_step_us: float
+    begin_us_per_request: float
     engine_us_per_step: float
     front_us_per_request: float
 
@@ -70,6 +75,8 @@ def measure(run: Run, num_workers: int) -> FleetFigures:
     for worker in run.workers:
         busy_ns[worker.address] = busy_ns.get(worker.address, 0) + worker.busy_ns
     mean_ns, most_ns = sum(busy_ns.values()) / num_workers, max(busy_ns.values())
+    plain_us = run.plain_cpu_ns / 1e3 / run.num_plain_steps if run.num_plain_steps else math.nan
+    begin_us = (run.decision_cpu_ns / 1e3 - plain_us * run.num_steps) / run.num_begun if run.num_begun else math.nan
     return FleetFigures(
         workers=num_workers,
         shards=run.num_shards,
@@ -91,6 +98,8 @@ def measure(run: Run, num_workers: int) -> FleetFigures:
         preemptions=run.num_preemptions,
         steps=run.num_steps,
         decision_us_per_step=round(run.decision_cpu_ns / 1e3 / run.num_steps, 1) if run.num_steps else math.nan,
+        plain_step_us=round(plain_us, 1),
+        begin_us_per_request=round(begin_us, 1),
         engine_us_per_step=round(run.engine_cpu_ns / 1e3 / run.num_steps, 1) if run.num_steps else math.nan,
         front_us_per_request=round(run.front_cpu_ns / 1e3 / len(outcomes), 1) if run.num_shards > 1 else math.nan,
     )

@@ -48,6 +48,9 @@ class Run:
     num_steps: int = 0
     engine_cpu_ns: int = 0  # of the step loops' threads
     decision_cpu_ns: int = 0  # of that, all but taking answers
+    num_begun: int = 0  # requests that steps began, or began anew
+    plain_cpu_ns: int = 0  # of deciding upon steps that begin nobody
+    num_plain_steps: int = 0  # those that this was measured of
     front_cpu_ns: int = 0  # of choosing shards
     num_shards: int = 1
     num_cached_tokens: int = 0  # of prompts, when they were begun first

@@ -159,7 +159,7 @@ class Simulation:
 
     def _turn(self) -> None:
         """Step loops with news wake: what they hear of, what they send, and then what that brings."""
-        run = self.run_seen
+        run, decision_ns = self.run_seen, 0
         while self._awake:
             engine, began_ns = self._awake.pop(), time.thread_time_ns()
             engine.take_events(wait_s=0)
@@ -167,13 +167,19 @@ class Simulation:
             engine.send_steps()
             sent_ns = time.thread_time_ns()
             run.engine_cpu_ns += sent_ns - began_ns
-            run.decision_cpu_ns += sent_ns - (heard_ns if self._has_answer else began_ns)
-        self._has_answer = False
-        for link in self._links_to_read:
-            for step in link.take_steps():
-                run.num_steps += 1
-                self._at(step.ends_ns, partial(self._answer, step))
+            decision_ns += sent_ns - (heard_ns if self._has_answer else began_ns)
+        steps = [step for link in self._links_to_read for step in link.take_steps()]
         self._links_to_read.clear()
+        for step in steps:
+            self._at(step.ends_ns, partial(self._answer, step))
+        num_begun = sum(step.num_begun for step in steps)
+        if self._has_answer and not num_begun:
+            run.plain_cpu_ns += decision_ns
+            run.num_plain_steps += len(steps)
+        run.decision_cpu_ns += decision_ns
+        run.num_steps += len(steps)
+        run.num_begun += num_begun
+        self._has_answer = False
         told, self._told = self._told, []
         for now_ns, tokens in told:
             self._note(now_ns, tokens)

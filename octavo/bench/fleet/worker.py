@@ -63,11 +63,15 @@ class WorkerKind:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A step that a worker has been sent, when it will have been computed, and what it says then."""
+    """A step that a worker has been sent, when it will have been computed, and what it says then.
+
+    `num_begun`: requests that begin with it, or begin anew.
+    """
 
     worker: VirtualWorker
     ends_ns: int
     answer: bytes
+    num_begun: int
 
 
 class VirtualWorker:
@@ -125,7 +129,7 @@ class VirtualWorker:
         timings.queue_ns, timings.forward_ns = starts_ns - now_ns, took_ns
         timings.total_ns = self._free_at_ns - now_ns
         response = worker_pb2.StepResponse(epoch=self.epoch, result=result)
-        return RunStep(self, self._free_at_ns, response.SerializeToString())
+        return RunStep(self, self._free_at_ns, response.SerializeToString(), len(step.groups))
 
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
         raise AssertionError("it has no adapters, and nobody asks for one")
