@@ -464,8 +464,10 @@ class LeaseGranted(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Draining(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("finishes_within_ms",)
+    FINISHES_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    finishes_within_ms: int
+    def __init__(self, finishes_within_ms: _Optional[int] = ...) -> None: ...
 
 class LeaseWanted(_message.Message):
     __slots__ = ()

@@ -511,7 +511,10 @@ class Engine:
             return
         log.info("worker says", worker=worker.link.address, notice=kind)
         if kind == "draining":
-            worker.is_draining = True
+            if notice.draining.finishes_within_ms:
+                self._drain_worker(worker, may_finish=True)
+                return
+            worker.is_draining, worker.is_finishing = True, False
             self._on_closed(worker)
         elif kind == "adapter_loaded":
             self.adapters.was_loaded(worker, notice.adapter_loaded)
@@ -737,13 +740,17 @@ class Engine:
 
     def _drain(self, address: str, may_finish: bool = False) -> int:
         (worker,) = self.workers_at(address)
+        return self._drain_worker(worker, may_finish)
+
+    def _drain_worker(self, worker: WorkerHandle, may_finish: bool) -> int:
         others = (other for other in self.workers if other is not worker and other.model == worker.model)
         if not may_finish or not all(other.is_closing for other in others):
             return self.give_back(worker)
         worker.is_finishing = True
         self.router.loads.close(worker)
         self._wake(worker)
-        log.info("worker is drained, and ends its requests first", worker=address, requests=worker.num_running)
+        where, num_running = worker.link.address, worker.num_running
+        log.info("worker is drained, and ends its requests first", worker=where, requests=num_running)
         return _num_held(worker)
 
     def give_back(self, worker: WorkerHandle) -> int:

@@ -168,10 +168,12 @@ def test_weights_and_kernels_are_fetched_once_into_one_volume() -> None:
 
 def test_what_died_comes_back_and_what_is_stopped_has_time_to_finish() -> None:
     from scheduler_svc.public_server import GRACE_S
+    from worker_svc.config import WorkerConfig
     from worker_svc.server import DRAIN_LIMIT_S
 
     services = compose()["services"]
-    for name, own_limit_s in (("scheduler", GRACE_S), ("worker", DRAIN_LIMIT_S)):
+    worker_limit_s = WorkerConfig().finish_timeout + DRAIN_LIMIT_S
+    for name, own_limit_s in (("scheduler", GRACE_S), ("worker", worker_limit_s)):
         assert services[name]["restart"] == "unless-stopped"
         assert services[name]["init"] is True  # as process 1 it would be deaf to SIGTERM until it has a handler
         assert seconds(services[name]["stop_grace_period"]) >= 2 * own_limit_s

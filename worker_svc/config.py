@@ -16,6 +16,8 @@ from octavo.options import COMMON, LOGGING, check_port, option
 AUTO: Literal["auto"] = "auto"
 MODEL_FILES, MEMORY, COMPUTE = "model files", "memory", "computing"  # groups of options
 
+MAX_FINISH_TIMEOUT_S = 86_400.0  # a message says it in milliseconds of 32 bits
+
 
 @dataclass(frozen=True)
 class WorkerConfig:
@@ -107,6 +109,9 @@ class WorkerConfig:
     enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps", group=COMPUTE)
     max_loras: int = option(0, "adapters in one step, at most", hidden=True)  # none can be loaded yet
 
+    finish_timeout: float = option(
+        20.0, "seconds after SIGTERM for requests that no other worker can go on with", group=COMMON
+    )
     log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
 
     def __post_init__(self) -> None:
@@ -141,6 +146,9 @@ class WorkerConfig:
                 raise ValueError(f"cpu_pinning: {error}; auto and none are accepted, too") from None
             if self.num_threads > num_cores:
                 raise ValueError(f"cpu_pinning {self.cpu_pinning} is too few cores for {self.num_threads} threads")
+        if not 0 <= self.finish_timeout <= MAX_FINISH_TIMEOUT_S:
+            accepted = f"0 to {MAX_FINISH_TIMEOUT_S:g} are accepted"
+            raise ValueError(f"finish_timeout is {self.finish_timeout} s, {accepted}")
         if self.max_loras:
             raise ValueError(f"max_loras {self.max_loras} is not supported yet, only 0: adapters cannot be loaded")
         if not 0 < self.gpu_memory_utilization <= 1:

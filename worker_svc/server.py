@@ -73,13 +73,26 @@ class WorkerServer:
             raise
         await self._health.set_ready(True)
 
-    async def stop(self, grace_s: float = DRAIN_LIMIT_S) -> None:
-        """Not ready, drained, closed, in this order; a step that takes longer than `grace_s` is left behind."""
+    async def stop(
+        self, grace_s: float = DRAIN_LIMIT_S, finish_s: float = 0.0, urgent: asyncio.Event | None = None
+    ) -> None:
+        """Not ready, drained, closed, in this order; a step that takes longer than `grace_s` is left behind.
+
+        `finish_s`: before that, for requests that no other worker can go on with, until `urgent` is set.
+        """
         await self._health.set_ready(False)
+        if finish_s:
+            await self._finish(finish_s, urgent or asyncio.Event())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.service.drain(), grace_s)
         await self._health.shut_down()
         await self._server.stop(grace=0.2)
+
+    async def _finish(self, seconds: float, urgent: asyncio.Event) -> None:
+        tasks = [asyncio.create_task(self.service.finish(seconds)), asyncio.create_task(urgent.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
 
 def main(config: WorkerConfig) -> int:
@@ -151,9 +164,15 @@ def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:
 async def _serve(
     config: WorkerConfig, runner: ModelRunner, files: TokenizerFiles, thread: ModelThread, started_s: float
 ) -> int:
-    stopped = asyncio.Event()
+    stopped, urgent = asyncio.Event(), asyncio.Event()
+
+    def stop(number: int) -> None:
+        if number == signal.SIGINT or stopped.is_set():
+            urgent.set()  # somebody waits at a terminal, or insists
+        stopped.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     worker = Worker(runner, config, thread)
     server = WorkerServer(worker, runner.config, files)
     await server.start()
@@ -163,7 +182,7 @@ async def _serve(
     log.info("worker ready", address=f"{config.host}:{server.port}", model=runner.config.model_name, seconds=seconds)
     await stopped.wait()
     log.info("worker draining")
-    await server.stop()
+    await server.stop(finish_s=0.0 if urgent.is_set() else config.finish_timeout, urgent=urgent)
     if not worker.thread.stop(timeout_s=0.5):
         log.warning("worker leaves a step behind that did not end in time")
         sys.stderr.flush()

@@ -49,6 +49,7 @@ class StepSession:
         self._step_bytes: deque[int] = deque()  # of each step that was read and whose answer is not written
         self._has_room = asyncio.Event()
         self._has_room.set()
+        self._used_s = time.monotonic()  # when a step came last, or an answer went
 
     async def run(self) -> None:
         """Returns when the scheduler has closed the stream or the worker has drained. Raises LeaseExpired."""
@@ -64,6 +65,17 @@ class StepSession:
         finally:
             for task in (writer, *others):
                 task.cancel()
+
+    def finish(self, seconds: float) -> None:
+        """Tells the scheduler that steps are taken for so long still, for requests that nobody else can go on with."""
+        self._used_s = time.monotonic()
+        draining = worker_pb2.Draining(finishes_within_ms=int(seconds * 1000))
+        self._say(notice=worker_pb2.Notice(draining=draining))
+
+    @property
+    def unused_s(self) -> float:
+        """For how long nothing has been here to compute."""
+        return 0.0 if self._step_bytes else time.monotonic() - self._used_s
 
     def drain(self) -> None:
         """Tells the scheduler, answers what has been received, and ends the stream."""
@@ -82,6 +94,7 @@ class StepSession:
             self._lease.heard(time.monotonic())
             if request.HasField("step") and not self._draining.is_set():
                 self._step_bytes.append(request.step.ByteSize())
+                self._used_s = time.monotonic()
                 self._worker.submit(request.epoch, request.step, arrived_ns, self._deliver)
                 if len(self._step_bytes) >= MAX_STEPS or sum(self._step_bytes) > MAX_STEP_BYTES:
                     self._has_room.clear()
@@ -96,6 +109,7 @@ class StepSession:
         while (response := await self._outbox.get()) is not None:
             await self._context.write(response)
             if response.HasField("result"):
+                self._used_s = time.monotonic()
                 self._step_bytes.popleft()  # answers come in the order of the steps
                 self._has_room.set()
 

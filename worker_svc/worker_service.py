@@ -30,6 +30,7 @@ OPEN_TIMEOUT_S = 5.0  # until the first message of a stream
 MAX_STREAMS = 16  # of `Execute`; one of them can hold the lease
 MAX_INITIALIZING = 16  # schedulers that wait for the model thread
 MAX_TOKENIZER_CALLS = 8
+UNUSED_S = 2.0  # after which a worker that is to end takes it that nobody has requests to end here
 TOKENIZER_TIMEOUT_S = 60.0  # as long as a scheduler waits for the files
 
 
@@ -184,6 +185,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         await asyncio.wrap_future(self._worker.end())
         self._leases.settled(lease)
         log.info("lease ended", epoch=lease.epoch)
+
+    async def finish(self, seconds: float) -> None:
+        """Refuses new leases, and takes steps of the one there is until its scheduler has given it back, or sends none
+        any more, or for so long."""
+        self._is_draining = True
+        until_s = time.monotonic() + seconds
+        if self._session is not None:
+            self._session.finish(seconds)
+        while (session := self._session) is not None and time.monotonic() < until_s and session.unused_s < UNUSED_S:
+            await asyncio.sleep(0.02)
 
     async def drain(self) -> None:
         """Refuses new leases, answers what was received, and returns when nothing runs any more."""

@@ -170,6 +170,30 @@ async def test_a_request_whose_worker_is_lost_ends_as_if_it_were_not(pool: tuple
         assert_same_logprobs(ours, theirs)
 
 
+@pytest.mark.parametrize("pool", ["real workers"], indirect=True)
+async def test_workers_that_are_told_to_end_together_end_what_runs_first(pool: tuple[Service, Workers]) -> None:
+    """SIGTERM without a `Drain`: the request moves from the first to the last one, and is finished there."""
+    service, workers = pool
+    assert isinstance(workers, RealWorkers)  # which take signals
+    request = pb.GenerateRequest(request_id="ended", prompt=PROMPT)
+    request.sampling_params.CopyFrom(sampling("logprobs", workers.max_tokens).to_proto())
+    async with asyncio.timeout(150), grpc.aio.insecure_channel(service.address) as channel:
+        calls = Calls(channel)
+        await calls.until_both_serve()
+        undisturbed, _ = await calls.run(request)
+        running = asyncio.create_task(calls.run(request))
+        first = await calls.until_on_its_way("ended", 1)
+        for address in sorted(workers.workers, key=lambda address: address != first):
+            workers.workers[address].send_signal(signal.SIGTERM)
+        disturbed, _ = await running
+        assert [list(output.token_ids) for output in disturbed] == [list(output.token_ids) for output in undisturbed]
+        assert disturbed[0].finish_reason == pb.FINISH_REASON_LENGTH
+        for address in list(workers.workers):
+            await asyncio.to_thread(workers.workers[address].wait_for_end)
+            workers.bring_back(address)
+        await calls.until_both_serve()
+
+
 def assert_same_logprobs(ours: pb.OutputDelta, theirs: pb.OutputDelta) -> None:
     assert len(ours.logprobs) == len(theirs.logprobs)
     for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):

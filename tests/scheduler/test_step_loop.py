@@ -408,6 +408,50 @@ def test_a_worker_that_said_it_would_go_is_no_loss_to_be_counted():
     assert loop.ends == {} and loop.token_ids == {"one": [7] * 9}
 
 
+def test_the_last_worker_of_a_model_that_says_it_will_go_ends_its_requests_first():
+    loop = Loop()
+    first, other = loop.join("first"), loop.join("other")
+    loop.submit("one", "two")
+    loop.turn()
+    notice = worker_pb2.Notice(draining=worker_pb2.Draining(finishes_within_ms=20_000))
+    for link in (first, other):
+        loop.engine.worker_said(link, worker_pb2.StepResponse(epoch=1, notice=notice).SerializeToString())
+    loop.submit("waits")
+    loop.turn()
+
+    def answer_until_closed(link: FakeLink) -> None:
+        while not link.is_closed:
+            loop.answer(link)
+            loop.turn()
+
+    answer_until_closed(first)
+    assert len(loop.engine.live.all()) == 3 and len(loop.engine.workers) == 1, "its request has moved"
+    answer_until_closed(other)
+    assert loop.token_ids == {"one": [7] * 9, "two": [7] * 9} and not loop.engine.workers
+    assert loop.engine.metrics.total().num_worker_losses == 0
+    loop.run_to_end(loop.join("next"))
+    assert loop.token_ids["waits"] == [7] * 9
+
+
+def test_a_worker_whose_time_to_finish_is_up_loses_nothing():
+    loop = Loop(max_worker_losses=1)
+    only = loop.join("only")
+    loop.submit("one")
+    loop.turn()
+    for draining in (worker_pb2.Draining(finishes_within_ms=100), worker_pb2.Draining()):
+        loop.answer(only)
+        notice = worker_pb2.StepResponse(epoch=1, notice=worker_pb2.Notice(draining=draining))
+        loop.engine.worker_said(only, notice.SerializeToString())
+        loop.turn()
+    num_steps = len(only.steps)
+    loop.turn()
+    assert len(only.steps) == num_steps and not only.is_closed
+    loop.engine.worker_lost(only, "it ended the stream")
+    loop.turn()
+    loop.run_to_end(loop.join("next"))
+    assert loop.ends == {} and loop.token_ids == {"one": [7] * 9}
+
+
 def test_groups_that_lost_a_worker_are_tried_when_nothing_else_is_in_flight():
     loop = Loop()
     first = loop.join("first")

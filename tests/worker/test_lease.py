@@ -517,6 +517,40 @@ async def test_drain_answers_what_was_received(setup: Setup) -> None:
     await stopping
 
 
+async def test_a_worker_that_is_to_end_takes_steps_until_its_scheduler_gives_it_back(setup: Setup) -> None:
+    stream = await setup.open()
+    await stream.run(prefill(1, [[3]]))
+    stopping = asyncio.create_task(setup.server.stop(finish_s=30.0))
+    notice = await stream.wait_for("notice")
+    assert notice.draining.finishes_within_ms == 30_000
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await setup.open()
+    assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+    for step_id in range(2, 12):
+        assert (await stream.run(decode(step_id, [0]))).status == worker_pb2.STEP_STATUS_OK
+    assert not stopping.done()
+    stream.call.cancel()
+    await asyncio.wait_for(stopping, 5)
+
+
+@pytest.mark.parametrize("why", ["time is up", "no step comes", "it is urgent"])
+async def test_a_worker_that_is_to_end_does_not_wait_for_ever(
+    setup: Setup, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends as one that was told to end at once: it says so, and ends the stream."""
+    monkeypatch.setattr("worker_svc.worker_service.UNUSED_S", 0.2 if why == "no step comes" else 30.0)
+    stream, urgent = await setup.open(), asyncio.Event()
+    await stream.run(prefill(1, [[3]]))
+    finish_s = 0.2 if why == "time is up" else 30.0
+    stopping = asyncio.create_task(setup.server.stop(finish_s=finish_s, urgent=urgent))
+    assert (await stream.wait_for("notice")).draining.finishes_within_ms == 1000 * finish_s
+    if why == "it is urgent":
+        urgent.set()
+    assert (await stream.wait_for("notice")).draining == worker_pb2.Draining()
+    await asyncio.wait_for(stopping, 5)
+    assert await stream.call.code() == grpc.StatusCode.OK
+
+
 async def test_handshake(setup: Setup) -> None:
     stub = setup.stub
     info = await stub.GetInfo(worker_pb2.GetInfoRequest())
