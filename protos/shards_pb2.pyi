@@ -120,18 +120,20 @@ class MetricsText(_message.Message):
     def __init__(self, text: _Optional[bytes] = ...) -> None: ...
 
 class ShardReport(_message.Message):
-    __slots__ = ("last_number", "workers", "adapters", "num_outputs", "waiting_u32")
+    __slots__ = ("last_number", "workers", "adapters", "num_outputs", "waiting_u32", "process")
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_U32_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     last_number: int
     workers: _containers.RepeatedCompositeFieldContainer[ReportedWorker]
     adapters: _containers.RepeatedCompositeFieldContainer[ReportedAdapter]
     num_outputs: float
     waiting_u32: bytes
-    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ..., num_outputs: _Optional[float] = ..., waiting_u32: _Optional[bytes] = ...) -> None: ...
+    process: str
+    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ..., num_outputs: _Optional[float] = ..., waiting_u32: _Optional[bytes] = ..., process: _Optional[str] = ...) -> None: ...
 
 class ReportedWorker(_message.Message):
     __slots__ = ("number", "description", "load", "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks", "set_bits_u32", "cleared_bits_u32")

@@ -47,9 +47,14 @@ class FinishReason(enum.IntEnum):
 
 _NUMBERS = itertools.count(1)  # of groups, in this process
 # Adapters are numbered by each scheduler for itself: what one has computed with them is none of another's.
-_PROCESS = secrets.token_hex(8)
+PROCESS = secrets.token_hex(8)
 _ID_BYTES = 5  # the longest varint of 32 bits
 _GROUP_BYTES = 96  # tags, lengths and single numbers of a group's and a sequence's messages
+
+
+def adapter_version(generation: int, process: str = PROCESS) -> str:
+    """Of an adapter, wherever it is compared with those of other schedulers and shards."""
+    return f"{process}.{generation}"
 
 
 class Sequence:
@@ -302,7 +307,7 @@ class SequenceGroup:
     def use_adapter_generation(self, generation: int) -> None:
         """Which version of its adapter it runs with, said before anybody looks for what of its prompt is cached."""
         assert self.adapter and self._prompt_hashes is None
-        self.use_hash_root(root_hash(self.adapter, f"{_PROCESS}.{generation}", self.cache_salt))
+        self.use_hash_root(root_hash(self.adapter, adapter_version(generation), self.cache_salt))
 
     def use_hash_root(self, root: bytes) -> None:
         """Its blocks are found by others, and finds those of others, under this root from now on."""

@@ -14,8 +14,8 @@ from scheduler_svc.shards.routing_table import Wanted
 NOWHERE: Places = np.zeros(0, np.uint32)
 
 
-def wanted_of(group: SequenceGroup, block_size: int, generation: Callable[[int], int | None]) -> Wanted:
-    """`generation`: of the group's adapter in a shard; None where it is not loaded."""
+def wanted_of(group: SequenceGroup, block_size: int, version: Callable[[int], str | None]) -> Wanted:
+    """`version`: of the group's adapter in a shard, see `adapter_version`; None where it is not loaded."""
     return Wanted(
         model=group.model,
         num_prompt_tokens=group.num_prompt_tokens,
@@ -23,7 +23,7 @@ def wanted_of(group: SequenceGroup, block_size: int, generation: Callable[[int],
         num_cached_tokens=_num_cached_tokens(group, block_size),
         num_slots=group.num_slots,
         uses_adapter=bool(group.adapter),
-        places=_Places(group, generation),
+        places=_Places(group, version),
     )
 
 
@@ -35,11 +35,11 @@ def _num_cached_tokens(group: SequenceGroup, block_size: int) -> int:
 
 
 class _Places:
-    """Made once for each block size, and for each shard where an adapter has its own generation."""
+    """Made once for each block size, and of an adapter for each shard, which has its own version of it."""
 
-    def __init__(self, group: SequenceGroup, generation: Callable[[int], int | None]) -> None:
+    def __init__(self, group: SequenceGroup, version: Callable[[int], str | None]) -> None:
         self._group = group
-        self._generation = generation
+        self._version = version
         self._made: dict[tuple[int, int], Places] = {}
 
     def __call__(self, block_size: int, shard: int) -> Places:
@@ -52,10 +52,10 @@ class _Places:
         group = self._group
         if group.awaits_prompt_logprobs:
             return NOWHERE
-        generation = self._generation(shard) if group.adapter else 0
-        if generation is None:
+        version = self._version(shard) if group.adapter else ""
+        if version is None:
             return NOWHERE
-        root = root_hash(group.adapter, str(generation) if group.adapter else "", group.cache_salt)
+        root = root_hash(group.adapter, version, group.cache_salt)
         hashes: list[bytes] = []
         token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens // block_size * block_size]
         extend_hashes(hashes, root, token_ids.tobytes(), 4 * block_size)

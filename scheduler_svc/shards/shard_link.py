@@ -11,7 +11,7 @@ import numpy as np
 from protos import frontend_pb2, shards_pb2
 from scheduler_svc.core_link import CoreLink
 from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.sequence import Sequence, SequenceGroup, SequenceStatus, adapter_version
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.served_models import ServedModels
 from scheduler_svc.shards.routing_table import LOAD_NAMES, KnownWorker, RoutingTable
@@ -65,7 +65,7 @@ class ShardLink(CoreLink):
         self.shard = shard
         self.is_ready = False
         self.has_told = False  # which models it has
-        self.adapters_there: dict[str, int] = {}  # with their generations
+        self.adapters_there: dict[str, str] = {}  # with their versions
         self.waiting_there: list[int] = []  # numbers of groups that have not begun, the latest first
         self._table = table
         self._drawn = drawn
@@ -116,7 +116,7 @@ class ShardLink(CoreLink):
         table.contains(shard, report.last_number)
         table.expect(shard, report.num_outputs)
         self.waiting_there = np.frombuffer(report.waiting_u32, "<u4").tolist()
-        self.adapters_there = {adapter.name: adapter.generation for adapter in report.adapters}
+        self.adapters_there = {each.name: adapter_version(each.generation, report.process) for each in report.adapters}
 
 
 def _load(worker: shards_pb2.ReportedWorker) -> dict[str, float]:

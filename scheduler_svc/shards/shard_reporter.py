@@ -14,6 +14,7 @@ from protos import frontend_pb2, shards_pb2
 from scheduler_svc.engine import Engine
 from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.prefix_cache import CacheChanges, PrefixCache
+from scheduler_svc.sequence import PROCESS
 from scheduler_svc.shards.cached_bits import CachedBits
 from scheduler_svc.shards.routing_table import LOAD_NAMES
 from scheduler_svc.worker_handle import WorkerHandle
@@ -103,6 +104,7 @@ class ShardReporter:
         report = shards_pb2.ShardReport(
             workers=[self._fold(each) for each in seen],
             num_outputs=self._engine.router.num_outputs,
+            process=PROCESS,
             adapters=[shards_pb2.ReportedAdapter(name=name, generation=number) for name, number in adapters.items()],
         )
         gone = self._workers.keys() - {each.handle for each in seen}

@@ -216,8 +216,8 @@ class ShardedCore:
 
     def _wanted(self, group: SequenceGroup) -> Wanted:
         model = self.models.find(group.model)
-        generations = {link.shard: link.adapters_there.get(group.adapter) for link in self._open_links()}
-        return wanted_of(group, model.block_size if model is not None else 1, generations.get)
+        versions = {link.shard: link.adapters_there.get(group.adapter) for link in self._open_links()}
+        return wanted_of(group, model.block_size if model is not None else 1, versions.get)
 
     def _open_links(self) -> list[ShardLink]:
         return [link for link in self._links.values() if not link.is_closed]

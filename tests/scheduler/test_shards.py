@@ -14,14 +14,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
 from protos import shards_pb2, shards_pb2_grpc
+from scheduler_svc import sequence
+from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.prepared_group import decode_group, encode_group
 from scheduler_svc.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.shards.cached_bits import places
 from scheduler_svc.shards.front_link import FrontLink
 from scheduler_svc.shards.front_service import FrontService
+from scheduler_svc.shards.group_wants import wanted_of
 from scheduler_svc.shards.live_ids import LiveIds
-from scheduler_svc.shards.shard_link import DrawnTokens
+from scheduler_svc.shards.routing_table import RoutingTable
+from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
 from scheduler_svc.shards.shard_process import share_of
 from scheduler_svc.shards.shard_service import request_numbers
 from scheduler_svc.shards.sharded_control import merged_page
@@ -200,6 +205,28 @@ def test_models_of_all_shards_are_those_of_one_scheduler(tmp_path: Path) -> None
     assert merged.known[0].model.max_model_len == larger.max_model_len
     shared.merged([one])
     assert shared.find(other.fingerprint) is None and shared.find(first.fingerprint) is not None
+
+
+# ---- where a prompt is cached ---------------------------------------------------------------------------------------
+
+
+async def test_prompts_of_an_adapter_are_looked_for_as_the_shard_has_cached_them() -> None:
+    """Each shard numbers its adapters for itself."""
+    params, prompt = pb.SamplingParams(seed=1), list(range(20))
+    here, there = (SequenceGroup("r", prompt, params, max_num_tokens=30, arrival_ns=0, adapter="a") for _ in range(2))
+    there.use_adapter_generation(3)
+    cached = places(there.sequences[0].hashes(0, 5, 4))
+    async with grpc.aio.insecure_channel("unix:/nowhere") as channel:
+        mailboxes, table = Mailboxes(asyncio.get_running_loop()), RoutingTable()
+        versions = {}
+        for shard, process in ((0, sequence.PROCESS), (1, "another")):
+            link = ShardLink(channel, mailboxes, shard, table, DrawnTokens(), SharedModels(), lambda group: None)
+            adapters = [shards_pb2.ReportedAdapter(name="a", generation=3)]
+            link._take_report(shards_pb2.ShardReport(process=process, adapters=adapters))
+            versions[shard] = link.adapters_there["a"]
+    wanted = wanted_of(here, 4, versions.get)
+    assert wanted.places(4, 0).tolist() == cached.tolist() != wanted.places(4, 1).tolist()
+    assert not len(wanted.places(4, 2)), "a shard that has not loaded it"
 
 
 # ---- groups that move -----------------------------------------------------------------------------------------------
