@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from scheduler_svc.policy import POLICIES
 from scheduler_svc.sequence import SequenceGroup
 from tests.scheduler.hand_turned_loop import Loop
 
@@ -84,6 +86,20 @@ class Busy:
 def test_it_does_not_grow_with_the_number_of_workers(what: Callable[[Busy], int], policy: str) -> None:
     few, many = (what(Busy(count, scheduling_policy=policy)) for count in (NUM_FEW, NUM_MANY))
     assert many < 1.25 * few + 20, (few, many)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_nobody_is_asked_to_give_way_where_nobody_ever_does(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be everybody that runs, in each step."""
+    asked = []
+
+    def overrules(waiting: SequenceGroup, running: SequenceGroup) -> bool:
+        asked.append(running)
+        return False
+
+    monkeypatch.setitem(POLICIES, policy, replace(POLICIES[policy], overrules=overrules))
+    Busy(NUM_FEW, scheduling_policy=policy).calls_of_a_step()
+    assert not asked
 
 
 def test_a_request_is_looked_up_once_for_all_workers() -> None:

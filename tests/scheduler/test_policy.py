@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos import inference_pb2
 from scheduler_svc.policy import POLICIES
+from scheduler_svc.sequence import SequenceGroup
 from scheduler_svc.served_tokens import MIN_REMEMBERED, ServedTokens
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.virtual_time import Arrival, Machine, Playback, jain_index, play
@@ -38,6 +40,14 @@ def check_nobody_was_overtaken(playback: Playback, policy: str) -> None:
                 other.arrival.at_s <= (one.admitted_s or 0) < (NEVER if other.admitted_s is None else other.admitted_s)
             )
             assert not waits or key(one.group) < key(other.group), "somebody was overtaken"
+
+
+@given(st.sampled_from(sorted(POLICIES)), st.lists(st.integers(-3, 3), min_size=2, max_size=5))
+def test_a_policy_says_whether_it_ever_preempts(name: str, priorities: list[int]) -> None:
+    params = inference_pb2.SamplingParams()
+    groups = [SequenceGroup("", [1], params, max_num_tokens=9, arrival_ns=0, priority=each) for each in priorities]
+    overrules = any(POLICIES[name].overrules(one, other) for one in groups for other in groups)
+    assert overrules == (POLICIES[name].preempts and len(set(priorities)) > 1)
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
