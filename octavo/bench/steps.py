@@ -149,7 +149,7 @@ class _Run:
     def step(self) -> dict[str, int]:
         """One step of every worker, as the step loop makes it; ns by phase."""
         from protos import worker_pb2
-        from scheduler_svc.step_encoder import decode, encode
+        from scheduler_svc.step_encoder import decode, encode_request
         from scheduler_svc.worker_queue import WorkerQueue
 
         spent = dict.fromkeys(PHASES, 0)
@@ -161,8 +161,7 @@ class _Run:
             spent["schedule"] += scheduled_ns - started_ns
             if outputs is not None:
                 self._step_id += 1
-                step = encode(outputs, self._step_id)
-                data = worker_pb2.StepRequest(epoch=1, step=step).SerializeToString()
+                _, data = encode_request(outputs, 1, self._step_id)
                 spent["encode"] += time.perf_counter_ns() - scheduled_ns
                 in_flight.append((outputs.rows, self._answer(data)))
             if len(in_flight) < STEPS_IN_FLIGHT and outputs is not None:
