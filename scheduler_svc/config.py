@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scheduler_svc.text.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
+MAX_SHARDS = 256  # a byte of each request's number
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        if self.shards > MAX_SHARDS:
+            raise ValueError(f"shards is {self.shards}, 1 to {MAX_SHARDS} are accepted")
         if self.worker_quota is not None:
             if self.worker_quota < 0:
                 raise ValueError(f"worker_quota is {self.worker_quota}, at least 0 is accepted")

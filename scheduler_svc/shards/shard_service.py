@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from octavo import log as logging
 from protos import shards_pb2, shards_pb2_grpc
+from scheduler_svc.config import MAX_SHARDS
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.request_states import LARGEST_PAGE, RequestCopy, RequestPage
 from scheduler_svc.serving import Serving
@@ -18,7 +19,6 @@ from scheduler_svc.serving import Serving
 log = structlog.get_logger()
 
 STATUS_INTERVAL_S = 0.2
-_SHARD_BITS = 8  # of a request's number: no two shards have the same
 
 
 class ShardService(shards_pb2_grpc.ShardServicer):
@@ -90,4 +90,4 @@ def request_numbers(shard: int, clock_ns: Callable[[], int]) -> Iterator[int]:
     last = 0
     while True:
         last = max(last + 1, clock_ns() // 1000)
-        yield last << _SHARD_BITS | shard
+        yield last * MAX_SHARDS + shard

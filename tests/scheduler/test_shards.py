@@ -9,12 +9,14 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
 from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc import sequence
+from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.metrics_exporter import EngineCollector
 from scheduler_svc.prepared_group import decode_group, encode_group
@@ -82,11 +84,13 @@ async def _ignore(state: shards_pb2.FrontState) -> None:
 
 def test_requests_of_all_shards_have_numbers_in_the_order_of_time() -> None:
     now = itertools.count(5_000_000, 7_000)
-    numbers = [request_numbers(shard, lambda: next(now)) for shard in (0, 1, 255)]
+    numbers = [request_numbers(shard, lambda: next(now)) for shard in (0, 1, MAX_SHARDS - 1)]
     taken = [next(numbers[shard]) for shard in (0, 2, 1, 1, 0, 2, 2, 0)]
     assert taken == sorted(set(taken))
     still = [request_numbers(shard, lambda: 9) for shard in range(3)]
     assert len({next(each) for each in still for _ in range(50)}) == 150, "also where time stands still"
+    with pytest.raises(ValueError, match="shards is 257, 1 to 256 are accepted"):
+        SchedulerConfig(shards=MAX_SHARDS + 1)  # which could not be told apart
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
@@ -258,8 +262,6 @@ def test_another_shard_gets_what_was_drawn_and_which_outputs_have_ended() -> Non
 
 
 def test_a_shard_has_its_part_of_what_may_wait() -> None:
-    from scheduler_svc.config import SchedulerConfig
-
     config = SchedulerConfig(worker=("a:1", "b:2"), shards=3, max_waiting_requests=10, max_waiting_tokens=100)
     share = share_of(config)
     assert (share.worker, share.max_waiting_requests, share.max_waiting_tokens) == ((), 4, 34)
