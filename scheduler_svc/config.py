@@ -175,7 +175,11 @@ class SchedulerConfig:
             if self.worker_quota < 0:
                 raise ValueError(f"worker_quota is {self.worker_quota}, at least 0 is accepted")
             if self.shards > 1:
-                raise ValueError("worker_quota is for a scheduler of one step loop (--shards 1)")
+                raise ValueError(
+                    f"worker_quota is {self.worker_quota} and shards {self.shards}: a quota counts the workers of one "
+                    "step loop, and the parent of shards divides its own; leave one of the two out, or give each "
+                    "scheduler with shards workers of its own (--worker)"
+                )
         if not self.takeover_after >= 0:
             raise ValueError(f"takeover_after is {self.takeover_after}, at least 0 is accepted")
         if not self.text_timeout > 0:

@@ -15,14 +15,14 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from octavo.options import NOT_OPTIONS, add_arguments, from_namespace
+from octavo.options import NOT_OPTIONS, Parser, add_arguments, from_namespace
 from protos import inference_pb2
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("scheduler", "worker")
-COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
+COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml", "compose.shards.yaml")
 LOCKS = {"scheduler": "scheduler", "worker": "worker", "worker-cuda": "worker"}  # name -> extra of pyproject.toml
 LIMITS = ("mem_limit", "cpus")
 RENEW = "renew the locks: make locks"
@@ -187,6 +187,20 @@ def test_the_gpu_file_reserves_one_and_builds_both_users_of_the_image_alike() ->
     assert services["fetch"]["build"] == services["worker"]["build"]
     (device,) = services["worker"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def test_the_file_with_shards_gives_the_scheduler_options_that_it_takes_and_room_for_them() -> None:
+    (scheduler,) = compose("compose.shards.yaml")["services"].values()
+    flags = [re.sub(r"\$\{\w+:-(\d+)\}", r"\1", word) for word in scheduler["command"]]
+    parser = Parser(prog="octavo scheduler")
+    add_arguments(parser, SchedulerConfig)
+    config = from_namespace(SchedulerConfig, parser.parse_args(flags))
+    alone = compose()["services"]["scheduler"]
+    assert flags[:2] == alone["command"] and config.shards == config.frontends == 2
+    assert scheduler["pids_limit"] > alone["pids_limit"]
+    for limit in LIMITS:
+        name = re.match(r"\$\{(\w+):-", scheduler[limit])[1]  # type: ignore[index]
+        assert alone[limit].startswith(f"${{{name}:-"), "whoever has set it means both"
 
 
 @pytest.mark.parametrize("service", TARGETS)

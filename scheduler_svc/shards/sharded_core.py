@@ -74,6 +74,7 @@ class ShardedCore:
         self._table = RoutingTable()
         self._drawn = DrawnTokens()
         self._links: dict[str, ShardLink] = {}  # by socket
+        self._latest: dict[int, ShardLink] = {}  # by shard: the one whose reports the table has
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._homes: dict[SequenceGroup, ShardLink] = {}
         self._ids: dict[SequenceGroup, int] = {}  # numbers of their claims
@@ -263,7 +264,8 @@ class ShardedCore:
             move.cancel()
 
     def _on_lost(self, link: ShardLink) -> None:
-        self._table.forget(link.shard)
+        if self._latest.get(link.shard) is link:
+            self._table.forget(link.shard)
         groups = link.unfinished()
         if link.models.known:  # or it was not there
             log.warning("a shard is lost; its requests go on at others", shard=link.shard, requests=len(groups))
@@ -330,9 +332,10 @@ class ShardedCore:
         """Until the parent says that the shard is gone: a link may break where one of two processes was held up."""
         while True:
             async with grpc.aio.insecure_channel(socket, options=WORKER_CHANNEL_OPTIONS) as channel:
-                link = self._links[socket] = ShardLink(
+                link = self._links[socket] = self._latest[shard] = ShardLink(
                     channel, self._mailboxes, shard, self._table, self._drawn, self._shared_models, self._on_group_ended
                 )
+                self._table.forget(shard)  # of a former life, whose link may be slow to end
                 try:
                     await link.follow(partial(self._take_shard_state, link))
                 except grpc.aio.AioRpcError as error:

@@ -15,13 +15,16 @@ import grpc
 import psutil
 import pytest
 
+from octavo import AsyncClient, SamplingParams
 from octavo.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.shards.shard_reporter import INTERVAL_S
+from tests.chaos.worker_process import WorkerProcess
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
 from tests.integration.test_worker_loss import RealWorkers
+from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 
 DEADLINE_S = 30.0
@@ -287,6 +290,57 @@ async def test_real_workers_go_on_with_what_a_killed_shard_had(
         # Logprobs, too, bit for bit: on a CPU a row's logits depend on nothing in its batch.
         assert ours.plain() == theirs.plain(), request.request_id
         assert ours.prompt_logprobs == theirs.prompt_logprobs, request.request_id
+
+
+async def test_two_models_over_shards_each_get_their_own_tokens_also_when_a_shard_is_killed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """One worker of each: the shards serve different models, and a killed one's is waited for by new requests, too."""
+    root, logs = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logs")
+    folders = {"a": make_tiny_llama(root / "a", seed=1), "b": make_tiny_llama(root / "b", seed=2)}
+    options = ["--num-threads=1", "--max-model-len=256", "--max-num-seqs=8", "--kv-cache-memory=0.02", "--swap-space=0"]
+    workers = [WorkerProcess([f"--model={folders[name]}", *options], logs / name) for name in folders]
+    try:
+        for worker in workers:
+            await asyncio.to_thread(worker.wait_until_ready)
+        flags = [*(f"--worker=127.0.0.1:{worker.port}" for worker in workers), "--shards=2", "--metrics-port=0"]
+        with scheduler(*flags) as it:
+            await asyncio.to_thread(it.wait_until_ready)
+            async with grpc.aio.insecure_channel(it.address) as channel, AsyncClient(it.address) as client:
+                inference = inference_pb2_grpc.InferenceStub(channel)
+                both = Sharded(it, 0, inference, inference_pb2_grpc.ControlStub(channel))
+                await both.until("both workers", lambda load: _num_serving(load) == 2)
+                async with asyncio.timeout(DEADLINE_S):
+                    while len(states := (await inference.ListModels(pb.ListModelsRequest())).models) < 2:
+                        await asyncio.sleep(0.02)  # until the frontend has heard of both
+                assert sorted((state.name, state.num_workers_serving) for state in states) == [("a", 1), ("b", 1)]
+
+                async def read(number: int) -> list[int]:
+                    """By the client library, as a request is sent again where its model is not known yet."""
+                    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+                    token_ids: list[int] = []
+                    prompt = list(range(number, number + 9))
+                    async for output in client.generate(
+                        prompt_token_ids=prompt, sampling_params=params, model="ab"[number % 2]
+                    ):
+                        token_ids += output.outputs[0].token_ids
+                    return token_ids
+
+                running = [asyncio.create_task(read(number)) for number in range(12)]
+                await both.until("all run", lambda load: load.num_requests_running >= 10)
+                both.shards()[0].kill()
+                late = [asyncio.create_task(read(number)) for number in (0, 1)]
+                answers = await asyncio.wait_for(asyncio.gather(*running, *late), 2 * DEADLINE_S)
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await answer_to(inference, pb.GenerateRequest(model="c", prompt="x", sampling_params=ONE))
+                assert raised.value.code() is grpc.StatusCode.NOT_FOUND, "once all is known again"
+    finally:
+        for worker in workers:
+            worker.end()
+    oracles = {name: GreedyOracle(folder) for name, folder in folders.items()}
+    for number, token_ids in zip([*range(12), 0, 1], answers, strict=True):
+        oracle, prompt = oracles["ab"[number % 2]], list(range(number, number + 9))
+        oracle.check(prompt, oracle.generate(prompt, 120, eos_token_id=None), token_ids, f"request {number}")
 
 
 async def test_a_shard_that_comes_back_has_the_adapters_and_sigterm_lets_requests_end() -> None:

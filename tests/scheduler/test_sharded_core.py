@@ -9,10 +9,13 @@ import grpc
 import pytest
 
 from protos import inference_pb2 as pb
+from protos import shards_pb2
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.mailboxes import Mailboxes
 from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.shards.shard_link import ShardLink
 from scheduler_svc.shards.sharded_core import ShardedCore
+from tests.scheduler.test_routing_table import worker
 
 
 class Reader:
@@ -49,3 +52,34 @@ async def test_a_group_that_cannot_go_on_ends_whatever_the_reason(error: Excepti
         reason, message = await reader.ends.get()
         assert reason is FinishReason.ERROR and says in message
         assert not core._moves
+
+
+async def test_a_former_life_of_a_shard_that_ends_late_leaves_its_next_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = asyncio.Event()
+
+    async def follow(self: ShardLink, on_state: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    monkeypatch.setattr(ShardLink, "follow", follow)
+    async with grpc.aio.insecure_channel("unix:/nowhere") as channel, asyncio.timeout(20):
+        mailboxes = Mailboxes(asyncio.get_running_loop())
+        core = ShardedCore(channel, mailboxes, num_shards=1, wait_timeout_s=20.0, max_losses=3)
+        for socket in ("unix:/former", "unix:/next"):
+            state = shards_pb2.FrontState(shards=[shards_pb2.ShardAddress(index=0, socket=socket)])
+            await core._take_front_state(state)
+            while socket not in core._links:
+                await asyncio.sleep(0)
+        core._table.set_workers(0, [1], {1: worker()})
+        assert "unix:/former" in core._links
+        may_end.set()
+        while "unix:/former" in core._links:
+            await asyncio.sleep(0)
+        assert core._table.has(0, 1), "its next report describes nothing that it has described"
+        core._followers["unix:/next"].cancel()
+        await asyncio.gather(*core._followers.values(), return_exceptions=True)
+        assert not core._table.has(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -172,6 +173,18 @@ async def test_a_frontend_that_cannot_be_started_is_tried_again(monkeypatch: pyt
         await asyncio.sleep(0.01)
     await processes.stop()
     assert len(tries) == 4 and vital.failure == ""
+
+
+async def test_a_process_that_hangs_is_ended_by_force() -> None:
+    """Or a shard that is stopped when its scheduler gets SIGTERM would keep it for ever."""
+    processes = KeptProcesses("sleeper", lambda number: ["/bin/sleep", "600"], 2, VitalParts())
+    processes.start()
+    while len(processes._running) < 2:
+        await asyncio.sleep(0.01)
+    hanging = list(processes._running.values())
+    async with asyncio.timeout(10):
+        await processes.stop(grace_s=0.1)
+    assert [process.returncode for process in hanging] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.parametrize("is_draining", [False, True])

@@ -122,6 +122,11 @@ def test_shares_beyond_the_pool_leave_the_last_one_waiting() -> None:
     assert pool.shares() == {"a": 2, "b": 0} and not pool.num_given_back
 
 
+def test_a_quota_of_shards_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(ValueError, match="leave one of the two out, or give each scheduler"):
+        SchedulerConfig(worker=("w:1",), worker_quota=1, shards=2)
+
+
 @pytest.mark.parametrize("options", [{"worker_quota": -1}, {"worker_quota": 1, "shards": 2}, {"takeover_after": -1.0}])
 def test_options_that_make_no_sense(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"worker_quota|takeover_after"):
