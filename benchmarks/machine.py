@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from octavo.cores import available_cores
+from octavo.shared.cores import available_cores
 
 _PACKAGES = ("octavo", "torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "numba")
 

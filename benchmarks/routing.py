@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks import machine, mooncake_like
 from benchmarks.routing_rules import RULES, use
-from octavo import log
 from octavo.bench.fleet import traces
 from octavo.bench.fleet.figures import FleetFigures, measure
 from octavo.bench.fleet.outcomes import Loss
 from octavo.bench.fleet.requests import Load, Request
 from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
+from octavo.shared import log
 
 RESULTS = Path(__file__).parent / "results"
 NUM_WORKERS = 8

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from scheduler_svc.engine import Engine
-    from scheduler_svc.sequence import SequenceGroup
-    from scheduler_svc.worker_handle import WorkerHandle
+    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.engine.engine import Engine
+    from scheduler_svc.leases.worker_handle import WorkerHandle
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ import torch
 
 from benchmarks import machine
 from protos import inference_pb2, worker_pb2
-from worker_svc.logit_adjustments import LogitAdjustments
-from worker_svc.sampler import Draws, sample
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.sampling.logit_adjustments import LogitAdjustments
+from worker_svc.sampling.sampler import Draws, sample
 
 RESULTS = Path(__file__).parent / "results"
 _PROMPT_TOKENS, _GENERATED_TOKENS = 200, 100

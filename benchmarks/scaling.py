@@ -23,7 +23,6 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.routing import OWN_BOUND_ONCE
-from octavo import log
 from octavo.bench import picture
 from octavo.bench.fleet.figures import FleetFigures, measure
 from octavo.bench.fleet.outcomes import Loss, Run
@@ -31,6 +30,7 @@ from octavo.bench.fleet.requests import Load
 from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 from octavo.bench.picture import Chart, Series
+from octavo.shared import log
 
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

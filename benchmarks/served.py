@@ -17,8 +17,8 @@ from octavo.bench import closed_loop
 from octavo.bench.figures import Figures
 from octavo.bench.streaming import MODEL_INFO
 from octavo.bench.workloads import Workload
-from octavo.ports import free_port
 from octavo.retrying import RetryPolicy
+from octavo.shared.ports import free_port
 
 PATIENT = RetryPolicy(first_delay_s=0.02, max_delay_s=0.02)  # until a server is ready
 READY_TIMEOUT_S = 60.0

@@ -24,9 +24,9 @@ import grpc
 import psutil
 
 from benchmarks import machine
-from octavo.options import environment_without_options
-from octavo.ports import LOOPBACK, free_port
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.shared.options import environment_without_options
+from octavo.shared.ports import LOOPBACK, free_port
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 

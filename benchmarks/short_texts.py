@@ -18,11 +18,11 @@ from octavo.cache import resolve_model
 from octavo.models import gguf_tokenizer
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.short_texts import SHORT_BYTES, ShortTexts
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.short_texts import SHORT_BYTES, ShortTexts
+from scheduler_svc.text.tokenizer import Tokenizer
 
 PATTERNS = {
     "llama 3": gguf_tokenizer._LLAMA3.split,

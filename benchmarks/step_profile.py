@@ -30,10 +30,10 @@ from benchmarks import machine, machine_limits
 from benchmarks.machine_limits import Limits
 from kernels import cpu
 from octavo.cache import resolve_model
-from octavo.cores import available_cores
 from octavo.serving_plan import waiting_threads
-from worker_svc.attention import AttentionMetadata
-from worker_svc.cache_engine import CacheEngine
+from octavo.shared.cores import available_cores
+from worker_svc.cache.cache_engine import CacheEngine
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers

@@ -3,7 +3,7 @@
 A thread that spins at a barrier is quick on an idle machine and costs milliseconds on one where scheduler, client or a
 neighbour want the core. Every setting takes its turn in each round, each with a server of its own, alone and beside
 a busy neighbour, whose processor time is looked at, too: it should cost no more than that. Medians are shown.
-`octavo.serving_plan.worker_environment` holds what was chosen, `worker_svc.giving_way` when a thread gives way.
+`octavo.serving_plan.worker_environment` holds what was chosen, `worker_svc.steps.giving_way` when a thread gives way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 from benchmarks import machine
 from benchmarks.served import over_generate, served, wait_until_ready
 from octavo.bench import workloads
-from octavo.cores import available_cores
+from octavo.shared.cores import available_cores
 
 RESULTS = Path(__file__).parent / "results"
 # libgomp reads GOMP_SPINCOUNT before OMP_WAIT_POLICY: rounds of spinning before a waiting thread sleeps.

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from octavo.errors import RequestFailed
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2_grpc as pb_grpc
 
 # A scheduler that comes back is found within about a second; gRPC's own backoff grows to two minutes. The least is also

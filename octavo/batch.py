@@ -14,8 +14,8 @@ from octavo.gathered_output import GatheredOutput
 from octavo.progress import Progress
 
 if TYPE_CHECKING:
-    from scheduler_svc.output_processor import Delivery
-    from scheduler_svc.sequence import SequenceGroup
+    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.output.output_processor import Delivery
 
 CHECK_S = 1.0  # between two looks whether the worker is there
 

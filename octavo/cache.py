@@ -60,7 +60,7 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
 
 def _nearest(name: str, download_dir: str | Path | None) -> str:
     """`; did you mean X?` for a model that is here or known."""
-    from octavo.command_line import did_you_mean
     from octavo.models.catalog import list_models
+    from octavo.shared.command_line import did_you_mean
 
     return did_you_mean(name, [entry.name for entry in list_models(download_dir)])

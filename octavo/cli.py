@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from octavo.command_line import Parser, did_you_mean
-from octavo.options import OptionError
+from octavo.shared.command_line import Parser, did_you_mean
+from octavo.shared.options import OptionError
 
 COMMANDS = {
     "serve": "a scheduler and workers on this machine, in one command",
@@ -121,7 +121,7 @@ def _is_expected(error: Exception) -> bool:
         "octavo.errors": ("RequestFailed", "WorkerEnded"),
         "octavo.cache": ("ModelNotFound",),
         "octavo.models.errors": ("FetchError",),
-        "octavo.ports": ("BindError",),
+        "octavo.shared.ports": ("BindError",),
         "octavo.serving_plan": ("PlanError",),
         "worker_svc.errors": ("StartupError",),
         "worker_svc.models.errors": ("ModelError",),

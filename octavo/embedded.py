@@ -20,9 +20,9 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from protos import inference_pb2 as pb
-    from scheduler_svc.output_processor import Delivery
-    from scheduler_svc.served_model import ServedModel
-    from scheduler_svc.tokenizer import Tokenizer
+    from scheduler_svc.models.served_model import ServedModel
+    from scheduler_svc.output.output_processor import Delivery
+    from scheduler_svc.text.tokenizer import Tokenizer
 
 READY_TIMEOUT_S = 600.0
 POLL_S = 0.01
@@ -71,10 +71,10 @@ class Embedded:
             raise
 
     def _start(self, read: EmbeddedOptions, deliver: Callable[[Delivery], None], shows_level: bool) -> None:
-        from octavo import log
-        from scheduler_svc.output_processor import OutputProcessor
+        from octavo.shared import log
+        from scheduler_svc.engine.statistics import StatisticsLine, log_statistics_until
+        from scheduler_svc.output.output_processor import OutputProcessor
         from scheduler_svc.serving import Serving
-        from scheduler_svc.statistics import StatisticsLine, log_statistics_until
         from scheduler_svc.vital_parts import VitalParts
 
         self._logs_statistics = not read.scheduler.disable_log_stats

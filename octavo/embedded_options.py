@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.options import OptionError, from_values, unknown_option
+from octavo.shared.options import OptionError, from_values, unknown_option
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig

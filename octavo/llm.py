@@ -22,7 +22,7 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from scheduler_svc.errors import InvalidRequest
-    from scheduler_svc.tokenizer import Tokenizer
+    from scheduler_svc.text.tokenizer import Tokenizer
 
 
 class LLM:
@@ -200,7 +200,7 @@ def _log_refused(outputs: list[RequestOutput]) -> None:
 
 
 def _read_tokenizer(given: Any) -> Tokenizer:
-    from scheduler_svc.tokenizer import Tokenizer
+    from scheduler_svc.text.tokenizer import Tokenizer
 
     if isinstance(given, Tokenizer):
         return given

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from octavo.embedded import Embedded
 from octavo.errors import InvalidPrompt
 from octavo.gathered_output import GatheredOutput
-from octavo.options import OptionError
 from octavo.outputs import RequestOutput
 from octavo.prompts import read_prompt
 from octavo.sampling_params import SamplingParams
+from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
-    from scheduler_svc.output_processor import Delivery
-    from scheduler_svc.served_model import ServedModel
+    from scheduler_svc.models.served_model import ServedModel
+    from scheduler_svc.output.output_processor import Delivery
 
 
 class LLMEngine:

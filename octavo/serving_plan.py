@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.cores import allowed_cores, available_cores, parse_cores
-from octavo.options import COMMON, environment_without_options, option, to_arguments
-from octavo.ports import LOOPBACK, check_port_is_free, free_port, reachable
-from octavo.supervisor import Child
+from octavo.shared.cores import allowed_cores, available_cores, parse_cores
+from octavo.shared.options import COMMON, environment_without_options, option, to_arguments
+from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, reachable
+from octavo.shared.supervisor import Child
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
 # SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings), alone on a Zen 5, then on a Zen 4
-# alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.giving_way):
+# alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.steps.giving_way):
 #     never (passive)   126  389    73  229    79  136        20,000 looks    162  379    97  238    64  136
 #     1,000 looks       153  393   112  226    73  129        for ever        149  396   119  234    57   84
 #     one thread that never waits: 134  238    89  138    81  138
@@ -109,7 +109,7 @@ def computes_on_host(device: str) -> bool:
 
 def check_memory(num_workers: int, worker: WorkerConfig) -> None:
     """Raises PlanError where workers were asked to take more than there is, each of which alone would find room."""
-    from worker_svc.memory import GIB, available_bytes
+    from worker_svc.host.memory import GIB, available_bytes
 
     cache = (worker.kv_cache_memory or 0.0) if computes_on_host(worker.device) else 0.0
     each, free = cache + (worker.swap_space or 0.0), available_bytes() / GIB

@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.child_output import ChildOutput, Screen, environment
-from octavo.cores import available_cores
-from octavo.end_with_parent import ends_with_parent
 from octavo.errors import WorkerEnded
-from octavo.options import to_arguments
 from octavo.serving_plan import LOOPBACK, free_port, worker_environment
+from octavo.shared.child_output import ChildOutput, Screen, environment
+from octavo.shared.cores import available_cores
+from octavo.shared.end_with_parent import ends_with_parent
+from octavo.shared.options import to_arguments
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.log import LEVELS
-from octavo.options import COMMON, LOGGING, check_port, is_host, option
-from scheduler_svc.model_names import ModelNames
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.preemption import MODES
-from scheduler_svc.tenants import check_metadata_field
+from octavo.shared.log import LEVELS
+from octavo.shared.options import COMMON, LOGGING, check_port, is_host, option
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.preemption import MODES
+from scheduler_svc.models.model_names import ModelNames
+from scheduler_svc.requests.tenants import check_metadata_field
 
 if TYPE_CHECKING:
-    from scheduler_svc.text.request_checks import TextSettings
+    from scheduler_svc.requests.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
 MAX_SHARDS = 256  # a byte of each request's number
@@ -202,7 +202,7 @@ class SchedulerConfig:
             )
 
     def text_settings(self) -> TextSettings:
-        from scheduler_svc.text.request_checks import TextSettings  # and much with it, which no command line needs
+        from scheduler_svc.requests.request_checks import TextSettings  # and much with it, which no command line needs
 
         return TextSettings(
             max_logprobs=self.max_logprobs,

@@ -12,19 +12,19 @@ from dataclasses import replace
 import structlog
 from prometheus_client.registry import Collector
 
-from octavo import log as logging
-from octavo.options import OptionError
-from octavo.ports import BindError
+from octavo.shared import log as logging
+from octavo.shared.options import OptionError
+from octavo.shared.ports import BindError
+from scheduler_svc.api.metrics_exporter import EngineCollector
+from scheduler_svc.api.metrics_server import MetricsServer
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.front import Front, InProcessFront, Shown
-from scheduler_svc.metrics_exporter import EngineCollector
-from scheduler_svc.metrics_server import MetricsServer
-from scheduler_svc.process_front import ProcessFront
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.engine.statistics import log_statistics
+from scheduler_svc.frontends.front import Front, InProcessFront, Shown
+from scheduler_svc.frontends.process_front import ProcessFront
+from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.serving import Serving
-from scheduler_svc.statistics import log_statistics
 from scheduler_svc.stopping import Stopping
-from scheduler_svc.tokenizer import TokenizerError
+from scheduler_svc.text.tokenizer import TokenizerError
 from scheduler_svc.vital_parts import ServiceBroken, VitalParts
 
 log = structlog.get_logger()

@@ -7,13 +7,13 @@ from typing import Protocol
 
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine import Engine, EngineSettings, OutputSink
-from scheduler_svc.frontend import Frontend
-from scheduler_svc.output_processor import Delivery, OutputProcessor
-from scheduler_svc.turn_watch import TurnWatch
+from scheduler_svc.engine.engine import Engine, EngineSettings, OutputSink
+from scheduler_svc.engine.turn_watch import TurnWatch
+from scheduler_svc.output.output_processor import Delivery, OutputProcessor
+from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.vital_parts import VitalParts
-from scheduler_svc.worker_pool import WorkerPool
-from scheduler_svc.worker_quota import WorkerQuota
+from scheduler_svc.workers.worker_pool import WorkerPool
+from scheduler_svc.workers.worker_quota import WorkerQuota
 
 
 class Outputs(OutputSink, Protocol):

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from octavo.bench.byte_tokenizer import byte_tokenizer_files
-from octavo.rpc import WORKER_SERVER_OPTIONS
+from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from tests.scheduler.fake_language import content_of, logprobs_after
 from tests.scheduler.simulated_worker import SimulatedWorker

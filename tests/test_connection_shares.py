@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo import connection_shares
-from octavo.connection_shares import CROWDED_SHARE, ConnectionShares, equal_share
-from octavo.connections import OTHER_FILES, Connection
+from octavo.shared import connection_shares
+from octavo.shared.connection_shares import CROWDED_SHARE, ConnectionShares, equal_share
+from octavo.shared.connections import OTHER_FILES, Connection
+from scheduler_svc.api.grpc_server import new_server
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.grpc_server import new_server
 from tests.fuzz import http2_frames as http2
 
 MAX_CONNECTIONS = 64
@@ -208,7 +208,7 @@ def test_as_many_files_may_be_open_as_there_may_be_connections() -> None:
         pytest.skip(f"no process may have {wanted} files open here")
     program = (
         "import resource\n"
-        "from octavo.connections import allow_open_files\n"
+        "from octavo.shared.connections import allow_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "allow_open_files(600)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"

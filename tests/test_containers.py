@@ -15,7 +15,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from octavo.options import NOT_OPTIONS, Parser, add_arguments, from_namespace
+from octavo.shared.options import NOT_OPTIONS, Parser, add_arguments, from_namespace
 from protos import inference_pb2
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
@@ -167,7 +167,7 @@ def test_weights_and_kernels_are_fetched_once_into_one_volume() -> None:
 
 
 def test_what_died_comes_back_and_what_is_stopped_has_time_to_finish() -> None:
-    from scheduler_svc.public_server import GRACE_S
+    from scheduler_svc.api.public_server import GRACE_S
     from worker_svc.config import WorkerConfig
     from worker_svc.server import DRAIN_LIMIT_S
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.embedded_options import read_options
-from octavo.options import OptionError
+from octavo.shared.options import OptionError
 
 
 def test_each_part_gets_its_own_and_both_what_both_have() -> None:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.fakes import FakeWorker, beam_logprobs, hashed_token
 from tests.worker.fake_model import decode, prefill, slots_u16, tokens_of, u32

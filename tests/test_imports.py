@@ -17,12 +17,12 @@ SERVICES = {"scheduler_svc", "worker_svc", "kernels"}
 # Of `octavo`, what a service may import. None of it knows a service.
 SHARED = {
     "octavo.cache",
-    "octavo.command_line",
-    "octavo.connection_shares",
-    "octavo.connections",
-    "octavo.cores",
-    "octavo.end_with_parent",
-    "octavo.log",
+    "octavo.shared.command_line",
+    "octavo.shared.connection_shares",
+    "octavo.shared.connections",
+    "octavo.shared.cores",
+    "octavo.shared.end_with_parent",
+    "octavo.shared.log",
     "octavo.models.errors",
     "octavo.models.fetch",
     "octavo.models.gguf_convert",
@@ -30,9 +30,9 @@ SHARED = {
     "octavo.models.safetensors_stream",
     "octavo.models.sentencepiece_tokenizer",
     "octavo.models.tekken_tokenizer",
-    "octavo.options",
-    "octavo.ports",
-    "octavo.rpc",
+    "octavo.shared.options",
+    "octavo.shared.ports",
+    "octavo.shared.rpc",
     "octavo.sampling_params",
 }
 CORE = ("sequence*", "block_*", "policy*", "scheduler.py")  # the scheduler's decisions: no sockets, no loop, no clock
@@ -42,9 +42,7 @@ CORE = ("sequence*", "block_*", "policy*", "scheduler.py")  # the scheduler's de
 class Import:
     file: Path
     line: int
-    module: (
-        str  # absolute, with the imported name where that may be a module: `octavo.log` for `from octavo import log`
-    )
+    module: str  # absolute, with the imported name where that may be a module: `octavo.shared.log` for `from octavo import log`
     deferred: bool  # runs only when a function is called
     typing_only: bool  # under `if TYPE_CHECKING:`
 

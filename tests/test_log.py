@@ -15,7 +15,7 @@ import pytest
 import structlog
 from grpc._cython import cygrpc
 
-from octavo import log
+from octavo.shared import log
 
 
 class Terminal(io.StringIO):

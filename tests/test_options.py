@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.command_line import Parser
-from octavo.options import (
+from octavo.shared.command_line import Parser
+from octavo.shared.options import (
     COMMON,
     LOGGING,
     OptionError,

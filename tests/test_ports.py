@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from octavo.ports import BindError, PortInUse, check_port_is_free, free_port, reachable
+from octavo.shared.ports import BindError, PortInUse, check_port_is_free, free_port, reachable
 
 
 def test_a_port_in_use_is_said_before_anything_starts() -> None:

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from octavo import ports, rpc
+from octavo.shared import ports, rpc
 from protos import inference_pb2, inference_pb2_grpc
 from tests.grpcurl import grpcurl
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from octavo.serving_plan import PlanError, ServeConfig, plan
-from octavo.supervisor import Child
+from octavo.shared.supervisor import Child
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
-from worker_svc.memory import GIB
+from worker_svc.host.memory import GIB
 
 
 def workers_of(num_workers: int, **options: Any) -> list[Child]:
@@ -32,7 +32,7 @@ def test_workers_divide_the_memory_among_them(num_workers, share, each):
 
 
 def test_more_memory_than_there_is_for_all_of_them_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("worker_svc.memory.available_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr("worker_svc.host.memory.available_bytes", lambda: 10 * GIB)
     assert len(workers_of(2, kv_cache_memory=4.0, swap_space=1.0)) == 2
     with pytest.raises(PlanError, match=r"3 workers with 5 GiB of cache .* 10 GiB are free"):
         workers_of(3, kv_cache_memory=4.0, swap_space=1.0)
@@ -46,7 +46,7 @@ def test_a_tokenizer_by_name_is_found_by_the_workers_alone():
 
 
 def test_a_gpus_cache_takes_nothing_of_the_host(monkeypatch):
-    monkeypatch.setattr("worker_svc.memory.available_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr("worker_svc.host.memory.available_bytes", lambda: 10 * GIB)
     assert len(workers_of(3, kv_cache_memory=40.0, device="cuda")) == 3
     with pytest.raises(PlanError, match=r"3 workers with 5 GiB of swap space each are too many"):
         workers_of(3, kv_cache_memory=40.0, swap_space=5.0, device="cuda")

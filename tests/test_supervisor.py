@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from octavo import serving_plan
-from octavo.supervisor import Child, Supervisor
+from octavo.shared.supervisor import Child, Supervisor
 
 ROOT = Path(__file__).parents[1]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -86,7 +86,7 @@ async def test_the_end_of_a_child_is_seen_while_a_child_of_it_lives_on(tmp_path:
 
 
 async def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.supervisor._GRACE_S", {True: 60.0, False: 60.0})
+    monkeypatch.setattr("octavo.shared.supervisor._GRACE_S", {True: 60.0, False: 60.0})
     supervisor = Supervisor([child("a", STUBBORN, True), child("b", STUBBORN)], never_ready)
     send_after(0.6, signal.SIGINT, signal.SIGINT)
     started = time.monotonic()
@@ -142,7 +142,7 @@ async def test_a_command_that_cannot_be_run_ends_all_with_its_reason(monkeypatch
     async def start(child: Child) -> asyncio.subprocess.Process:
         raise OSError("Cannot allocate memory")
 
-    monkeypatch.setattr("octavo.supervisor._start", start)
+    monkeypatch.setattr("octavo.shared.supervisor._start", start)
     supervisor = Supervisor([child("scheduler", SLEEP, True)], never_ready)
     assert await asyncio.wait_for(supervisor.run(lambda _: None), 10) == 1
     assert "Cannot allocate memory" in supervisor.reason
@@ -165,7 +165,7 @@ async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.supervisor._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("octavo.shared.supervisor._FIRST_PAUSE_S", 0.01)
     dying = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit('no more')"]
     supervisor = Supervisor([child("scheduler", SLEEP, True), child("worker", dying)], ready_at_once)
     assert await supervisor.run(lambda _: None) == 1
@@ -173,9 +173,9 @@ async def test_a_worker_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_good_life_makes_up_for_all_earlier_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.supervisor._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("octavo.supervisor._GOOD_LIFE_S", 0.4)
-    monkeypatch.setattr("octavo.supervisor._MAX_RESTARTS", 1)
+    monkeypatch.setattr("octavo.shared.supervisor._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("octavo.shared.supervisor._GOOD_LIFE_S", 0.4)
+    monkeypatch.setattr("octavo.shared.supervisor._MAX_RESTARTS", 1)
     log = tmp_path / "starts"
     living = [sys.executable, "-c", f"import time; open({str(log)!r}, 'a').write('x'); time.sleep(0.5)"]
     supervisor = Supervisor([child("scheduler", SLEEP, True), child("worker", living)], ready_at_once)
@@ -193,7 +193,7 @@ async def test_a_good_life_makes_up_for_all_earlier_ends(tmp_path: Path, monkeyp
 def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
     program = f"""
         import asyncio, os
-        from octavo.supervisor import Child, Supervisor
+        from octavo.shared.supervisor import Child, Supervisor
         async def never(): await asyncio.sleep(600)
         child = lambda name, essential: Child(name, {SLEEP!r}, dict(os.environ), essential)
         asyncio.run(Supervisor([child("a", True), child("b", False)], never).run(print))

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.cores import parse_cores
-from octavo.log import LEVELS
-from octavo.options import COMMON, LOGGING, check_port, option
+from octavo.shared.cores import parse_cores
+from octavo.shared.log import LEVELS
+from octavo.shared.options import COMMON, LOGGING, check_port, option
 
 AUTO: Literal["auto"] = "auto"
 MODEL_FILES, MEMORY, COMPUTE = "model files", "memory", "computing"  # groups of options

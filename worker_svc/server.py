@@ -18,29 +18,29 @@ from pathlib import Path
 import grpc
 import structlog
 
-from octavo import log as logging
-from octavo.connection_shares import ConnectionShares, watch
 from octavo.models.fetch import available
 from octavo.models.hub_cache import TOKENIZER, served_name
-from octavo.ports import check_port_is_free
-from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
+from octavo.shared import log as logging
+from octavo.shared.connection_shares import ConnectionShares, watch
+from octavo.shared.ports import check_port_is_free
+from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from protos import worker_pb2_grpc
-from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
-from worker_svc.devices import cache_dtype, choose_device
 from worker_svc.errors import StartupError
-from worker_svc.failures import is_out_of_memory
-from worker_svc.graph_backend import CudaGraphBackend
-from worker_svc.memory import GIB
-from worker_svc.message_guard import MessageGuard
-from worker_svc.model_runner import ModelRunner
-from worker_svc.model_thread import ModelThread
+from worker_svc.host.compute_threads import set_threads
+from worker_svc.host.graph_backend import CudaGraphBackend
+from worker_svc.host.memory import GIB
 from worker_svc.models import ModelConfig
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
-from worker_svc.tokenizer_files import TokenizerFiles
-from worker_svc.worker import Worker
-from worker_svc.worker_service import WorkerService
+from worker_svc.service.devices import cache_dtype, choose_device
+from worker_svc.service.message_guard import MessageGuard
+from worker_svc.service.worker_service import WorkerService
+from worker_svc.steps.failures import is_out_of_memory
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.model_thread import ModelThread
+from worker_svc.steps.worker import Worker
+from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
 log = structlog.get_logger()
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from protos import worker_pb2
 from worker_svc.config import WorkerConfig
-from worker_svc.model_thread import ModelThread
 from worker_svc.server import load
-from worker_svc.worker import Worker
+from worker_svc.steps.model_thread import ModelThread
+from worker_svc.steps.worker import Worker
 
 STEPS_IN_FLIGHT = 2
 _EPOCH = 1

@@ -10,7 +10,7 @@ import grpc
 
 from octavo.bench.streaming import GENERATE
 from octavo.bench.workloads import BenchRequest
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 
 _NUM_CHANNELS = 8

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from octavo.bench.byte_tokenizer import IM_END, byte_tokenizer_files
-from octavo.rpc import WORKER_SERVER_OPTIONS
+from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 
 VOCAB_SIZE = 400

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from scheduler_svc.step_plan import ScheduledRows
-    from scheduler_svc.worker_handle import WorkerHandle
+    from scheduler_svc.core.step_plan import ScheduledRows
+    from scheduler_svc.leases.worker_handle import WorkerHandle
 
 PHASES = ("schedule", "encode", "decode", "process")
 BLOCK_SIZE, FIRST_LENGTH = 16, 512
@@ -93,9 +93,9 @@ class _Run:
     """Workers, their steps in flight, and the queue behind them."""
 
     def __init__(self, sequences: int, workers: int, steps: int, waiting: int, cached_blocks: int) -> None:
-        from scheduler_svc.policy import POLICIES
-        from scheduler_svc.router import Router
-        from scheduler_svc.served_tokens import ServedTokens
+        from scheduler_svc.core.policy import POLICIES
+        from scheduler_svc.core.served_tokens import ServedTokens
+        from scheduler_svc.routing.router import Router
 
         self._sequences = sequences
         self._num_steps = steps + WARM_UP_STEPS + 2 * STEPS_IN_FLIGHT
@@ -110,8 +110,8 @@ class _Run:
 
     def _worker(self, max_num_seqs: int) -> WorkerHandle:
         from protos import worker_pb2
-        from scheduler_svc.scheduler import SchedulerSettings
-        from scheduler_svc.worker_handle import WorkerHandle
+        from scheduler_svc.core.scheduler import SchedulerSettings
+        from scheduler_svc.leases.worker_handle import WorkerHandle
 
         max_model_len = FIRST_LENGTH + BLOCK_SIZE + self._num_steps + 1
         num_blocks = (max_num_seqs + 1) * -(-max_model_len // BLOCK_SIZE) + self._cached_blocks
@@ -139,7 +139,7 @@ class _Run:
 
     def _add(self, num_tokens: int) -> None:
         from protos import inference_pb2
-        from scheduler_svc.sequence import SequenceGroup
+        from scheduler_svc.core.sequence import SequenceGroup
 
         prompt = self._rng.integers(0, VOCAB_SIZE, num_tokens, np.int32)
         params = inference_pb2.SamplingParams(seed=1)
@@ -149,8 +149,8 @@ class _Run:
     def step(self) -> dict[str, int]:
         """One step of every worker, as the step loop makes it; ns by phase."""
         from protos import worker_pb2
-        from scheduler_svc.step_encoder import decode, encode_request
-        from scheduler_svc.worker_queue import WorkerQueue
+        from scheduler_svc.engine.step_encoder import decode, encode_request
+        from scheduler_svc.routing.worker_queue import WorkerQueue
 
         spent = dict.fromkeys(PHASES, 0)
         for worker, in_flight in zip(self._workers, self._in_flight, strict=True):

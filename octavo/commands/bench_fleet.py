@@ -86,13 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from octavo import log
     from octavo.bench import picture
     from octavo.bench.fleet.figures import table
     from octavo.bench.fleet.pictures import sizes_of_pool
     from octavo.bench.fleet.simulation import NeverEnds
     from octavo.cli import CommandError
-    from octavo.options import OptionError
+    from octavo.shared import log
+    from octavo.shared.options import OptionError
 
     _check(arguments)
     if arguments.picture:
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises OptionError for flags that contradict one another."""
-    from octavo.options import OptionError
+    from octavo.shared.options import OptionError
 
     if arguments.trace:
         given = [name for name in (*_OF_LOAD, "rate_per_worker") if getattr(arguments, name) is not None]

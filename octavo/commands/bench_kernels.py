@@ -47,7 +47,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     import torch
 
     from octavo.cli import CommandError
-    from octavo.options import OptionError
+    from octavo.shared.options import OptionError
 
     if arguments.target or arguments.jobs:
         raise OptionError("--target and --jobs go with --compile-only")

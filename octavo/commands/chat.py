@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from octavo.commands.conversation import Conversation
     from octavo.commands.terminal import read_prompt
-    from octavo.options import OptionError
+    from octavo.shared.options import OptionError
 
     params = sampling.sampling_params(arguments)
     question = read_prompt(arguments.question)

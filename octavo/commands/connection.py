@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from octavo.options import OptionError
+from octavo.shared.options import OptionError
 
 if TYPE_CHECKING:
     import grpc

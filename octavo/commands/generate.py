@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from octavo.commands import connection, sampling
-from octavo.options import OptionError
+from octavo.shared.options import OptionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

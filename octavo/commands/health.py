@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands import connection
-from octavo.options import OptionError
+from octavo.shared.options import OptionError
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
 READINESS = "octavo.v1.Inference"
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from octavo.rpc import CHANNEL_OPTIONS
+    from octavo.shared.rpc import CHANNEL_OPTIONS
 
     if arguments.position and arguments.address != connection.DEFAULT_ADDRESS:
         raise OptionError("the address is given twice: as a position and as --address")

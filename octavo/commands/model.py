@@ -87,9 +87,9 @@ def _print_served(model: pb.ModelState) -> None:
 def _find(arguments: argparse.Namespace) -> ModelEntry:
     """Raises CommandError."""
     from octavo.cli import CommandError
-    from octavo.command_line import did_you_mean
     from octavo.models.catalog import list_models
     from octavo.models.hub_cache import HubName
+    from octavo.shared.command_line import did_you_mean
 
     here = {entry.name: entry for entry in list_models(arguments.download_dir) if entry.path}
     name = HubName.parse(arguments.name)
@@ -137,7 +137,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 def _agreed(question: str) -> bool:
     """Raises OptionError where nobody can be asked."""
-    from octavo.options import OptionError
+    from octavo.shared.options import OptionError
 
     if not sys.stdin.isatty():
         raise OptionError("nobody can be asked here: --yes removes without asking")

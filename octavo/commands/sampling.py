@@ -67,8 +67,8 @@ def add_several_outputs(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """Raises OptionError for what no server accepts."""
-    from octavo.options import OptionError
     from octavo.sampling_params import SamplingParams
+    from octavo.shared.options import OptionError
 
     names = ["max_tokens", "temperature", "top_p", "stop", *(flag[2:].replace("-", "_") for flag, _, _ in _NUMBERS)]
     names += ["n", "best_of", "use_beam_search", "length_penalty", "early_stopping"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.options import add_arguments as add_options
-from octavo.options import from_namespace
+from octavo.shared.options import add_arguments as add_options
+from octavo.shared.options import from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

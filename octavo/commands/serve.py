@@ -7,9 +7,9 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from octavo.options import add_arguments as add_options
-from octavo.options import add_position, from_namespace
 from octavo.serving_plan import ServeConfig, plan
+from octavo.shared.options import add_arguments as add_options
+from octavo.shared.options import add_position, from_namespace
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     import asyncio
 
-    from octavo import log
-    from octavo.supervisor import Supervisor
+    from octavo.shared import log
+    from octavo.shared.supervisor import Supervisor
 
     log.configure(scheduler.log_level)
 
@@ -74,7 +74,7 @@ async def _wait_until_serving(address: str) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from octavo.rpc import CHANNEL_OPTIONS
+    from octavo.shared.rpc import CHANNEL_OPTIONS
 
     quick = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]
     request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")

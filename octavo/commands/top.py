@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     import grpc
 
     from octavo.cli import CommandError
-    from octavo.rpc import CHANNEL_OPTIONS
+    from octavo.shared.rpc import CHANNEL_OPTIONS
     from protos import inference_pb2 as pb
     from protos import inference_pb2_grpc
 

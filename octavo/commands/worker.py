@@ -6,8 +6,8 @@ import argparse
 import gc
 import os
 
-from octavo.options import add_arguments as add_options
-from octavo.options import add_position, from_namespace
+from octavo.shared.options import add_arguments as add_options
+from octavo.shared.options import add_position, from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

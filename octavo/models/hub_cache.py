@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from octavo.command_line import did_you_mean
 from octavo.models.errors import FetchError
+from octavo.shared.command_line import did_you_mean
 
 TOKENIZER = "tokenizer"  # in place of a load format: no weights are wanted
 

@@ -9,7 +9,7 @@ import grpc
 
 from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.errors import NotReady
-from scheduler_svc.outbox import Outbox
+from scheduler_svc.frontends.outbox import Outbox
 
 GONE = "this server is shutting down"
 

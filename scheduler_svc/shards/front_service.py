@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 
-from octavo import log as logging
+from octavo.shared import log as logging
 from protos import shards_pb2, shards_pb2_grpc
-from scheduler_svc.outbox import Outbox
+from scheduler_svc.frontends.outbox import Outbox
 from scheduler_svc.shards.live_ids import LiveIds
 
 log = structlog.get_logger()

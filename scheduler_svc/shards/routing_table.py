@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc import routing_cost
-from scheduler_svc.routing_cost import Ahead, WorkerLoad, cheapest, cost_s
+from scheduler_svc.routing import routing_cost
+from scheduler_svc.routing.routing_cost import Ahead, WorkerLoad, cheapest, cost_s
 from scheduler_svc.shards.cached_bits import Places, clear_bits, set_bits
 
 FIRST_BLOCKS = 16  # of a prompt that are looked for on every worker; then ever more on those that have all before

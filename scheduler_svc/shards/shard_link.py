@@ -9,14 +9,14 @@ import grpc
 import numpy as np
 
 from protos import frontend_pb2, shards_pb2
-from scheduler_svc.core_link import CoreLink
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.sequence import Sequence, SequenceGroup, SequenceStatus, adapter_version
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus, adapter_version
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.frontends.core_link import CoreLink
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.routing_table import LOAD_NAMES, KnownWorker, RoutingTable
 from scheduler_svc.shards.shared_models import SharedModels
-from scheduler_svc.step_plan import NewTokens
 
 
 class DrawnTokens:

@@ -18,23 +18,23 @@ from pathlib import Path
 import grpc
 import structlog
 
-from octavo import log as logging
-from octavo.options import Parser, add_arguments, from_namespace
-from octavo.rpc import WORKER_SERVER_OPTIONS
+from octavo.shared import log as logging
+from octavo.shared.options import Parser, add_arguments, from_namespace
+from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import frontend_pb2_grpc, shards_pb2_grpc
-from scheduler_svc import control_service
+from scheduler_svc.api import control_service
+from scheduler_svc.api.control_service import ControlService
+from scheduler_svc.api.public_server import GRACE_S
+from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.control_service import ControlService
-from scheduler_svc.core_service import CoreService
-from scheduler_svc.frontend_links import FrontendLinks
-from scheduler_svc.public_server import GRACE_S
-from scheduler_svc.request_guard import RequestGuard
+from scheduler_svc.engine.statistics import log_statistics
+from scheduler_svc.frontends.core_service import CoreService
+from scheduler_svc.frontends.frontend_links import FrontendLinks
+from scheduler_svc.frontends.told_state import ToldState
 from scheduler_svc.server import SWITCH_INTERVAL_S, follow_readiness
 from scheduler_svc.serving import Serving
 from scheduler_svc.shards.shard_reporter import ShardReporter
 from scheduler_svc.shards.shard_service import ShardService, request_numbers
-from scheduler_svc.statistics import log_statistics
-from scheduler_svc.told_state import ToldState
 from scheduler_svc.vital_parts import ServiceBroken
 
 log = structlog.get_logger()

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from protos import frontend_pb2, shards_pb2
-from scheduler_svc.engine import Engine
-from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
-from scheduler_svc.prefix_cache import CacheChanges, PrefixCache
-from scheduler_svc.sequence import PROCESS
+from scheduler_svc.core.prefix_cache import CacheChanges, PrefixCache
+from scheduler_svc.core.sequence import PROCESS
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.frontends.frontend_links import FrontendLink, FrontendLinks
+from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.shards.cached_bits import CachedBits
 from scheduler_svc.shards.routing_table import LOAD_NAMES
-from scheduler_svc.worker_handle import WorkerHandle
 
 INTERVAL_S = 0.1  # 20 reports a second cost a shard with two busy workers 1 % of a core more than these do
 MAX_WAITING_TOLD = 64  # groups of one frontend that may move while they wait

@@ -9,11 +9,11 @@ import grpc
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
-from octavo import log as logging
+from octavo.shared import log as logging
 from protos import shards_pb2, shards_pb2_grpc
+from scheduler_svc.api.metrics_exporter import EngineCollector
+from scheduler_svc.api.request_states import LARGEST_PAGE, RequestCopy, RequestPage
 from scheduler_svc.config import MAX_SHARDS
-from scheduler_svc.metrics_exporter import EngineCollector
-from scheduler_svc.request_states import LARGEST_PAGE, RequestCopy, RequestPage
 from scheduler_svc.serving import Serving
 
 log = structlog.get_logger()

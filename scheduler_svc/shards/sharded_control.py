@@ -14,15 +14,15 @@ import grpc
 import octavo
 from protos import SCHEMA_REVISION, inference_pb2_grpc, shards_pb2
 from protos import inference_pb2 as pb
+from scheduler_svc.api.pages import bad_token
+from scheduler_svc.api.request_states import RequestPage
+from scheduler_svc.api.step_watch import MAX_WAITING
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
-from scheduler_svc.forwarding import failing_alike
-from scheduler_svc.pages import bad_token
-from scheduler_svc.request_states import RequestPage
+from scheduler_svc.frontends.forwarding import failing_alike
 from scheduler_svc.shards.live_ids import LiveIds
 from scheduler_svc.shards.sharded_adapters import ShardedAdapters
 from scheduler_svc.shards.shards import LiveShard, Shards
-from scheduler_svc.step_watch import MAX_WAITING
 
 ASK_TIMEOUT_S = 30.0  # of one that is stopped, which its link finds sooner
 A = TypeVar("A")

@@ -16,15 +16,15 @@ from functools import partial
 import grpc
 import structlog
 
-from octavo.rpc import WORKER_CHANNEL_OPTIONS
+from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
 from protos import frontend_pb2, shards_pb2
 from protos import inference_pb2 as pb
-from scheduler_svc.core_link import StateListener
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.output_processor import take_end
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.frontends.core_link import StateListener
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.output.output_processor import take_end
 from scheduler_svc.shards.front_link import FrontLink
 from scheduler_svc.shards.group_wants import wanted_of
 from scheduler_svc.shards.routing_table import RoutingTable, Wanted

@@ -15,14 +15,14 @@ from pathlib import Path
 import grpc
 import structlog
 
-from octavo.options import to_arguments
-from octavo.ports import reserve_port
-from octavo.rpc import WORKER_SERVER_OPTIONS
+from octavo.shared.options import to_arguments
+from octavo.shared.ports import reserve_port
+from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
+from scheduler_svc.api.public_server import GRACE_S
+from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.kept_processes import KeptProcesses
-from scheduler_svc.public_server import GRACE_S
-from scheduler_svc.request_guard import RequestGuard
+from scheduler_svc.frontends.kept_processes import KeptProcesses
 from scheduler_svc.server import READINESS_INTERVAL_S, serve_metrics
 from scheduler_svc.shards.front_service import FrontService
 from scheduler_svc.shards.sharded_control import ShardedControl
@@ -96,7 +96,7 @@ class Parent:
         await self._server.start()
         self._shards.start()
         options = to_arguments(dataclasses.replace(config, port=port))
-        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
+        command = [sys.executable, "-m", "scheduler_svc.frontends.frontend_process", f"--core={address}", *options]
         self._frontends = KeptProcesses("frontend", lambda number: command, config.frontends, self.vital)
         self._frontends.start()
         return port

@@ -13,12 +13,12 @@ from pathlib import Path
 import grpc
 import structlog
 
-from octavo.options import to_arguments
-from octavo.rpc import WORKER_CHANNEL_OPTIONS
+from octavo.shared.options import to_arguments
+from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.kept_processes import KeptProcesses
-from scheduler_svc.outbox import Outbox
+from scheduler_svc.frontends.kept_processes import KeptProcesses
+from scheduler_svc.frontends.outbox import Outbox
 from scheduler_svc.shards.worker_names import WorkerNames
 from scheduler_svc.shards.worker_shares import WorkerShares
 from scheduler_svc.vital_parts import VitalParts

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import AwaitedModel, KnownModel, ServedModels
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import AwaitedModel, KnownModel, ServedModels
 
 
 class SharedModels:

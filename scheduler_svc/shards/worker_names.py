@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 import structlog
 
-from scheduler_svc.worker_pool import DNS_PREFIX, resolve
+from scheduler_svc.workers.worker_pool import DNS_PREFIX, resolve
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""What a request passes before it is a group: read, checked, rendered and tokenised, in processes that can be killed.
+"""Ids to text and text to ids: tokenizer, templates, stop strings.
 
-Nothing here knows queues, steps or clients, and what a text process imports is light: neither grpc nor numpy.
+Nothing of requests, processes or messages.
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from octavo.rpc import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
+from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS, WORKER_SERVER_OPTIONS
 from protos import worker_pb2
 from tests.chaos.step_tracker import Drawn, StepTracker
 

@@ -18,7 +18,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.leftovers import wait_until_nothing_is_left

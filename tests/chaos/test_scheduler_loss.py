@@ -20,8 +20,8 @@ import pytest
 
 from octavo import AsyncClient, Client, SamplingParams
 from octavo.errors import RequestFailed
-from octavo.ports import free_port
 from octavo.retrying import RetryPolicy
+from octavo.shared.ports import free_port
 from tests.tiny_models import make_tiny_llama
 
 NUM_STREAMS = 32

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from octavo import SamplingParams
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.step_tracker import Drawn

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from tests.chaos.leftovers import wait_until_nothing_is_left
 from tests.chaos.scheduler_process import SchedulerProcess
 from tests.chaos.worker_process import WorkerProcess

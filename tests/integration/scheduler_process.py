@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.grpcurl import Answer, grpcurl

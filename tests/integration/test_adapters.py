@@ -15,7 +15,7 @@ import pytest
 
 from octavo import AsyncClient, SamplingParams
 from octavo.errors import RequestFailed
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
 from tests.scheduler.hashed_tokens import hashed_after

@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.output_processor import Delivery
+from scheduler_svc.leases.worker_handle import SILENCE_LIMIT_NS
+from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
-from scheduler_svc.worker_handle import SILENCE_LIMIT_NS
 from tests.worker.fake_model import next_token
 from tests.worker.fake_model_process import HOLD_S, hold_interpreter
-from worker_svc.lease import EXPIRY_S
+from worker_svc.service.lease import EXPIRY_S
 
 TIMEOUT_S = 30.0
 

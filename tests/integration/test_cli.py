@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from octavo.cli import COMMANDS, main
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
 
@@ -325,7 +325,7 @@ def _end_of_input(lines: Iterator[str]) -> str:
 def test_every_client_takes_an_address_in_the_same_words() -> None:
     from importlib import import_module
 
-    from octavo.command_line import Parser
+    from octavo.shared.command_line import Parser
 
     said = set()
     for name, argv in (("generate", ["hi"]), ("chat", ["hi"]), ("health", []), ("bench", ["serve"])):
@@ -479,9 +479,9 @@ def test_a_part_that_is_not_installed_is_one_line() -> None:
 
 
 def test_serve_takes_options_that_both_services_have() -> None:
-    from octavo.command_line import Parser
     from octavo.commands import serve
-    from octavo.options import from_namespace
+    from octavo.shared.command_line import Parser
+    from octavo.shared.options import from_namespace
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 

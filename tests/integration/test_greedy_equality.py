@@ -9,7 +9,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.cache import resolve_model
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.oracle import GreedyOracle
 from tests.prompts import token_ids
 from tests.tiny_models import make_tiny_llama

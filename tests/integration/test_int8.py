@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from octavo import LLM, SamplingParams
 from octavo.cache import resolve_model
-from octavo.options import OptionError
+from octavo.shared.options import OptionError
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig

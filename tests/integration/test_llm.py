@@ -22,9 +22,9 @@ import pytest
 
 from octavo import LLM, LLMEngine, SamplingParams, worker_process
 from octavo.embedded import Closed
-from octavo.options import OptionError
 from octavo.outputs import CompletionOutput
-from scheduler_svc import statistics
+from octavo.shared.options import OptionError
+from scheduler_svc.engine import statistics
 from tests.tiny_models import make_tiny_llama
 
 PROMPTS = ["One", "A second prompt", "3", "And the last, which is the longest of the four"]

@@ -216,7 +216,7 @@ def test_a_worker_loads_the_file_itself(tmp_path: Path, llama: Any, byte_tokeniz
     from worker_svc.models import ModelConfig, ModelError
     from worker_svc.models.gguf_folder import model_folder
     from worker_svc.models.loader import load_model
-    from worker_svc.tokenizer_files import TokenizerFiles
+    from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
     path = write_gguf(tmp_path / "Tiny.F32.gguf", gguf_tensors(llama), byte_tokenizer)
     sequence = list(range(1, 90))

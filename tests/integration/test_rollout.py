@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from octavo import AsyncClient, SamplingParams
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.worker_process import WorkerProcess

@@ -18,7 +18,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.cache import resolve_model
 from octavo.outputs import CompletionOutput
-from scheduler_svc.worker_groups import WorkerGroups
+from scheduler_svc.core.worker_groups import WorkerGroups
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 

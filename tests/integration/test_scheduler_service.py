@@ -14,7 +14,7 @@ from urllib.parse import quote
 import grpc
 import pytest
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker, spell

@@ -19,7 +19,7 @@ import pytest
 
 from octavo import Client, SamplingParams
 from octavo.cli import main
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from tests.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).parents[2]

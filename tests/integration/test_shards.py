@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from octavo import AsyncClient, SamplingParams
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.shards.shard_reporter import INTERVAL_S

@@ -16,7 +16,7 @@ import pytest
 
 from octavo import Client, SamplingParams
 from octavo.errors import RequestFailed
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.oracle import GreedyOracle

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from tests.fakes import FakeWorker, spell
 from tests.integration.scheduler_process import Service, read_last, scheduler, stub_of

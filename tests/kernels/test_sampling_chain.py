@@ -14,11 +14,11 @@ import torch
 from kernels import cpu, gpu, reference
 from protos import inference_pb2, worker_pb2
 from tests.kernels.device import DEVICE, IS_INTERPRETED
-from worker_svc.last_tokens import LastTokens
-from worker_svc.logit_adjustments import LogitAdjustments
-from worker_svc.sampled import Sampled
-from worker_svc.sampler import Draws, sample
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.sampling.last_tokens import LastTokens
+from worker_svc.sampling.logit_adjustments import LogitAdjustments
+from worker_svc.sampling.sampled import Sampled
+from worker_svc.sampling.sampler import Draws, sample
 
 VOCAB_SIZE = 203
 

@@ -9,7 +9,7 @@ from kernels import reference, swap_blocks
 from kernels.swap_blocks import Run, block_major, runs
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import bits, store
-from worker_svc.cuda_moves import CudaMoves
+from worker_svc.cache.cuda_moves import CudaMoves
 
 LAYERS, BLOCK = 2, (1, 4, 8)  # heads, tokens, head size
 CACHE, HOST = (LAYERS, 2, 9, *BLOCK), (LAYERS, 2, 11, *BLOCK)

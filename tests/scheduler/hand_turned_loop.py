@@ -10,11 +10,11 @@ import numpy as np
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.beam_search import BeamHypothesis
-from scheduler_svc.engine import Engine, EngineSettings
-from scheduler_svc.sequence import FinishReason, SequenceGroup
-from scheduler_svc.step_plan import NewTokens
-from scheduler_svc.worker_handle import AdapterRequest
+from scheduler_svc.core.beam_search import BeamHypothesis
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.engine.engine import Engine, EngineSettings
+from scheduler_svc.leases.worker_handle import AdapterRequest
 
 
 class FakeLink:

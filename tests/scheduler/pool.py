@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
-from scheduler_svc.engine import Engine, EngineSettings
+from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence as SchedulerSequence
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.engine.engine import Engine, EngineSettings
 from scheduler_svc.errors import RequestRefused
-from scheduler_svc.sequence import FinishReason, SequenceGroup, SequenceStatus
-from scheduler_svc.sequence import Sequence as SchedulerSequence
-from scheduler_svc.step_plan import NewTokens
-from scheduler_svc.worker_claims import check_cached
-from scheduler_svc.worker_handle import AdapterRequest, WorkerHandle
+from scheduler_svc.leases.worker_claims import check_cached
+from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
 from tests.scheduler.fake_language import EOS, expected_tokens
 from tests.scheduler.simulated_worker import RowErrorOf, SimulatedWorker
 from tests.scheduler.simulation import assert_same_beams, expected_beams

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from protos import worker_pb2
 from tests.scheduler.fake_language import VOCAB_SIZE, logprobs_after, most_likely, next_token
-from worker_svc.sampled import Logprobs, Sampled
-from worker_svc.sampling_columns import WHOLE_VOCABULARY
-from worker_svc.sequence_outputs import pack_outputs
-from worker_svc.sequence_states import AppliedRows, SequenceStates
+from worker_svc.mirror.sampling_columns import WHOLE_VOCABULARY
+from worker_svc.mirror.sequence_states import AppliedRows, SequenceStates
+from worker_svc.sampling.sampled import Logprobs, Sampled
+from worker_svc.sampling.sequence_outputs import pack_outputs
 
 History = npt.NDArray[np.int32]  # [num_tokens]
 NOTHING_TO_DRAW = "nothing to draw"  # the error of a row whose parameters forbid every token

@@ -20,10 +20,10 @@ import torch
 from protos import worker_pb2
 from tests.scheduler.fake_language import VOCAB_SIZE, extended, start_of
 from tests.scheduler.simulated_answers import NOTHING_TO_DRAW, ContentLanguage, History, Language, answer
-from worker_svc.cached_blocks import CachedBlocks
-from worker_svc.prompt_logprobs import PromptLogprobs
-from worker_svc.sequence_states import AppliedRows, SequenceStates
-from worker_svc.step_columns import BlockOperations, Ints, ragged_offsets
+from worker_svc.cache.cached_blocks import CachedBlocks
+from worker_svc.mirror.sequence_states import AppliedRows, SequenceStates
+from worker_svc.mirror.step_columns import BlockOperations, Ints, ragged_offsets
+from worker_svc.sampling.prompt_logprobs import PromptLogprobs
 
 # Contents that are none, below all hashes.
 UNWRITTEN = -1
@@ -36,7 +36,7 @@ RowErrorOf = Callable[[History], str | None]
 
 
 class SimulatedWorker:
-    """Runs steps in order, as `worker_svc.worker.Worker` does. Counters are of steps that went well."""
+    """Runs steps in order, as `worker_svc.steps.worker.Worker` does. Counters are of steps that went well."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.adapter_gate import MAX_PASSED_OVER, AdapterGate
+from scheduler_svc.leases.adapter_gate import MAX_PASSED_OVER, AdapterGate
 
 ANY = set("abcde")
 LONGEST = 15  # steps of a random request

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from protos import worker_pb2
-from scheduler_svc.admitted_before import MAX_KNOWN, AdmittedBefore
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.engine.admitted_before import MAX_KNOWN, AdmittedBefore
 from scheduler_svc.errors import QueueFull
-from scheduler_svc.sequence import SequenceGroup
 from tests.scheduler.fake_language import expected_tokens
 from tests.scheduler.pool import Faults, Pool, Size
-from worker_svc.recent_requests import RecentRequests
+from worker_svc.steps.recent_requests import RecentRequests
 
 ONE = Size(num_slots=1, num_blocks=32, num_host_blocks=0, max_num_batched_tokens=64, max_model_len=64)
 PROMPT = list(range(4, 12))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.block_allocator import BlockAllocator
-from scheduler_svc.prefix_cache import PrefixCache
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.worker_claims import WrongClaim, check_cached
+from scheduler_svc.core.block_allocator import BlockAllocator
+from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.leases.worker_claims import WrongClaim, check_cached
 
 SIZES = worker_pb2.InitializeResponse(num_device_blocks=8)
 

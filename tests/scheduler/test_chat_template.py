@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.chat_template import ChatTemplate, TemplateError
+from scheduler_svc.text.chat_template import ChatTemplate, TemplateError
 from tests.scheduler import tiny_tokenizers
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -14,9 +14,9 @@ from tokenizers.models import Unigram
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.request_text import RequestText
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.request_text import RequestText
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.test_chat_template import TEMPLATES
 from tests.scheduler.tiny_served_model import tiny_served_model

@@ -11,12 +11,12 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
+from scheduler_svc.api.control_service import ControlService
+from scheduler_svc.api.request_states import RequestCopy
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.control_service import ControlService
 from scheduler_svc.errors import InvalidRequest, UnknownName
-from scheduler_svc.request_states import RequestCopy
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.worker_client import ConnectionState
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.workers.worker_client import ConnectionState
 from tests.scheduler.hand_turned_loop import Loop
 
 Read = Callable[[], list[pb.WorkerState]]

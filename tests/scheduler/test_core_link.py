@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from octavo.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
+from octavo.shared.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from protos import frontend_pb2, frontend_pb2_grpc
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core_link import CoreLink
-from scheduler_svc.core_service import CoreService
+from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, UnknownName
-from scheduler_svc.frontend import Frontend
-from scheduler_svc.frontend_links import FrontendLink, FrontendLinks
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.model_description import encode_models
-from scheduler_svc.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.frontends.core_link import CoreLink
+from scheduler_svc.frontends.core_service import CoreService
+from scheduler_svc.frontends.frontend_links import FrontendLink, FrontendLinks
+from scheduler_svc.models.model_description import encode_models
+from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.detokenizer import Detokenizer
-from scheduler_svc.stop_automaton import StopAutomaton
-from scheduler_svc.text_stream import ByteLevelStream, SentencePieceStream, WindowStream
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.text.detokenizer import Detokenizer
+from scheduler_svc.text.stop_automaton import StopAutomaton
+from scheduler_svc.text.text_stream import ByteLevelStream, SentencePieceStream, WindowStream
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.naive_stop_strings import naive_match
 

@@ -14,7 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import EngineCore
+from scheduler_svc.engine.engine_core import EngineCore
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
@@ -275,7 +275,7 @@ def test_before_the_first_worker_requests_are_refused():
 
 def test_a_silent_worker_is_given_up_and_its_requests_wait(monkeypatch: pytest.MonkeyPatch):
     """Also where its process answers gRPC's pings."""
-    monkeypatch.setattr("scheduler_svc.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
+    monkeypatch.setattr("scheduler_svc.leases.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
     with FakeWorker(delay_s=0.01) as worker, client(worker) as it:
         it.submit("one", max_tokens=60)
         it.read(lambda: len(it.token_ids["one"]) > 3)

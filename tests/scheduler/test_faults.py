@@ -11,15 +11,16 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc import sealed_step, step_encoder
-from scheduler_svc.answers import Answers
-from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.router import Router
-from scheduler_svc.scheduler import Scheduler
-from scheduler_svc.sequence import FinishReason, SequenceGroup
-from scheduler_svc.step_plan import Introduction
-from scheduler_svc.worker_groups import WorkerGroups
-from scheduler_svc.worker_queue import WorkerQueue
+from scheduler_svc.core import sealed_step
+from scheduler_svc.core.answers import Answers
+from scheduler_svc.core.block_manager import BlockSpaceManager
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.step_plan import Introduction
+from scheduler_svc.core.worker_groups import WorkerGroups
+from scheduler_svc.engine import step_encoder
+from scheduler_svc.routing.router import Router
+from scheduler_svc.routing.worker_queue import WorkerQueue
 from tests.fakes import FakeWorker
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.hashed_tokens import hashed_after

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from scheduler_svc import served_tokens
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.served_tokens import MAX_REMEMBERED, ServedTokens
-from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.core import served_tokens
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.served_tokens import MAX_REMEMBERED, ServedTokens
+from scheduler_svc.core.waiting_queue import WaitingQueue
 from tests.scheduler.simulation import Simulation
 
 _numbers = itertools.count()

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from octavo import rpc
+from octavo.shared import rpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc.forwarding import forward
+from scheduler_svc.frontends.forwarding import forward
 
 
 class Origin(inference_pb2_grpc.ControlServicer):

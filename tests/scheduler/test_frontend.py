@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.errors import InvalidRequest, Unsupported
-from scheduler_svc.frontend import MAX_PROMPT_LOGPROBS, Frontend
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.text.request_checks import TextSettings
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests.frontend import MAX_PROMPT_LOGPROBS, Frontend
+from scheduler_svc.requests.request_checks import TextSettings
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import END_OF_TEXT, IM_END
 

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from protos import frontend_pb2, worker_pb2
 from protos import inference_pb2 as pb
-from scheduler_svc.beam_search import BeamHypothesis
+from scheduler_svc.core.beam_search import BeamHypothesis
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup, SequenceStatus
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.engine.logprob_columns import LogprobColumns
 from scheduler_svc.errors import (
     DuplicateRequest,
     FieldViolation,
@@ -23,7 +26,7 @@ from scheduler_svc.errors import (
     UnknownName,
     Unsupported,
 )
-from scheduler_svc.frontend_messages import (
+from scheduler_svc.frontends.frontend_messages import (
     apply_counters,
     decode_beams,
     decode_refusal,
@@ -33,15 +36,12 @@ from scheduler_svc.frontend_messages import (
     encode_refusal,
     encode_tokens,
 )
-from scheduler_svc.group_limits import new_beam_search
-from scheduler_svc.logprob_columns import LogprobColumns
-from scheduler_svc.model_description import decode_model, encode_model
-from scheduler_svc.outbox import MAX_BATCH_BYTES, Outbox
-from scheduler_svc.prepared_group import decode_group, encode_group
-from scheduler_svc.sequence import FinishReason, SequenceGroup, SequenceStatus
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.step_plan import NewTokens
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.frontends.outbox import MAX_BATCH_BYTES, Outbox
+from scheduler_svc.frontends.prepared_group import decode_group, encode_group
+from scheduler_svc.models.model_description import decode_model, encode_model
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.requests.group_limits import new_beam_search
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest
-from scheduler_svc.group_limits import GroupLimits, best_of, new_beam_search, num_outputs
+from scheduler_svc.requests.group_limits import GroupLimits, best_of, new_beam_search, num_outputs
 
 LONG = 1 << 20
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
+from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.errors import NotReady, QueueFull, RequestRefused
-from scheduler_svc.frontend import Frontend
-from scheduler_svc.inference_service import InferenceService
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.output_stream import TOKENS_A_PIECE, OutputStream
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.text.admission import Admission
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.request_text import PreparedText, RequestText
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.output.output_stream import TOKENS_A_PIECE, OutputStream
+from scheduler_svc.requests.admission import Admission
+from scheduler_svc.requests.frontend import Frontend
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.request_text import PreparedText, RequestText
 from tests.scheduler.tiny_served_model import tiny_served_model
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from scheduler_svc import worker_handle
-from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.scheduler import SchedulerSettings
-from scheduler_svc.worker_handle import WorkerHandle
+from scheduler_svc.core.block_manager import BlockSpaceManager
+from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.leases import worker_handle
+from scheduler_svc.leases.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 NUM_BLOCKS, PART = 50, 16

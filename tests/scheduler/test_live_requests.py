@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from scheduler_svc.bound_queues import BoundQueues
+from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.errors import DuplicateRequest
-from scheduler_svc.live_requests import LiveRequests
-from scheduler_svc.ordered_groups import Entry, OrderedGroups
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.sequence import SequenceGroup
+from scheduler_svc.routing.bound_queues import BoundQueues
 
 
 def group(request_id: str, tenant: str = "") -> SequenceGroup:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import scheduler_svc.mailboxes
+import scheduler_svc.output.mailboxes
 from protos import inference_pb2 as pb
-from scheduler_svc.mailboxes import WRITES_AT_ONCE, Mailboxes, Pace
-from scheduler_svc.request_stream import RequestStream
-from scheduler_svc.sequence import FinishReason, SequenceGroup
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.output.mailboxes import WRITES_AT_ONCE, Mailboxes, Pace
+from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
 
@@ -104,7 +104,7 @@ async def rounds() -> None:
 
 @pytest.fixture
 def endless_turns(monkeypatch) -> None:
-    monkeypatch.setattr(scheduler_svc.mailboxes, "LONGEST_TURN_S", 3600.0)
+    monkeypatch.setattr(scheduler_svc.output.mailboxes, "LONGEST_TURN_S", 3600.0)
 
 
 async def test_only_so_many_write_at_once_and_the_others_follow_in_order(tokenizer, endless_turns):
@@ -124,7 +124,7 @@ async def test_only_so_many_write_at_once_and_the_others_follow_in_order(tokeniz
 
 
 async def test_clients_that_do_not_read_keep_nobody_from_writing(tokenizer, monkeypatch):
-    monkeypatch.setattr(scheduler_svc.mailboxes, "LONGEST_TURN_S", 0.001)
+    monkeypatch.setattr(scheduler_svc.output.mailboxes, "LONGEST_TURN_S", 0.001)
     mailboxes = Mailboxes(asyncio.get_running_loop())
     streams = [stream(tokenizer) for _ in range(3 * WRITES_AT_ONCE)]
     readers = Readers(mailboxes, streams)

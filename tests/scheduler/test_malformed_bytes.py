@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from octavo import log
-from octavo.rpc import bind
+from octavo.shared import log
+from octavo.shared.rpc import bind
 from protos import inference_pb2 as pb
-from scheduler_svc import control_service
+from scheduler_svc.api import control_service
+from scheduler_svc.api.control_service import ControlService
+from scheduler_svc.api.inference_service import InferenceService
+from scheduler_svc.api.public_server import public_server
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.control_service import ControlService
-from scheduler_svc.inference_service import InferenceService
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.public_server import public_server
-from scheduler_svc.request_reader import parse, read_generate_request
-from scheduler_svc.text.admission import Admission
+from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.requests.admission import Admission
+from scheduler_svc.requests.request_reader import parse, read_generate_request
 from tests import malformed_bytes
 
 

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
-from scheduler_svc.engine import Engine
+from scheduler_svc.api.metrics_exporter import EngineCollector
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.histogram import Histogram
+from scheduler_svc.engine.model_metrics import MAX_NAMES, ModelMetrics
 from scheduler_svc.errors import QueueFull, UnknownName
-from scheduler_svc.histogram import Histogram
-from scheduler_svc.metrics_exporter import EngineCollector
-from scheduler_svc.model_metrics import MAX_NAMES, ModelMetrics
-from scheduler_svc.sequence import FinishReason
 from tests.fakes import FakeWorker
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.test_engine import client
@@ -198,7 +198,7 @@ def test_models_names_do_not_grow_without_end() -> None:
 
 
 def _plan() -> Any:
-    from scheduler_svc.step_plan import SchedulingBudget, StepPlan
+    from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 
     return StepPlan(SchedulingBudget(0, 0))
 
@@ -258,7 +258,7 @@ def test_a_request_for_an_adapter_that_is_not_there_is_a_rejection() -> None:
 
 
 def test_preemptions_by_mode() -> None:
-    from scheduler_svc.step_statistics import AnsweredStep
+    from scheduler_svc.leases.step_statistics import AnsweredStep
 
     loop = Loop()
     link = loop.join()

@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from scheduler_svc import metrics_server
-from scheduler_svc.metrics_server import MAX_CONNECTIONS, MetricsServer
+from scheduler_svc.api import metrics_server
+from scheduler_svc.api.metrics_server import MAX_CONNECTIONS, MetricsServer
 
 
 class OneCounter(Collector):

@@ -14,29 +14,29 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from octavo import log
-from octavo.rpc import bind
+from octavo.shared import log
+from octavo.shared.rpc import bind
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc, worker_pb2
-from scheduler_svc import control_service
+from scheduler_svc.api import control_service
+from scheduler_svc.api.control_service import ControlService
+from scheduler_svc.api.inference_service import InferenceService
+from scheduler_svc.api.public_server import public_server
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.control_service import ControlService
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull, RequestRefused, UnknownName, Unsupported
-from scheduler_svc.frontend import Frontend
-from scheduler_svc.inference_service import InferenceService
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.output_processor import take_tokens
-from scheduler_svc.output_stream import OutputStream
-from scheduler_svc.public_server import public_server
-from scheduler_svc.request_stream import RequestStream
-from scheduler_svc.sequence import FinishReason, SequenceGroup
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.step_plan import NewTokens
-from scheduler_svc.text import text_process
-from scheduler_svc.text.admission import Admission
-from scheduler_svc.text.frames import Answer, Ask
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.request_text import PreparedText, RequestText
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.output.output_processor import take_tokens
+from scheduler_svc.output.output_stream import OutputStream
+from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.requests import text_process
+from scheduler_svc.requests.admission import Admission
+from scheduler_svc.requests.frames import Answer, Ask
+from scheduler_svc.requests.frontend import Frontend
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.request_text import PreparedText, RequestText
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.tiny_served_model import tiny_served_model
 

@@ -15,15 +15,15 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.connections import address_of, cut_connection
-from octavo.rpc import SERVER_OPTIONS, add_introspection
+from octavo.shared.connections import address_of, cut_connection
+from octavo.shared.rpc import SERVER_OPTIONS, add_introspection
 from protos import inference_pb2 as pb
-from scheduler_svc import grpc_server, request_guard
+from scheduler_svc.api import grpc_server, request_guard
+from scheduler_svc.api.grpc_server import new_server
+from scheduler_svc.api.open_calls import IDLE_CALLS, IDLE_CALLS_PER_S, MAX_QUIET_HOSTS, QUICK_S, OpenCalls
+from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import QueueFull
-from scheduler_svc.grpc_server import new_server
-from scheduler_svc.open_calls import IDLE_CALLS, IDLE_CALLS_PER_S, MAX_QUIET_HOSTS, QUICK_S, OpenCalls
-from scheduler_svc.request_guard import RequestGuard
 from tests.fuzz import http2_frames as http2
 
 METHOD = "/test.Echo/Echo"

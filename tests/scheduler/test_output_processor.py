@@ -11,12 +11,12 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.logprob_columns import LogprobColumns
-from scheduler_svc.output_processor import Delivery, OutputProcessor
-from scheduler_svc.request_stream import RequestStream
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
-from scheduler_svc.step_plan import NewTokens
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.output.output_processor import Delivery, OutputProcessor
+from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.served_tokens import MIN_REMEMBERED, ServedTokens
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.served_tokens import MIN_REMEMBERED, ServedTokens
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.virtual_time import Arrival, Machine, Playback, jain_index, play
 

@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
-from scheduler_svc import engine, worker_queue
-from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.engine import engine
+from scheduler_svc.routing import worker_queue
 from tests.scheduler.fake_language import EOS, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
 

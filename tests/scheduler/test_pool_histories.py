@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler_svc import engine, rebinding, router, sequence, worker_queue
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core import sequence
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.engine import engine
+from scheduler_svc.routing import rebinding, router, worker_queue
 from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens
 from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.preemption import Costs
+from scheduler_svc.core.preemption import Costs
 from tests.scheduler.simulation import Simulation
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 PROMPT = list(range(10, 18))

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from scheduler_svc import engine, worker_queue
+from scheduler_svc.engine import engine
+from scheduler_svc.routing import worker_queue
 from tests.scheduler.pool import Faults, Pool, Size
 from tests.scheduler.test_pool_histories import History
 

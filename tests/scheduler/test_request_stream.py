@@ -10,13 +10,13 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc import request_stream
-from scheduler_svc.beam_search import BeamHypothesis, BeamSearch
-from scheduler_svc.logprob_columns import LogprobColumns
-from scheduler_svc.request_stream import RequestStream
-from scheduler_svc.resumed_outputs import ResumedOutput
-from scheduler_svc.sequence import FinishReason, Sequence, SequenceGroup
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.output import request_stream
+from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.output.resumed_outputs import ResumedOutput
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import IM_END, write_byte_tokenizer
 
 NONE, STOP, LENGTH = FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH

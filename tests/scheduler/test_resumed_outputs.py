@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup, SequenceStatus
 from scheduler_svc.errors import InvalidRequest
-from scheduler_svc.frontend import Frontend
-from scheduler_svc.sequence import FinishReason, SequenceGroup, SequenceStatus
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests.frontend import Frontend
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import IM_END
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.rebinding import PAUSE_NS, Rebinding
-from scheduler_svc.router import OVERRUN_NS, Router
-from scheduler_svc.scheduler import SchedulerSettings
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.served_tokens import ServedTokens
-from scheduler_svc.step_encoder import decode, encode
-from scheduler_svc.step_plan import SchedulerOutputs
-from scheduler_svc.worker_handle import AdapterRequest, WorkerHandle
-from scheduler_svc.worker_queue import LOOK_AHEAD, WorkerQueue
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.step_plan import SchedulerOutputs
+from scheduler_svc.engine.step_encoder import decode, encode
+from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
+from scheduler_svc.routing.rebinding import PAUSE_NS, Rebinding
+from scheduler_svc.routing.router import OVERRUN_NS, Router
+from scheduler_svc.routing.worker_queue import LOOK_AHEAD, WorkerQueue
 from tests.scheduler.simulated_worker import SimulatedWorker
 
 MAX_MODEL_LEN, BLOCK_SIZE = 64, 4

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 
 from protos import shards_pb2
-from scheduler_svc import routing_cost
-from scheduler_svc.prefix_cache import extend_hashes, root_hash
-from scheduler_svc.routing_cost import Ahead, WorkerLoad, cost_s
+from scheduler_svc.core.prefix_cache import extend_hashes, root_hash
+from scheduler_svc.routing import routing_cost
+from scheduler_svc.routing.routing_cost import Ahead, WorkerLoad, cost_s
 from scheduler_svc.shards.cached_bits import CachedBits, num_bits_for, places
 from scheduler_svc.shards.routing_table import LOAD_NAMES, REPORTED_NAMES, KnownWorker, RoutingTable, Wanted
 

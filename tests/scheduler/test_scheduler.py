@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import worker_pb2
-from scheduler_svc.sequence import FinishReason, SequenceGroup
-from scheduler_svc.step_encoder import decode, encode
-from scheduler_svc.step_plan import SchedulingBudget, StepPlan
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
+from scheduler_svc.engine.step_encoder import decode, encode
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30)
@@ -79,7 +79,7 @@ def test_a_small_cache_and_failing_steps_end_every_request():
 
 def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch):
     """At admission, and when every running sequence is introduced anew after a failed step."""
-    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_BYTES", 1000)
+    monkeypatch.setattr("scheduler_svc.core.scheduler.MAX_INTRODUCED_BYTES", 1000)
     simulation = Simulation(num_slots=8, num_blocks=200, max_num_batched_tokens=500)
     for number in range(8):
         simulation.add([number] * 30, 20, eos_token_id=None)
@@ -97,7 +97,7 @@ def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch)
 def test_whatever_a_group_brings_counts_towards_the_size_of_a_step(monkeypatch):
     """Long lists of any kind, not only prompts; and each sequence that is told by itself brings them again."""
     limit = 60_000
-    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_BYTES", limit)
+    monkeypatch.setattr("scheduler_svc.core.scheduler.MAX_INTRODUCED_BYTES", limit)
     simulation = Simulation(num_slots=16, num_blocks=200, max_num_batched_tokens=500)
     ids = range(100_000, 101_000)
     for number in range(12):
@@ -515,7 +515,7 @@ def test_admission_leaves_a_watermark_unless_nothing_runs():
 
 
 def test_blocks_of_prompts_that_are_still_being_computed_are_not_given_away(monkeypatch):
-    monkeypatch.setattr("scheduler_svc.scheduler.MAX_INTRODUCED_BYTES", 600)
+    monkeypatch.setattr("scheduler_svc.core.scheduler.MAX_INTRODUCED_BYTES", 600)
     simulation = Simulation(num_blocks=16, max_num_batched_tokens=100)
     first, second, third = (simulation.add([number] * length, 1) for number, length in enumerate((30, 30, 4)))
     simulation.send()

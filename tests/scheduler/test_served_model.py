@@ -9,9 +9,9 @@ import pytest
 
 from octavo.bench.byte_tokenizer import byte_tokenizer_files, write_byte_tokenizer
 from protos import worker_pb2
-from scheduler_svc.model_description import decode_model_with, encode_model
-from scheduler_svc.served_model import ServedModel, fingerprint_of
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.models.model_description import decode_model_with, encode_model
+from scheduler_svc.models.served_model import ServedModel, fingerprint_of
+from scheduler_svc.text.tokenizer import Tokenizer
 
 SIZES = worker_pb2.InitializeResponse(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, num_device_blocks=9)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.errors import NotReady, UnknownName
-from scheduler_svc.model_description import decode_models, encode_models
-from scheduler_svc.model_names import ModelNames
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import AwaitedModel, KnownModel, ServedModels
+from scheduler_svc.models.model_description import decode_models, encode_models
+from scheduler_svc.models.model_names import ModelNames
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import AwaitedModel, KnownModel, ServedModels
 from tests.scheduler.tiny_served_model import tiny_served_model
 
 

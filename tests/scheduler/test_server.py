@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from scheduler_svc import server
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.front import InProcessFront
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.frontends.front import InProcessFront
+from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker
 

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
-from scheduler_svc import worker_client
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import NotReady, UnknownName
-from scheduler_svc.served_models import AwaitedModel, ServedModels
+from scheduler_svc.models.served_models import AwaitedModel, ServedModels
 from scheduler_svc.serving import Serving
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer import Tokenizer
+from scheduler_svc.workers import worker_client
 from tests.fakes import FakeWorker, spell
 from tests.scheduler.hashed_tokens import hashed_after
 

@@ -10,9 +10,9 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import shards_pb2
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.sequence import FinishReason, SequenceGroup
+from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.shard_link import ShardLink
 from scheduler_svc.shards.sharded_core import ShardedCore
 from tests.scheduler.test_routing_table import worker

@@ -15,13 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
 from protos import shards_pb2, shards_pb2_grpc
-from scheduler_svc import sequence
+from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
-from scheduler_svc.mailboxes import Mailboxes
-from scheduler_svc.metrics_exporter import EngineCollector
-from scheduler_svc.prepared_group import decode_group, encode_group
-from scheduler_svc.sequence import SequenceGroup, SequenceStatus
-from scheduler_svc.served_models import KnownModel, ServedModels
+from scheduler_svc.core import sequence
+from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.frontends.prepared_group import decode_group, encode_group
+from scheduler_svc.models.served_models import KnownModel, ServedModels
+from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.cached_bits import places
 from scheduler_svc.shards.front_link import FrontLink
 from scheduler_svc.shards.front_service import FrontService
@@ -35,7 +36,6 @@ from scheduler_svc.shards.sharded_control import merged_page
 from scheduler_svc.shards.sharded_metrics import MetricSums
 from scheduler_svc.shards.shared_models import SharedModels
 from scheduler_svc.shards.unserved_models import UnservedModels
-from scheduler_svc.step_plan import NewTokens
 from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.tiny_served_model import tiny_served_model
 

@@ -11,14 +11,14 @@ import pytest
 from benchmarks.short_texts import PATTERNS, hostile, least_s, splitting
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest, NotReady, RequestRefused
-from scheduler_svc.request_reader import read_generate_request
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.request_reader import read_generate_request
+from scheduler_svc.requests.request_text import RequestTexts
+from scheduler_svc.requests.short_texts import BURST_S, SHARE, SHORT_BYTES, ShortTexts
+from scheduler_svc.requests.text_processes import TextProcesses
 from scheduler_svc.text.quick_tokenizers import alternatives
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.request_text import RequestTexts
-from scheduler_svc.text.short_texts import BURST_S, SHARE, SHORT_BYTES, ShortTexts
-from scheduler_svc.text.text_processes import TextProcesses
 from tests.scheduler.tiny_served_model import tiny_served_model
 
 ENDLESS = r"(a+)+b|\s+"  # twice as long for each a more

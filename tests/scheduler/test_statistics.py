@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from scheduler_svc import statistics
+from scheduler_svc.engine import statistics
 from tests.scheduler.hand_turned_loop import Loop
 
 

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from scheduler_svc.api.status import refusals
 from scheduler_svc.errors import NotReady
-from scheduler_svc.status import refusals
 
 
 class _Gone:

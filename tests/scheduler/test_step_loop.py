@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from scheduler_svc.engine import LOSSES_IN_ALL
+from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.engine.engine import LOSSES_IN_ALL
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
-from scheduler_svc.sequence import FinishReason
-from scheduler_svc.step_statistics import AnsweredStep
+from scheduler_svc.leases.step_statistics import AnsweredStep
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 
@@ -287,8 +287,8 @@ def test_stop_strings_of_any_size_stay_with_the_scheduler():
 
 
 def test_a_step_that_is_past_its_deadline_costs_the_worker(monkeypatch):
-    monkeypatch.setattr("scheduler_svc.worker_handle.STEP_BASE_NS", 0)
-    monkeypatch.setattr("scheduler_svc.worker_handle.STEP_SLOWNESS", 0)
+    monkeypatch.setattr("scheduler_svc.leases.worker_handle.STEP_BASE_NS", 0)
+    monkeypatch.setattr("scheduler_svc.leases.worker_handle.STEP_SLOWNESS", 0)
     loop = Loop()
     link = loop.join()
     loop.turn()
@@ -352,7 +352,7 @@ def test_a_loop_that_slept_itself_does_not_blame_its_workers(monkeypatch: pytest
     """After a pause of its own silence counts anew; a worker that stays silent after that is given up."""
     slept_ns = 0
     now_ns = time.monotonic_ns
-    monkeypatch.setattr("scheduler_svc.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
+    monkeypatch.setattr("scheduler_svc.leases.worker_handle.SILENCE_LIMIT_NS", 2_000_000_000)
     loop = Loop(clock=lambda: now_ns() + slept_ns)
     link = loop.join()
     loop.submit("one")

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos import inference_pb2 as pb
-from scheduler_svc import step_watch
+from scheduler_svc.api import step_watch
+from scheduler_svc.api.step_watch import MAX_WATCHERS, StepWatchers
 from scheduler_svc.errors import TooMany
-from scheduler_svc.step_statistics import AnsweredStep
-from scheduler_svc.step_watch import MAX_WATCHERS, StepWatchers
-from scheduler_svc.worker_handle import WorkerHandle
+from scheduler_svc.leases.step_statistics import AnsweredStep
+from scheduler_svc.leases.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 

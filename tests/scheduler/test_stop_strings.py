@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.stop_automaton import StopAutomaton
-from scheduler_svc.stop_strings import HeldText, StopStrings
+from scheduler_svc.text.stop_automaton import StopAutomaton
+from scheduler_svc.text.stop_strings import HeldText, StopStrings
 from tests.scheduler.naive_stop_strings import NaiveStopStrings, naive_match, naive_undecided
 
 

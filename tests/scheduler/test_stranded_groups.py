@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from protos import inference_pb2, worker_pb2
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.scheduler import SchedulerSettings
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.stranded_groups import MIN_GONE, StrandedGroups
-from scheduler_svc.waiting_queue import WaitingQueue
-from scheduler_svc.worker_handle import WorkerHandle
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.leases.worker_handle import WorkerHandle
+from scheduler_svc.routing.stranded_groups import MIN_GONE, StrandedGroups
 from tests.scheduler.hand_turned_loop import FakeLink
 
 

@@ -11,7 +11,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import DuplicateRequest, InvalidRequest
-from scheduler_svc.tenants import Tenants
+from scheduler_svc.requests.tenants import Tenants
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import scheduler
 from tests.scheduler.hand_turned_loop import Loop

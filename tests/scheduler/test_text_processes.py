@@ -22,15 +22,15 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import InvalidRequest, NotReady, UnknownName
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.text import frames, killable_process, text_processes
-from scheduler_svc.text.admission import SMALL_BYTES
-from scheduler_svc.text.frames import Answer, Ask
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.request_text import RequestText
-from scheduler_svc.text.text_processes import FIRST_PAUSE_S, TextProcesses
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests import frames, killable_process, text_processes
+from scheduler_svc.requests.admission import SMALL_BYTES
+from scheduler_svc.requests.frames import Answer, Ask
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.request_text import RequestText
+from scheduler_svc.requests.text_processes import FIRST_PAUSE_S, TextProcesses
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import write_byte_tokenizer
 
@@ -280,7 +280,7 @@ async def test_processes_that_cannot_load_a_model_are_started_ever_less_often(
 
 
 def test_a_text_process_imports_nothing_heavy() -> None:
-    program = "import sys, scheduler_svc.text.text_process; print(*sys.modules)"
+    program = "import sys, scheduler_svc.requests.text_process; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert not {"grpc", "numpy", "asyncio", "structlog", "torch", "transformers"} & set(ended.stdout.split())
 
@@ -295,9 +295,9 @@ async def test_it_ends_with_its_parent_and_does_not_hear_its_signals(model: Serv
     program = """
 import asyncio, sys, time
 from pathlib import Path
-from scheduler_svc.served_models import ServedModels
-from scheduler_svc.text.request_checks import TextSettings
-from scheduler_svc.text.text_processes import TextProcesses
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.requests.request_checks import TextSettings
+from scheduler_svc.requests.text_processes import TextProcesses
 async def main():
     processes = TextProcesses(ServedModels, TextSettings(), 1)
     processes.start()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.cache import resolve_model
-from scheduler_svc.tokenizer import Tokenizer, TokenizerError
+from scheduler_svc.text.tokenizer import Tokenizer, TokenizerError
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.tiny_tokenizers import TEXTS, files_of
 
@@ -166,5 +166,7 @@ def test_the_real_vocabulary_agrees_with_transformers() -> None:
 
 
 def test_neither_torch_nor_transformers_is_needed() -> None:
-    script = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import scheduler_svc.detokenizer"
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import scheduler_svc.text.detokenizer"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -12,18 +12,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc import turn_watch
-from scheduler_svc.turn_watch import Turns, TurnWatch
+from scheduler_svc.engine import turn_watch
+from scheduler_svc.engine.turn_watch import Turns, TurnWatch
 from scheduler_svc.vital_parts import VitalParts
 from tests.fakes import FakeWorker, say_forever
 
 SCHEDULER = """
 import sys, threading
-from scheduler_svc import server, turn_watch
-from scheduler_svc.engine import Engine
+from scheduler_svc import server
+from scheduler_svc.engine import turn_watch
+from scheduler_svc.engine.engine import Engine
 turn_watch.TICK_S, turn_watch.MAX_TICKS, server.BROKEN_END_S = 0.1, 10, 2.0
 
 def hang_over_it(*_):

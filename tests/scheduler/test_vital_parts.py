@@ -14,20 +14,21 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from octavo.ports import free_port
+from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from scheduler_svc import kept_processes, server
+from scheduler_svc import server
+from scheduler_svc.api.metrics_server import MetricsServer
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine import Engine
+from scheduler_svc.engine.engine import Engine
 from scheduler_svc.errors import NotReady
-from scheduler_svc.front import InProcessFront
-from scheduler_svc.kept_processes import KeptProcesses
-from scheduler_svc.metrics_server import MetricsServer
-from scheduler_svc.output_processor import OutputProcessor
+from scheduler_svc.frontends import kept_processes
+from scheduler_svc.frontends.front import InProcessFront
+from scheduler_svc.frontends.kept_processes import KeptProcesses
+from scheduler_svc.output.output_processor import OutputProcessor
 from scheduler_svc.serving import Serving
 from scheduler_svc.vital_parts import ServiceBroken, VitalParts
-from scheduler_svc.worker_client import WorkerClient
+from scheduler_svc.workers.worker_client import WorkerClient
 from tests.fakes import FakeWorker
 
 
@@ -116,7 +117,7 @@ def test_every_thread_of_a_scheduler_is_vital(monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_what_follows_names_is_vital_and_survives_every_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_svc.worker_pool.DNS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("scheduler_svc.workers.worker_pool.DNS_INTERVAL_S", 0.01)
     errors = [UnicodeError("label empty or too long"), OverflowError("port"), OSError("no answer")]
     asked = []
 
@@ -124,13 +125,13 @@ def test_what_follows_names_is_vital_and_survives_every_resolver(monkeypatch: py
         asked.append(1)
         raise errors[len(asked) % 3]
 
-    monkeypatch.setattr("scheduler_svc.worker_pool.socket.getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("scheduler_svc.workers.worker_pool.socket.getaddrinfo", getaddrinfo)
     serving = Serving(SchedulerConfig(worker=("dns:///workers:1",)), lambda delivery: None)
     serving.start()
     try:
         wait(lambda: len(asked) > 6)
         assert serving.vital.failure == ""
-        monkeypatch.setattr("scheduler_svc.worker_pool.resolve", fail)
+        monkeypatch.setattr("scheduler_svc.workers.worker_pool.resolve", fail)
         wait(lambda: serving.vital.failure)
         assert serving.vital.failure.startswith("worker-names: KeyError")
     finally:

@@ -16,10 +16,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc import worker_client, worker_pool
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.serving import Serving
-from scheduler_svc.worker_pool import WorkerPool
+from scheduler_svc.workers import worker_client, worker_pool
+from scheduler_svc.workers.worker_pool import WorkerPool
 from tests.fakes import VOCAB_SIZE, FakeWorker
 
 

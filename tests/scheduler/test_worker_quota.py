@@ -8,7 +8,7 @@ import pytest
 
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.worker_quota import MAX_FREE, WorkerQuota
+from scheduler_svc.workers.worker_quota import MAX_FREE, WorkerQuota
 
 AFTER_S = 5.0
 

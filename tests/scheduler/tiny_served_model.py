@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scheduler_svc.served_model import ServedModel
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.tiny_models import END_OF_TEXT, IM_END, write_byte_tokenizer
 
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protos import inference_pb2
-from scheduler_svc.block_manager import BlockSpaceManager
-from scheduler_svc.policy import POLICIES
-from scheduler_svc.scheduler import Scheduler, SchedulerSettings
-from scheduler_svc.sequence import SequenceGroup
-from scheduler_svc.sequence_columns import SequenceColumns
-from scheduler_svc.served_tokens import ServedTokens
-from scheduler_svc.step_plan import Answer, ScheduledRows
-from scheduler_svc.waiting_queue import WaitingQueue
+from scheduler_svc.core.block_manager import BlockSpaceManager
+from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.scheduler import Scheduler, SchedulerSettings
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequence_columns import SequenceColumns
+from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.step_plan import Answer, ScheduledRows
+from scheduler_svc.core.waiting_queue import WaitingQueue
 
 SECOND_NS = 1_000_000_000
 MAX_MODEL_LEN, BLOCK_SIZE = 512, 16

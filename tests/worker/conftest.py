@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from octavo.cores import allowed_cores
-from worker_svc.busy_cores import read_core_times
+from octavo.shared.cores import allowed_cores
+from worker_svc.host.busy_cores import read_core_times
 from worker_svc.models import linear
 from worker_svc.models.float_linear import FloatLinear
 

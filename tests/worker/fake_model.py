@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from protos import inference_pb2, worker_pb2
-from worker_svc.attention import AttentionMetadata
 from worker_svc.models import ModelConfig
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.style import DecoderStyle
 

@@ -10,14 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from octavo import log
+from octavo.shared import log
 from tests.tiny_models import write_byte_tokenizer
 from tests.worker.fake_model import FakeModel, fake_config
 from worker_svc.config import WorkerConfig
-from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerServer
-from worker_svc.tokenizer_files import TokenizerFiles
-from worker_svc.worker import Worker
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.worker import Worker
+from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
 HOLD_S = 5.0
 MAX_MODEL_LEN = 2048

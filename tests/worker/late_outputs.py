@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.steps.launched_step import LaunchedStep
 
 
 class LateOutputs:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.attention import AttentionMetadata
-from worker_svc.cache_engine import CacheEngine
+from worker_svc.cache.cache_engine import CacheEngine
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.loader import Model
 
 BLOCK_SIZE = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from worker_svc.graph_backend import GraphBackend
+from worker_svc.host.graph_backend import GraphBackend
 
 
 class ReplayedGraphs:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2, worker_pb2
-from worker_svc import bad_words
-from worker_svc.bad_words import BadWords
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.mirror import bad_words
+from worker_svc.mirror.bad_words import BadWords
+from worker_svc.mirror.sequence_states import SequenceStates
 
 MIB = 1 << 20
 tokens = st.integers(0, 2)  # so few that begins are found, and are ends of one another

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels import reference
-from worker_svc.cache_engine import CacheEngine
-from worker_svc.cpu_moves import CpuMoves
+from worker_svc.cache.cache_engine import CacheEngine
+from worker_svc.cache.cpu_moves import CpuMoves
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.style import DecoderStyle
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from worker_svc.cache_sizing import CacheSizes, Limits, size_cache
+from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
-from worker_svc.memory import GIB
+from worker_svc.host.memory import GIB
 
 BLOCK = 1 << 20
 STEP = 1 * GIB

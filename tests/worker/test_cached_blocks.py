@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2, worker_pb2
-from worker_svc.cached_blocks import CachedBlocks
+from worker_svc.cache.cached_blocks import CachedBlocks
 from worker_svc.errors import ProtocolError
-from worker_svc.sequence_states import SequenceStates
-from worker_svc.step_columns import BlockOperations
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.mirror.step_columns import BlockOperations
 
 NONE = np.zeros((0, 2), np.int64)
 BLOCK_SIZE = 4

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from kernels.cpu.pinning import pin_threads
-from octavo.cores import allowed_cores
+from octavo.shared.cores import allowed_cores
 from tests.worker.fake_model import fake_config
-from worker_svc.busy_cores import CoreTimes, read_core_times, used_by_others
-from worker_svc.compute_threads import set_threads
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
-from worker_svc.giving_way import STALE_S, WINDOW_S, GivingWay, may_give_way
+from worker_svc.host.busy_cores import CoreTimes, read_core_times, used_by_others
+from worker_svc.host.compute_threads import set_threads
+from worker_svc.steps.giving_way import STALE_S, WINDOW_S, GivingWay, may_give_way
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def test_a_process_of_lower_priority_counts_others_of_lower_priority(tmp_path: P
     (tmp_path / "stat").write_text("cpu0 100 50 20 900 9 3 7 60 0 0\n")
     program = f"""
 import os, pathlib
-from worker_svc.busy_cores import read_core_times
+from worker_svc.host.busy_cores import read_core_times
 stat = pathlib.Path({str(tmp_path / "stat")!r})
 print(read_core_times([0], stat).all_processes)
 os.nice(1)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels import swap_blocks
-from worker_svc import cuda_moves
-from worker_svc.cuda_moves import CudaMoves
+from worker_svc.cache import cuda_moves
+from worker_svc.cache.cuda_moves import CudaMoves
 
 PAIRS = torch.tensor([[3, 0], [1, 4], [2, 1]])
 

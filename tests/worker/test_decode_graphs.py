@@ -13,13 +13,13 @@ import torch
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, greedy, prefill, slots_u16, tokens_of
 from tests.worker.replayed_graphs import ReplayedGraphs, kept
-from worker_svc.attention import AttentionMetadata
-from worker_svc.decode_graphs import DecodeGraphs, batch_sizes
-from worker_svc.input_batch import build_input_arrays
-from worker_svc.last_tokens import LastTokens
-from worker_svc.model_runner import ModelRunner
-from worker_svc.sequence_states import SequenceStates
-from worker_svc.step_timer import StepTimer
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.models.attention import AttentionMetadata
+from worker_svc.sampling.last_tokens import LastTokens
+from worker_svc.steps.decode_graphs import DecodeGraphs, batch_sizes
+from worker_svc.steps.input_batch import build_input_arrays
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.step_timer import StepTimer
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE = 6, 64, 4
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker_svc.device_memory import CudaMemory, HostMemory, memory_of
-from worker_svc.devices import cache_dtype, choose_device
 from worker_svc.errors import StartupError
-from worker_svc.memory import GIB
+from worker_svc.host.device_memory import CudaMemory, HostMemory, memory_of
+from worker_svc.host.memory import GIB
+from worker_svc.service.devices import cache_dtype, choose_device
 
 
 class FakeGpus:

@@ -21,14 +21,14 @@ from tests.worker.fake_model import decode, greedy, prefill, slots_u16, tokens_o
 from tests.worker.late_outputs import Arrivals, LateOutputs
 from tests.worker.model_cases import Stepper
 from tests.worker.replayed_graphs import ReplayedGraphs, kept
-from worker_svc.graph_backend import CudaGraphBackend
-from worker_svc.memory import GIB
-from worker_svc.model_runner import ModelRunner
+from worker_svc.host.graph_backend import CudaGraphBackend
+from worker_svc.host.memory import GIB
+from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import Model, load_model
-from worker_svc.sequence_states import SequenceStates
-from worker_svc.step_pipeline import StepPipeline
-from worker_svc.step_timer import StepTimer
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.step_pipeline import StepPipeline
+from worker_svc.steps.step_timer import StepTimer
 
 VOCAB_SIZE, BLOCK_SIZE, MAX_SEQS, MAX_LEN = 283, 8, 4, 32
 PROMPTS = [[5, 7, 11, 3, 90, 17, 64, 2, 88, 41, 6], [100]]

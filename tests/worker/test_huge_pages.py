@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.huge_pages import HugePages
+from worker_svc.host.huge_pages import HugePages
 
 
 def test_copies_are_equal_and_do_not_overlap() -> None:

@@ -16,19 +16,19 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
+from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.fuzz import http2_frames
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of, u32
 from worker_svc.config import WorkerConfig
-from worker_svc.failures import MAX_CHARS
-from worker_svc.lease import EXPIRY_S
-from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerServer
-from worker_svc.step_pipeline import Deliver
-from worker_svc.tokenizer_files import TokenizerFiles
-from worker_svc.worker import Worker
-from worker_svc.worker_service import MAX_STREAMS
+from worker_svc.service.lease import EXPIRY_S
+from worker_svc.service.worker_service import MAX_STREAMS
+from worker_svc.steps.failures import MAX_CHARS
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.step_pipeline import Deliver
+from worker_svc.steps.worker import Worker
+from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
 CONFIG = WorkerConfig(port=0, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=0.001)
 
@@ -241,7 +241,7 @@ async def test_a_silent_scheduler_whose_connection_lives_loses_its_lease_later(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EXPIRY_S > 5, "an interpreter may be busy for seconds"
-    monkeypatch.setattr("worker_svc.lease.EXPIRY_S", 3.0)
+    monkeypatch.setattr("worker_svc.service.lease.EXPIRY_S", 3.0)
     stream = await setup.open()
     for _ in range(2):
         await asyncio.sleep(0.7)
@@ -256,7 +256,7 @@ async def test_a_silent_scheduler_whose_connection_lives_loses_its_lease_later(
 
 STOPPABLE_SCHEDULER = """
 import sys, time, grpc
-from octavo.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
+from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import worker_pb2 as pb
 from tests.worker.fake_model import decode, prefill
 
@@ -318,7 +318,7 @@ async def _open_soon(setup: Setup) -> Stream:
 async def test_a_stream_that_does_not_open_is_ended_and_there_are_only_so_many(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_svc.worker_service.OPEN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("worker_svc.service.worker_service.OPEN_TIMEOUT_S", 1.0)
     silent = [setup.stub.Execute() for _ in range(MAX_STREAMS)]
     for call in silent:
         await call.wait_for_connection()
@@ -334,8 +334,8 @@ async def test_a_stream_that_does_not_open_is_ended_and_there_are_only_so_many(
 async def test_steps_beyond_a_few_wait_with_their_sender(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int], most_queued: int
 ) -> None:
-    monkeypatch.setattr(f"worker_svc.step_session.{limit[0]}", limit[1])
-    monkeypatch.setattr("worker_svc.lease.EXPIRY_S", 0.3)  # shorter than what is sent takes
+    monkeypatch.setattr(f"worker_svc.service.step_session.{limit[0]}", limit[1])
+    monkeypatch.setattr("worker_svc.service.lease.EXPIRY_S", 0.3)  # shorter than what is sent takes
     submit, queued, seen = setup.worker.submit, set[int](), list[int]()
 
     def counted(epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
@@ -538,7 +538,7 @@ async def test_a_worker_that_is_to_end_does_not_wait_for_ever(
     setup: Setup, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And ends as one that was told to end at once: it says so, and ends the stream."""
-    monkeypatch.setattr("worker_svc.worker_service.UNUSED_S", 0.2 if why == "no step comes" else 30.0)
+    monkeypatch.setattr("worker_svc.service.worker_service.UNUSED_S", 0.2 if why == "no step comes" else 30.0)
     stream, urgent = await setup.open(), asyncio.Event()
     await stream.run(prefill(1, [[3]]))
     finish_s = 0.2 if why == "time is up" else 30.0

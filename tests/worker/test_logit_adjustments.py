@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from protos import inference_pb2, worker_pb2
-from worker_svc.logit_adjustments import LogitAdjustments
-from worker_svc.sequence_states import SequenceStates
-from worker_svc.token_counts import TokenCounts
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.sampling.logit_adjustments import LogitAdjustments
+from worker_svc.sampling.token_counts import TokenCounts
 
 VOCAB_SIZE = 61
 MAX_LEN = 40

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo import log
+from octavo.shared import log
 from protos import worker_pb2
 from tests import malformed_bytes
 from worker_svc.server import WorkerServer

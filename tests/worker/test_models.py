@@ -13,9 +13,9 @@ from octavo.cache import resolve_model
 from tests.tiny_models import make_tiny_llama
 from tests.worker.exact_logits import FACTOR_OF_LONG_SUMS, truth_of_folder
 from tests.worker.model_cases import Stepper
-from worker_svc.model_runner import ModelRunner
 from worker_svc.models.config import DTYPES, ModelConfig
 from worker_svc.models.loader import Model, load_model
+from worker_svc.steps.model_runner import ModelRunner
 
 LLAMA3 = {
     "rope_type": "llama3",

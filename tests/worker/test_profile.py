@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.worker.fake_model import FakeModel, fake_config
-from worker_svc.attention import AttentionMetadata
-from worker_svc.cache_sizing import Limits
-from worker_svc.device_memory import HostMemory
-from worker_svc.model_runner import ModelRunner
-from worker_svc.profile import Profile, Profiler
+from worker_svc.cache.cache_sizing import Limits
+from worker_svc.host.device_memory import HostMemory
+from worker_svc.models.attention import AttentionMetadata
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.profile import Profile, Profiler
 
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=64)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from protos import worker_pb2
 from tests.worker.fake_model import greedy, slots_u16, u32
-from worker_svc.prompt_logprobs import PromptLogprobs
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.sampling.prompt_logprobs import PromptLogprobs
 
 VOCAB_SIZE = 23
 LOGITS = torch.randn(64, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3  # by slot and position

@@ -12,7 +12,7 @@ from tests.tiny_models import make_tiny_model
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.loader import load_model
-from worker_svc.slow_tokenizer import make_tokenizer_json
+from worker_svc.tokenizers.slow_tokenizer import make_tokenizer_json
 
 TOKENS = [1, 50, 200, 7]
 SIZES = {

@@ -11,10 +11,10 @@ import torch
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import slots_u16, u32
 from worker_svc.errors import ProtocolError
-from worker_svc.row_samples import candidates, largest_of_rows, sample_rows
-from worker_svc.sampled import Sampled
-from worker_svc.sequence_outputs import pack_outputs
-from worker_svc.sequence_states import AppliedRows, SequenceStates
+from worker_svc.mirror.sequence_states import AppliedRows, SequenceStates
+from worker_svc.sampling.row_samples import candidates, largest_of_rows, sample_rows
+from worker_svc.sampling.sampled import Sampled
+from worker_svc.sampling.sequence_outputs import pack_outputs
 
 VOCAB_SIZE = 203
 BEAMS = inference_pb2.SamplingParams(seed=1, temperature=0, best_of=4, use_beam_search=True)

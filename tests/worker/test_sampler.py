@@ -16,10 +16,10 @@ from transformers.generation.logits_process import (
 )
 
 from kernels.cpu import kept_range
-from worker_svc.row_maxima import RowMaxima
-from worker_svc.sampled import Sampled
-from worker_svc.sampler import Draws, sample
-from worker_svc.sampling_columns import SamplingRows
+from worker_svc.mirror.sampling_columns import SamplingRows
+from worker_svc.sampling.row_maxima import RowMaxima
+from worker_svc.sampling.sampled import Sampled
+from worker_svc.sampling.sampler import Draws, sample
 
 OFF: dict[str, Any] = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=None)
 

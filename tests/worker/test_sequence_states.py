@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import decode, greedy, prefill, slots_u16, u32
 from worker_svc.errors import ProtocolError
-from worker_svc.input_batch import build_input_arrays
-from worker_svc.sequence_states import SequenceStates
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.steps.input_batch import build_input_arrays
 
 GIVEN, LAST = bytes([worker_pb2.ROW_INPUT_GIVEN_TOKENS]), bytes([worker_pb2.ROW_INPUT_LAST_SAMPLED])
 COLUMNS = ("occupied", "num_tokens", "num_computed_tokens", "num_blocks", "sequence_index")

@@ -11,12 +11,12 @@ import pytest
 
 from octavo.models.errors import SentencePieceError
 from octavo.models.sentencepiece_tokenizer import is_sentencepiece, tokenizer_json
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.tiny_tokenizers import TEXTS
 from tests.worker.sentencepiece_fixtures import FOLDER, MODELS
 from worker_svc.models.errors import ModelError
-from worker_svc.tokenizer_files import TokenizerFiles
+from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

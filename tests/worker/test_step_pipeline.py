@@ -16,12 +16,12 @@ from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, greedy, next_token, prefill, slots_u16, tokens_of
 from tests.worker.late_outputs import Arrivals, LateOutputs
 from tests.worker.replayed_graphs import ReplayedGraphs
-from worker_svc.cached_blocks import CachedBlocks
-from worker_svc.model_runner import ModelRunner
-from worker_svc.output_copies import HostOutputs, OutputCopies
-from worker_svc.sequence_states import UNKNOWN, SequenceStates
-from worker_svc.step_pipeline import StepPipeline
-from worker_svc.step_timer import StepTimer
+from worker_svc.cache.cached_blocks import CachedBlocks
+from worker_svc.host.output_copies import HostOutputs, OutputCopies
+from worker_svc.mirror.sequence_states import UNKNOWN, SequenceStates
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.step_pipeline import StepPipeline
+from worker_svc.steps.step_timer import StepTimer
 
 BLOCK_SIZE, MAX_SEQS, MAX_LEN = 4, 6, 64
 MAX_BLOCKS = MAX_LEN // BLOCK_SIZE

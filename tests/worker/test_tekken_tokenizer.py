@@ -14,10 +14,10 @@ from tokenizers import Regex, pre_tokenizers
 
 from octavo.models.errors import TekkenError
 from octavo.models.tekken_tokenizer import tokenizer_json
-from scheduler_svc.tokenizer import Tokenizer
+from scheduler_svc.text.tokenizer import Tokenizer
 from tests.scheduler.tiny_tokenizers import TEXTS
 from worker_svc.models.errors import ModelError
-from worker_svc.tokenizer_files import TokenizerFiles
+from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]"]

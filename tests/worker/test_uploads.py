@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.uploads import pack, unpack, upload
+from worker_svc.host.uploads import pack, unpack, upload
 
 ARRAYS: tuple[npt.NDArray[Any], ...] = (
     np.arange(3, dtype=np.int64) - 2**40,

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.cores import allowed_cores
+from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
 from worker_svc.config import WorkerConfig
-from worker_svc.model_runner import ModelRunner
-from worker_svc.worker import Worker
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.worker import Worker
 
 CONFIG = WorkerConfig(device="cpu", block_size=4, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=0.001)
 DEADLINE_S = 60.0  # of what takes milliseconds on an idle machine

@@ -24,8 +24,8 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.cache import ModelNotFound
-from octavo.ports import BindError
-from octavo.rpc import CHANNEL_OPTIONS
+from octavo.shared.ports import BindError
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.tiny_models import make_tiny_llama
 from tests.worker.fake_model import decode, greedy, slots_u16, tokens_of, u32
@@ -34,7 +34,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.models.errors import ModelError
 from worker_svc.server import WorkerServer, load, main
-from worker_svc.worker import Worker
+from worker_svc.steps.worker import Worker
 
 PROMPTS = [[5], [17, 3, 200, 45, 9], list(range(60, 101)), [7] * 23, [1000, 4, 4, 900, 31, 2, 650]]
 NUM_NEW_TOKENS = 24

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from kernels.select import kernels_for
-from worker_svc.attention import AttentionMetadata
 from worker_svc.models.alibi import alibi_slopes
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.float_linear import FloatLinear

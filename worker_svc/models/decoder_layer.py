@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from worker_svc.attention import AttentionMetadata
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import GroupedExperts, take_grouped_experts

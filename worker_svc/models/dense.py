@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.huge_pages import HugePages
+from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.tiled_linear import TiledLinear

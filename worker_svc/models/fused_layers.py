@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from worker_svc.attention import AttentionMetadata
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.int4_linear import Int4Linear

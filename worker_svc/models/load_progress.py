@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from octavo.log import is_terminal
+from octavo.shared.log import is_terminal
 
 GIB = 1 << 30
 _WIDTH = 30

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from worker_svc.attention import AttentionMetadata
-from worker_svc.memory import GIB, available_bytes
+from worker_svc.host.memory import GIB, available_bytes
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder

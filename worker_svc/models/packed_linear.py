@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker_svc.huge_pages import HugePages
+from worker_svc.host.huge_pages import HugePages
 
 if TYPE_CHECKING:
     from kernels.cpu.layer_product import Product

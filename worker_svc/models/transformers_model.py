@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kernels.select import kernels_for
-from worker_svc.attention import AttentionMetadata
+from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import detect_format
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from worker_svc.huge_pages import HugePages
+from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.int8_store import Int8Store

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler_svc.engine import Engine
-    from scheduler_svc.sequence import SequenceGroup
+    from scheduler_svc.core.sequence import SequenceGroup
+    from scheduler_svc.engine.engine import Engine
+    from scheduler_svc.leases.worker_handle import WorkerHandle
     from scheduler_svc.shards.cached_bits import CachedBits
     from scheduler_svc.shards.routing_table import KnownWorker
-    from scheduler_svc.worker_handle import WorkerHandle
 
 
 @dataclass(frozen=True, slots=True)

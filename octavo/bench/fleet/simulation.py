@@ -23,10 +23,10 @@ from octavo.bench.fleet.worker import BLOCK_SIZE, RunStep, VirtualWorker, Worker
 from protos import inference_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from scheduler_svc.beam_search import BeamHypothesis
-    from scheduler_svc.engine import Engine
-    from scheduler_svc.sequence import FinishReason, SequenceGroup
-    from scheduler_svc.step_plan import NewTokens
+    from scheduler_svc.core.beam_search import BeamHypothesis
+    from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+    from scheduler_svc.core.step_plan import NewTokens
+    from scheduler_svc.engine.engine import Engine
 
 TICK_NS = 250_000_000  # the step loop looks at its clock at least so often
 MAX_SILENCE_NS = 600_000_000_000  # without any event while requests are unfinished: they never will be
@@ -61,7 +61,7 @@ class Simulation:
         num_shards: int = 1,
         **settings: Any,
     ) -> None:
-        from scheduler_svc.engine import Engine, EngineSettings
+        from scheduler_svc.engine.engine import Engine, EngineSettings
 
         self._pool = pool
         self._now_ns = 0
@@ -219,7 +219,7 @@ class Simulation:
             self._engine_of(step.worker.number).worker_said(step.worker, step.answer)
 
     def _submit(self, request: Request) -> None:
-        from scheduler_svc.sequence import SequenceGroup
+        from scheduler_svc.core.sequence import SequenceGroup
 
         outcome = Outcome(request)
         self.run_seen.outcomes.append(outcome)

@@ -16,7 +16,7 @@ from octavo.bench.simulated_worker import answer
 from protos import worker_pb2
 
 if TYPE_CHECKING:
-    from scheduler_svc.worker_handle import AdapterRequest
+    from scheduler_svc.leases.worker_handle import AdapterRequest
 
 VOCAB_SIZE = (1 << 31) - 1
 BLOCK_SIZE = 16

@@ -1,0 +1,254 @@
+"""Child processes that live and die together: what `octavo serve` is made of.
+
+Knows nothing of schedulers and workers, only children: they start at once; one that ends before all are ready, or one
+that is essential, ends the rest; others are started again, with growing pauses. Nobody outlives the supervisor: on a
+signal children are ended in order, and on Linux the kernel ends them when the supervisor itself is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from octavo.shared.child_output import ChildOutput, Screen, environment
+from octavo.shared.end_with_parent import ends_with_parent
+
+log = structlog.get_logger()
+
+INTERRUPTED, BAD_USAGE = 130, 2
+_GRACE_S = {True: 2.5, False: 1.0}  # essential children, then the rest; below 5 s together
+_LAST_WORDS_S, _READ_BYTES = 1.0, 1 << 16
+_MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
+_GOOD_LIFE_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+
+
+@dataclass(frozen=True)
+class Child:
+    """What to start. An `essential` child's end is the end of all, a good one if its exit code is 0; any other child is
+    started again.
+
+    `drain_s`: how long it may take to end after SIGTERM, beyond what any child gets; SIGINT is to end it at once.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    essential: bool
+    drain_s: float = 0.0
+
+
+@dataclass
+class _Life:
+    """One child and the process that is it at the moment."""
+
+    child: Child
+    output: ChildOutput
+    process: asyncio.subprocess.Process | None = None
+    started_s: float = 0.0
+    restarts: int = 0
+    given_up: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Runs children until told to stop. `run` returns the exit code for the whole."""
+
+    def __init__(self, children: Sequence[Child], wait_until_ready: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        screen = Screen()
+        self._lives = [_Life(child, ChildOutput(screen)) for child in children]
+        self._wait_until_ready = wait_until_ready
+        self._is_ready = False
+        self._stopping = False
+        self._exit_code: asyncio.Future[int] | None = None
+        self.reason = ""  # one line: which child's end was the reason for all, and what it said last
+
+    async def run(self, when_ready: Callable[[float], None]) -> int:
+        """Starts everything, calls `when_ready` with the seconds that took, and returns when all has ended.
+
+        0 after SIGTERM, 130 after SIGINT; when a child's end was the reason: 2 where the child has refused its options,
+        otherwise 1.
+        """
+        started_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._exit_code = loop.create_future()
+        for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0)):
+            loop.add_signal_handler(number, self._on_signal, code)
+        keepers = [asyncio.create_task(self._keep(life)) for life in self._lives]
+        for keeper in keepers:
+            keeper.add_done_callback(self._on_keeper_ended)
+        readiness = asyncio.create_task(self._wait_until_ready())
+        try:
+            either: list[asyncio.Future[Any]] = [readiness, self._exit_code]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._exit_code.done():
+                readiness.result()
+                self._is_ready = True
+                when_ready(time.monotonic() - started_s)
+            return await self._exit_code
+        finally:
+            self._stopping = True
+            readiness.cancel()
+            await self._stop_all(is_urgent=self._exit_code.done() and self._exit_code.result() == INTERRUPTED)
+            for task in keepers:
+                task.cancel()
+            await asyncio.gather(*keepers, readiness, return_exceptions=True)
+
+    def _on_signal(self, code: int) -> None:
+        if self._stopping:  # the user insists
+            for life in self._lives:
+                _send(life, signal.SIGKILL)
+        self._end_with(code)
+
+    def _end_with(self, code: int, reason: str = "") -> None:
+        assert self._exit_code is not None
+        if not self._exit_code.done():
+            self._exit_code.set_result(code)
+            self.reason = reason
+
+    def _on_keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        """A child that cannot even be started, or a fault of our own, is no reason to wait for ever."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            log.error("a child cannot be kept", exc_info=error)
+            self._end_with(1, f"a child cannot be kept: {type(error).__name__}: {error}")
+
+    async def _keep(self, life: _Life) -> None:
+        """Starts a child, and again after each end, for as long as that makes sense."""
+        while self._exit_code is not None and not self._exit_code.done():
+            life.ended.clear()
+            life.process, pipe = await _start(life.child)
+            life.started_s = time.monotonic()
+            code = await _pass_on(life.process, pipe, life.output)
+            life.ended.set()
+            if self._stopping:
+                return
+            if life.child.essential and code == 0:
+                log.info("ending, as was asked of a child", child=life.child.name, pid=life.process.pid)
+                self._end_with(0)
+                return
+            log.error("a child has ended", child=life.child.name, pid=life.process.pid, **_describe(code))
+            if life.child.essential or not self._is_ready:
+                self._end_with(BAD_USAGE if code == BAD_USAGE else 1, _why(life, code))
+                return
+            if time.monotonic() - life.started_s > _GOOD_LIFE_S:
+                life.restarts = 0
+            if life.restarts == _MAX_RESTARTS:
+                self._give_up(life, code)
+                return
+            pause_s = min(_FIRST_PAUSE_S * 2**life.restarts, _LONGEST_PAUSE_S)
+            life.restarts += 1
+            log.info("starting it again", child=life.child.name, in_s=pause_s, restart=life.restarts, of=_MAX_RESTARTS)
+            await asyncio.sleep(pause_s)
+
+    def _give_up(self, life: _Life, code: int) -> None:
+        life.given_up = True
+        log.error("not starting it again", child=life.child.name, restarts=life.restarts)
+        if all(other.given_up for other in self._lives if not other.child.essential):
+            self._end_with(1, _why(life, code))
+
+    async def _stop_all(self, is_urgent: bool) -> None:
+        """The essential children, then the rest, each with its grace; SIGKILL to what is left."""
+        for essential in (True, False):
+            group = [life for life in self._lives if life.child.essential is essential and _is_alive(life)]
+            for life in group:
+                _send(life, signal.SIGINT if is_urgent else signal.SIGTERM)
+            drain_s = 0.0 if is_urgent else max((life.child.drain_s for life in group), default=0.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S[essential] + drain_s):
+                    for life in group:
+                        await life.ended.wait()
+            for life in group:
+                if _is_alive(life):
+                    log.warning("ending it by force", child=life.child.name)
+                    _send(life, signal.SIGKILL)
+        for life in self._lives:
+            if _is_alive(life):
+                await life.ended.wait()
+
+
+async def _start(child: Child) -> tuple[asyncio.subprocess.Process, _Pipe]:
+    """The process, and what it writes to standard error.
+
+    Through a pipe of ours: with one of its own asyncio would not say that it has ended before all who hold that pipe
+    have, and a child of the child may.
+    """
+    pipe, written_to = await _Pipe.open()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_parent(child.command),
+            env=dict(child.environment) | environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=written_to,
+            process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
+        )
+    except BaseException:
+        pipe.transport.close()
+        raise
+    finally:
+        os.close(written_to)
+    return process, pipe
+
+
+@dataclass(frozen=True)
+class _Pipe:
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+    @classmethod
+    async def open(cls) -> tuple[_Pipe, int]:
+        """And the file descriptor of its other end."""
+        read_from, written_to = os.pipe()
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(read_from, "rb"))
+        return cls(reader, transport), written_to
+
+
+async def _pass_on(process: asyncio.subprocess.Process, pipe: _Pipe, output: ChildOutput) -> int:
+    """Passes on what the child says until it has ended; its exit code."""
+
+    async def read() -> None:
+        while data := await pipe.reader.read(_READ_BYTES):
+            output.take(data)
+        output.take(b"")
+
+    reading = asyncio.create_task(read())
+    try:
+        code = await process.wait()
+        await asyncio.wait([reading], timeout=_LAST_WORDS_S)  # a child of the child may hold the pipe for longer
+    finally:
+        reading.cancel()
+        pipe.transport.close()
+    return code
+
+
+def _why(life: _Life, code: int) -> str:
+    """One line for the user."""
+    name = life.child.name
+    if code >= 0:
+        return f"the {name} has ended with exit code {code}: {life.output.reason or 'it said nothing'}"
+    number = signal.Signals(-code)
+    hint = ", as the system does when memory runs out" if number is signal.SIGKILL else ""
+    return f"the {name} was ended by {number.name}{hint}"
+
+
+def _is_alive(life: _Life) -> bool:
+    return life.process is not None and life.process.returncode is None
+
+
+def _send(life: _Life, number: signal.Signals) -> None:
+    if life.process is not None and _is_alive(life):
+        with contextlib.suppress(ProcessLookupError):
+            life.process.send_signal(number)
+
+
+def _describe(code: int) -> dict[str, int | str]:
+    return {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name}

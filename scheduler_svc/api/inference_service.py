@@ -1,0 +1,237 @@
+"""The `Inference` service: admit, prepare, submit, write. What a request's text takes happens in text processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import grpc
+import structlog
+from grpc._cython import cygrpc  # the only place that has the error of a failed write
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from scheduler_svc.api.model_states import model_states
+from scheduler_svc.api.status import refusals
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.engine.engine_core import Core
+from scheduler_svc.errors import NotReady, RequestRefused
+from scheduler_svc.output.mailboxes import Mailbox, Mailboxes
+from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.requests.admission import Admission
+from scheduler_svc.requests.frontend import Frontend
+from scheduler_svc.requests.request_checks import MAX_REQUEST_ID_CHARS
+from scheduler_svc.requests.request_reader import parse, read_head
+from scheduler_svc.requests.request_text import PreparedText
+from scheduler_svc.requests.tenants import Metadata, Tenants
+
+log = structlog.get_logger()
+
+SERVICE = "octavo.v1.Inference"
+_DONE = object()
+MAX_READ_BYTES = 65_536  # of a request that is looked into here, on the event loop: well below a millisecond
+MAX_TOKENS_AT_ONCE = 2048  # of which a group is made on the event loop; of more, on a thread
+
+
+class Texts(Protocol):
+    """Who reads, checks, renders and tokenises: `TextProcesses`."""
+
+    async def prepare(self, data: bytes) -> PreparedText: ...
+
+    async def tokenize(self, data: bytes) -> bytes: ...
+
+    async def detokenize(self, data: bytes) -> bytes: ...
+
+    def close(self, refusal: RequestRefused) -> None: ...
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Answers clients: `texts` and `frontend` prepare, `core` runs, `mailboxes` bring what there is to write.
+
+    `admission` bounds what is in preparation; `Generate`, `Tokenize` and `Detokenize` pass it alike. `tenants` says
+    whose a call is.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        texts: Texts,
+        core: Core,
+        mailboxes: Mailboxes,
+        admission: Admission,
+        tenants: Tenants | None = None,
+    ) -> None:
+        self.is_draining = False
+        self._frontend = frontend
+        self._texts = texts
+        self._core = core
+        self._mailboxes = mailboxes
+        self._admission = admission
+        self._tenants = tenants or Tenants()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._is_broken_off = False
+        self._catching_up = asyncio.Lock()
+
+    async def Generate(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        arrival_ns = time.monotonic_ns()
+        head = _head(data)
+        request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
+        with structlog.contextvars.bound_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS]):
+            async with refusals(context):
+                group, replaces = await self._prepare(data, head, request_id, context.invocation_metadata(), arrival_ns)
+                del data  # a stream may live for hours
+                stream: RequestStream = group.output
+                box = self._mailboxes.open(stream)
+                call = asyncio.current_task()
+                assert call is not None
+                self._calls.add(call)
+                try:
+                    await self._core.submit(group, replaces=replaces)
+                    await _write_all(stream, box, context)
+                except RequestRefused:
+                    raise  # it was never taken
+                except BaseException as error:
+                    self._core.abandon(group)
+                    if self._is_broken_off:
+                        raise NotReady("this server is shutting down; another can go on with `resume`") from None
+                    if isinstance(error, asyncio.CancelledError):
+                        log.info("client is gone")
+                    raise
+                else:
+                    self._core.forget(group)
+                finally:
+                    self._calls.discard(call)
+                    self._mailboxes.close(stream)
+
+    async def _prepare(
+        self, data: bytes, head: pb.GenerateRequest, request_id: str, metadata: Metadata | None, arrival_ns: int
+    ) -> tuple[SequenceGroup, bool]:
+        """A group, and whether it replaces a live one. Refuses what cannot be taken anyway before any work is done."""
+        num_preparing = self._admission.num_requests
+        try:
+            of_call = self._tenants.of_call(metadata)
+            head.tenant = self._tenants.check(of_call, head.tenant)
+            with self._admission.admit(len(data)):
+                if self.is_draining:
+                    raise NotReady("this server is draining")
+                await self._core.check_room(head, num_preparing)
+                prepared = await self._texts.prepare(data)
+                request = prepared.request
+                request.request_id = request.request_id or request_id
+                request.tenant = self._tenants.check(of_call, request.tenant)
+                group = await self._new_group(prepared, arrival_ns)
+                if group.output.is_behind:
+                    await self._catch_up(group.output)
+                return group, request.attempt > 0 or bool(request.resume)
+        except RequestRefused as refusal:
+            self._core.refused(refusal)
+            raise
+
+    async def _new_group(self, prepared: PreparedText, arrival_ns: int) -> SequenceGroup:
+        num_tokens = len(prepared.token_ids) + sum(len(output.token_ids) for output in prepared.request.resume)
+        if num_tokens <= MAX_TOKENS_AT_ONCE:
+            return self._frontend.new_group(prepared, arrival_ns)
+        return await asyncio.to_thread(self._frontend.new_group, prepared, arrival_ns)
+
+    def drain(self) -> None:
+        """Takes no more, and sends those away who are not queued yet: nothing of theirs is lost."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._texts.close(NotReady("this server is draining"))
+
+    async def _catch_up(self, stream: RequestStream) -> None:
+        """One piece of one request at a time, between the turns of all others, and none once its client is gone."""
+        pieces = stream.catch_up()
+        is_done = False
+        while not is_done:
+            if self.is_draining:
+                raise NotReady("this server is draining")
+            async with self._catching_up:
+                is_done = next(pieces, _DONE) is _DONE
+                await asyncio.sleep(0)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits for an answer."""
+        return not self._calls and not self._admission.num_requests
+
+    def break_off(self) -> None:
+        """Ends every stream with UNAVAILABLE, so that clients take what they have to another scheduler."""
+        self._is_broken_off = True
+        for call in self._calls:
+            call.cancel()
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        claimed = request.tenant if request.HasField("tenant") else None
+        of_call = self._tenants.of_call(context.invocation_metadata())
+        tenant = claimed if of_call is None else self._tenants.check(of_call, claimed or "")
+        return pb.AbortResponse(found=await self._core.abort(request.request_id, tenant))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
+        model = self._frontend.model(request.model)
+        return pb.ModelInfo(
+            model=model.name,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+            model_hash=model.model_hash,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=model.tokenizer.chat_template is not None,
+            adapters=await self._core.adapters(),
+            kv_cache_dtype=model.kv_cache_dtype,
+            quantization=model.quantization,
+            model_fingerprint=model.fingerprint,
+        )
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=model_states(self._frontend.models()))
+
+    async def Tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await self._admitted(self._texts.tokenize, data)
+
+    async def Detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await self._admitted(self._texts.detokenize, data)
+
+    async def _admitted(self, answer: Callable[[bytes], Awaitable[bytes]], data: bytes) -> bytes:
+        with self._admission.admit(len(data)):
+            return await answer(data)
+
+
+def _head(data: bytes) -> pb.GenerateRequest:
+    """Id and tenant, for the log and the queue; of a large request they are known once it has been prepared."""
+    if len(data) > MAX_READ_BYTES:
+        return pb.GenerateRequest()
+    return parse(read_head, data, f"/{SERVICE}/Generate")
+
+
+async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.ServicerContext) -> None:
+    try:
+        if (admission := stream.admission()) is not None:
+            await context.write(admission)
+        while True:
+            response = await box.receive()
+            await context.write(response)
+            if response.HasField("usage"):
+                return
+    except cygrpc.ExecuteBatchError:  # the client left, or its deadline passed, while this waited to be read
+        raise asyncio.CancelledError from None
+
+
+def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated function does, but that what takes text comes and goes as bytes: read in a text process."""
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+        ),
+        "Tokenize": grpc.unary_unary_rpc_method_handler(service.Tokenize),
+        "Detokenize": grpc.unary_unary_rpc_method_handler(service.Detokenize),
+    }
+    # The handler that was added first answers; the generated ones after it are for every other method.
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)

@@ -1,0 +1,30 @@
+"""The server that clients call: `Inference`, `Control`, health, reflection and channelz."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from octavo.shared.rpc import Health, add_introspection
+from scheduler_svc.api import inference_service
+from scheduler_svc.api.grpc_server import new_server
+from scheduler_svc.api.inference_service import InferenceService
+from scheduler_svc.config import SchedulerConfig
+
+SERVICES = ("octavo.v1.Inference", "octavo.v1.Control")
+GRACE_S = 1.0  # for streams to read their last message
+
+
+def public_server(
+    config: SchedulerConfig,
+    inference: InferenceService,
+    add_control: Callable[[grpc.aio.Server], None],
+    *,
+    shares_port: bool = False,
+) -> tuple[grpc.aio.Server, Health]:
+    """A server that is neither bound nor started, and its health; `add_control` adds whatever answers `Control`."""
+    server = new_server(config, shares_port=shares_port)
+    inference_service.add_to_server(inference, server)
+    add_control(server)
+    return server, add_introspection(server, SERVICES)

@@ -1,0 +1,117 @@
+"""Refusals as gRPC statuses: one table, and the details that clients read by machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NoReturn
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from octavo.shared import log as logging
+from scheduler_svc.errors import (
+    DuplicateRequest,
+    InvalidRequest,
+    NameTaken,
+    NotReady,
+    QueueFull,
+    RequestRefused,
+    RequestTimeout,
+    TooMany,
+    UnknownName,
+    Unsupported,
+    WorkerFailed,
+)
+
+log = structlog.get_logger()
+
+STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    UnknownName: grpc.StatusCode.NOT_FOUND,
+    RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    NameTaken: grpc.StatusCode.ALREADY_EXISTS,
+    WorkerFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TooMany: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotReady: grpc.StatusCode.UNAVAILABLE,
+}
+MAX_TEXT_BYTES = 500
+MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
+DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
+
+
+@asynccontextmanager
+async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Turns a RequestRefused into its status, a fault of our own into INTERNAL; only the log gets the traceback.
+
+    What the client wrote goes back to it, and never into the log.
+    """
+    try:
+        yield
+    except RequestRefused as error:
+        code, message = STATUS_CODES[type(error)], _shortened(str(error))
+        log.info("request refused", code=code.name, **_loggable(error))
+        await _abort(context, code, message, ((DETAILS_KEY, _details(code, message, error)),))
+    except (grpc.aio.AbortError, grpc.RpcError):
+        raise
+    except Exception as error:
+        log.error("request failed", exception=logging.trace(error))
+        await _abort(context, grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str, metadata: tuple[tuple[str, bytes], ...] = ()
+) -> NoReturn:
+    """Ends the call. It is no fault of ours where the client has not waited for that. Raises AbortError, or
+    CancelledError, as grpc itself does, where nobody is left to be told."""
+    try:
+        await context.abort(code, message, trailing_metadata=metadata)
+    except grpc.aio.AbortError:
+        raise
+    except Exception:
+        log.debug("client is gone before its refusal")
+        raise asyncio.CancelledError from None
+    raise AssertionError("aborted calls do not come here")
+
+
+def _loggable(error: RequestRefused) -> dict[str, object]:
+    """Why, but for what the client wrote: a message quotes what is wrong with a request, a field's name does not."""
+    if isinstance(error, InvalidRequest):
+        return {"fields": [violation.field.partition("[")[0] for violation in error.violations[:MAX_VIOLATIONS]]}
+    quotes_nothing = isinstance(error, QueueFull | TooMany | NotReady | RequestTimeout)
+    return {"why": str(error) if quotes_nothing else type(error).__name__}
+
+
+def _shortened(text: str) -> str:
+    """Status and details are sent as headers, of which HTTP/2 peers take 8 KiB: what a client wrote may be longer."""
+    data = text.encode()
+    return text if len(data) <= MAX_TEXT_BYTES else f"{data[:MAX_TEXT_BYTES].decode(errors='ignore')} ..."
+
+
+def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> bytes:
+    status = status_pb2.Status(code=code.value[0], message=message)
+    if isinstance(error, InvalidRequest):
+        violations = [
+            error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field, description=_shortened(violation.description)
+            )
+            for violation in error.violations[:MAX_VIOLATIONS]
+        ]
+        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
+    elif isinstance(error, QueueFull):
+        delay = duration_pb2.Duration(nanos=0)
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status.SerializeToString()
+
+
+def _packed(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,69 @@
+"""Where prepared groups go, as the services that answer clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from protos import inference_pb2 as pb
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.errors import RequestRefused
+
+
+class Core(Protocol):
+    """The engine in this process, or the link to the one that has it."""
+
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        """Raises QueueFull where `submit` would, `num_preparing` others having come before: nothing is prepared yet."""
+
+    def refused(self, refusal: RequestRefused) -> None:
+        """Takes note of a request that was refused before it was submitted."""
+
+    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        """Queues a group, `replaces`: in place of a live one of its tenant and id. Raises RequestRefused."""
+
+    def forget(self, group: SequenceGroup) -> None:
+        """A submitted group has ended, and everything is written."""
+
+    def abandon(self, group: SequenceGroup) -> None:
+        """Nobody reads it any more; does nothing for one that has ended."""
+
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """Ends live requests of this id, of one tenant or of all; False when there is none."""
+
+    async def adapters(self) -> list[str]:
+        """Names of those that a request may use now."""
+
+
+class EngineCore:
+    """The engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        self._engine.live.check_room(request.tenant, request.request_id, num_preparing)
+
+    def refused(self, refusal: RequestRefused) -> None:
+        self._engine.metrics.rejected(refusal)
+
+    async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        # Once more where another replacement was faster.
+        for replaced in self._engine.live.find(group.request_id, group.tenant) if replaces else ():
+            self._engine.abandon(replaced)
+        while replaces and self._engine.abort(group.request_id, group.tenant):
+            await asyncio.wrap_future(self._engine.call(lambda: None))  # between steps: the id is free by then
+        self._engine.submit(group)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The engine has done so when it ended."""
+
+    def abandon(self, group: SequenceGroup) -> None:
+        self._engine.abandon(group)
+
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        return self._engine.abort(request_id, tenant)
+
+    async def adapters(self) -> list[str]:
+        return self._engine.adapters.names()

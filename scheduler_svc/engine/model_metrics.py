@@ -1,0 +1,66 @@
+"""The metrics of every model of a scheduler, by the name that requests give; revisions of one name count together.
+
+As `Metrics`, the step loop's thread writes, and others may read at any time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from scheduler_svc.engine.metrics import Metrics
+from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, QueueFull, RequestRefused, UnknownName
+
+MAX_NAMES = 64  # that are told apart: they come from workers, and what was counted is never forgotten
+OTHERS = "others"
+_REJECTIONS: dict[type[RequestRefused], str] = {
+    QueueFull: "queue_full",
+    NotReady: "not_ready",
+    DuplicateRequest: "duplicate",
+    InvalidRequest: "invalid",
+    UnknownName: "unknown_name",
+}
+
+
+class ModelMetrics:
+    """Models are named before anything of theirs is counted; what is of none has the name "".
+
+    Attributes:
+        num_rejected: requests that were not admitted, by reason: most before it was known which model they are for.
+    """
+
+    def __init__(self, counts_prefixes: bool) -> None:
+        self._counts_prefixes = counts_prefixes
+        self._by_name: dict[str, Metrics] = {"": Metrics(counts_prefixes)}
+        self._names: dict[str, str] = {}  # by fingerprint
+        self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
+
+    def introduce(self, fingerprint: str, name: str) -> None:
+        if name not in self._by_name and len(self._by_name) > MAX_NAMES:
+            name = OTHERS
+        self._by_name.setdefault(name, Metrics(self._counts_prefixes))
+        self._names[fingerprint] = name
+
+    def forget(self, fingerprint: str) -> None:
+        """What was counted under its name stays."""
+        self._names.pop(fingerprint, None)
+
+    def name_of(self, fingerprint: str) -> str:
+        return self._names.get(fingerprint, "")
+
+    def of(self, fingerprint: str) -> Metrics:
+        return self._by_name[self._names.get(fingerprint, "")]
+
+    def by_name(self) -> dict[str, Metrics]:
+        """That of no model only while there is no other."""
+        named = {name: metrics for name, metrics in list(self._by_name.items()) if name}
+        return named or dict(self._by_name)
+
+    def total(self) -> Metrics:
+        """Of all models together, as they are now."""
+        total = Metrics(self._counts_prefixes)
+        for metrics in list(self._by_name.values()):
+            total.add(metrics)
+        return total
+
+    def rejected(self, refusal: RequestRefused) -> None:
+        self.num_rejected[_REJECTIONS.get(type(refusal), "unsupported")] += 1

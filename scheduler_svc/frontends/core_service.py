@@ -1,0 +1,70 @@
+"""The `Core` service, which frontend processes of this scheduler call over its Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from octavo.shared import log as logging
+from protos import frontend_pb2, frontend_pb2_grpc
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import RequestRefused
+from scheduler_svc.frontends.frontend_links import FrontendLink, FrontendLinks
+from scheduler_svc.frontends.frontend_messages import encode_refusal
+from scheduler_svc.serving import Serving
+
+log = structlog.get_logger()
+
+
+class CoreService(frontend_pb2_grpc.CoreServicer):
+    """A link for as long as a frontend is connected."""
+
+    def __init__(self, serving: Serving, links: FrontendLinks) -> None:
+        self._serving = serving
+        self._links = links
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[frontend_pb2.FrontendMessage], context: grpc.aio.ServicerContext
+    ) -> None:
+        link = FrontendLink(self._serving)
+        self._links.add(link)
+        reading = asyncio.create_task(_read(request_iterator, link))
+        try:
+            async for events in link.outbox.batches():
+                is_queue_full = self._serving.engine.live.is_full
+                await context.write(frontend_pb2.CoreMessage(events=events, is_queue_full=is_queue_full))
+        finally:
+            reading.cancel()
+            self._links.remove(link)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        tenant = request.tenant if request.HasField("tenant") else None
+        return pb.AbortResponse(found=self._serving.engine.abort(request.request_id, tenant))
+
+    async def CheckRoom(
+        self, request: frontend_pb2.CheckRoomRequest, context: grpc.aio.ServicerContext
+    ) -> frontend_pb2.CheckRoomResponse:
+        try:
+            self._serving.engine.live.check_room(request.tenant, request.request_id, request.num_preparing)
+        except RequestRefused as error:
+            return frontend_pb2.CheckRoomResponse(refused=encode_refusal(0, error))
+        return frontend_pb2.CheckRoomResponse()
+
+    async def ListAdapters(
+        self, request: frontend_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> frontend_pb2.ListAdaptersResponse:
+        return frontend_pb2.ListAdaptersResponse(names=self._serving.engine.adapters.names())
+
+
+async def _read(messages: AsyncIterator[frontend_pb2.FrontendMessage], link: FrontendLink) -> None:
+    try:
+        async for message in messages:
+            for event in message.events:
+                link.take(event)
+    except Exception as error:
+        log.error("a frontend's message failed", exception=logging.trace(error))
+    finally:
+        link.outbox.close()

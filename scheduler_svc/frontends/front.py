@@ -1,0 +1,100 @@
+"""Between clients and the core: what listens on the scheduler's port, in this process or in others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import grpc
+
+from octavo.shared.rpc import Health, bind
+from scheduler_svc.api import control_service
+from scheduler_svc.api.control_service import ControlService
+from scheduler_svc.api.inference_service import InferenceService
+from scheduler_svc.api.public_server import GRACE_S, public_server
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.engine.engine_core import EngineCore
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.output.mailboxes import Mailboxes
+from scheduler_svc.requests.admission import Admission
+from scheduler_svc.requests.tenants import Tenants
+from scheduler_svc.requests.text_processes import TextProcesses
+from scheduler_svc.serving import Outputs, Serving
+
+
+class Shown(Protocol):
+    """Whoever tells clients what there is."""
+
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        """Tells whether requests can be served, and by which models; called when either changes."""
+
+
+class Front(Shown, Protocol):
+    """Opened once, before the `Serving` that writes to `outputs` is started; closed once, after that has stopped."""
+
+    @property
+    def outputs(self) -> Outputs:
+        """Takes what the step loop hands out."""
+
+    async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
+        """Lets clients in, and returns the port; `drain` is for a client who may end the server. Raises BindError."""
+
+    async def drain(self) -> None:
+        """No new requests, and not ready, from now on and for good."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer; of interest while it drains."""
+
+    def break_off(self) -> None:
+        """Sends everyone who still waits to another scheduler."""
+
+    async def close(self) -> None:
+        """Lets what is written be read, and ends."""
+
+
+class InProcessFront:
+    """Everything on one event loop."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.outputs = self._mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
+        self._config = config
+        self._texts: TextProcesses
+        self._inference: InferenceService
+        self._server: grpc.aio.Server
+        self._health: Health
+
+    async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
+        self._texts = TextProcesses(serving.frontend.models, **self._config.text_options())
+        admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
+        core = EngineCore(serving.engine)
+        tenants = Tenants(self._config.tenant_metadata)
+        self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
+        add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
+        self._server, self._health = public_server(self._config, self._inference, add_control)
+        port = bind(self._server, self._config.host, self._config.port)
+        await self._server.start()
+        self._texts.start()
+        return port
+
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        self._texts.expect(models)
+        await self._health.set_ready(is_ready and not self._inference.is_draining)
+
+    async def drain(self) -> None:
+        self._inference.drain()
+        await self._health.set_ready(False)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._inference.is_idle
+
+    def break_off(self) -> None:
+        self._inference.break_off()
+
+    async def close(self) -> None:
+        await self._texts.stop()
+        await self._health.shut_down()
+        await self._server.stop(GRACE_S)

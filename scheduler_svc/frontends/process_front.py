@@ -1,0 +1,85 @@
+"""Clients are served by frontend processes that share the port; this process, the core, serves those over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from octavo.shared.options import to_arguments
+from octavo.shared.ports import reserve_port
+from octavo.shared.rpc import SERVER_OPTIONS
+from protos import frontend_pb2_grpc
+from scheduler_svc.api import control_service
+from scheduler_svc.api.control_service import ControlService
+from scheduler_svc.api.public_server import GRACE_S
+from scheduler_svc.api.request_guard import RequestGuard
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.engine.live_requests import LiveRequests
+from scheduler_svc.frontends.core_service import CoreService
+from scheduler_svc.frontends.frontend_links import FrontendLinks
+from scheduler_svc.frontends.kept_processes import KeptProcesses
+from scheduler_svc.frontends.told_state import ToldState
+from scheduler_svc.models.served_models import ServedModels
+from scheduler_svc.serving import Serving
+
+
+class ProcessFront:
+    """A `Front` of `config.frontends` processes.
+
+    Socket and tokenizer files lie in a folder that nobody but this user can enter.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.outputs = self._links = FrontendLinks(asyncio.get_running_loop())
+        self._config = config
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(),))
+        self._reserved: socket.socket  # keeps the port while no frontend listens
+        self._folder: Path
+        self._state: ToldState
+        self._live: LiveRequests
+        self._processes: KeptProcesses
+
+    async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
+        config = self._config
+        self._live = serving.engine.live
+        self._reserved, port = reserve_port(config.host, config.port)
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._state = ToldState(self._links, self._folder)
+        address = f"unix:{self._folder}/core"
+        frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, self._links), self._server)
+        control_service.add_to_server(ControlService(serving, config, drain), self._server)
+        self._server.add_insecure_port(address)
+        await self._server.start()
+        options = to_arguments(dataclasses.replace(config, port=port))
+        command = [sys.executable, "-m", "scheduler_svc.frontends.frontend_process", f"--core={address}", *options]
+        self._processes = KeptProcesses("frontend", lambda number: command, config.frontends, serving.vital)
+        self._processes.start()
+        return port
+
+    async def show(self, is_ready: bool, models: ServedModels) -> None:
+        await self._state.show(is_ready, models)
+
+    async def drain(self) -> None:
+        self._state.drain()
+
+    @property
+    def is_idle(self) -> bool:
+        return not len(self._live)  # what has ended here has been handed to its frontend, and has its grace there
+
+    def break_off(self) -> None:
+        self._state.break_off(not self.is_idle)
+
+    async def close(self) -> None:
+        self._links.close()
+        await self._processes.stop()
+        await self._server.stop(GRACE_S)
+        self._reserved.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

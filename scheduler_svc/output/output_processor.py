@@ -1,0 +1,160 @@
+"""From what the step loop hands out to the streams of its requests; and a thread that does it for `LLM`.
+
+The functions take one answer or one end and return the streams that have a message ready by it. An output that raises
+ends, and no other does.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from functools import partial
+
+import structlog
+
+from octavo.shared import log as logging
+from protos import inference_pb2 as pb
+from protos import worker_pb2
+from scheduler_svc.core.beam_search import BeamHypothesis
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.output.request_stream import RequestStream
+from scheduler_svc.vital_parts import VitalParts
+
+log = structlog.get_logger()
+
+PATIENCE_NS = 100_000_000  # after which the next tokens take along those that wait
+Delivery = list[tuple[RequestStream, pb.GenerateResponse]]
+
+
+def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> list[RequestStream]:
+    """Nobody is woken for them: they go out with the first token."""
+    stream: RequestStream = group.output
+    try:
+        stream.take_prompt_logprobs(LogprobColumns(logprobs))
+    except Exception as error:
+        log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
+        stream.fail()
+    return [stream] if stream.is_finished else []
+
+
+def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs, came_ns: int) -> list[RequestStream]:
+    ready: list[RequestStream] = []
+    logprobs: LogprobColumns | None = None
+    columns = (tokens.sequences.tolist(), tokens.token_ids.tolist(), tokens.entries.tolist(), tokens.finish_reasons)
+    for sequence, token_id, entry, reason in zip(*columns[:3], columns[3].tolist(), strict=True):
+        stream: RequestStream = sequence.group.output
+        was_ready = stream.is_ready
+        try:
+            if stream.reads_logprobs:
+                logprobs = logprobs or LogprobColumns(outputs)
+                stream.take_logprobs(sequence, logprobs, entry)
+            stream.take(sequence, token_id, reason, came_ns)
+        except Exception as error:
+            log.error("output failed", request_id=stream.group.request_id, exception=logging.trace(error))
+            stream.fail()
+        if stream.is_finished or (stream.is_ready and not was_ready):
+            ready.append(stream)
+    return ready
+
+
+def take_beams(group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> list[RequestStream]:
+    stream: RequestStream = group.output
+    try:
+        stream.take_beams(hypotheses)
+    except Exception as error:
+        log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
+        stream.fail()
+    return [stream]
+
+
+def take_end(group: SequenceGroup, reason: FinishReason, message: str) -> list[RequestStream]:
+    stream: RequestStream = group.output
+    try:
+        stream.end(reason, message)
+    except Exception as error:
+        log.error("output failed", request_id=group.request_id, exception=logging.trace(error))
+        stream.fail()
+    return [stream]
+
+
+class OutputProcessor:
+    """An `OutputSink` with a thread of its own: every stream's messages are made as soon as there is something to say.
+
+    `deliver` is called on that thread, with the messages of one answer together, so that whoever takes them is woken
+    once a step.
+
+    Attributes:
+        patience: how many tokens may wait for one another before outputs are made of them, as long as none ends a
+            sequence and they are not `PATIENCE_NS` old. Above 1 where nobody reads along and no text is looked through
+            for its end: the thread is then woken every so many tokens, not every step.
+    """
+
+    def __init__(self, deliver: Callable[[Delivery], None], vital: VitalParts | None = None) -> None:
+        self.patience = 1
+        self._deliver = deliver
+        self._work: deque[Callable[[], list[RequestStream]]] = deque()
+        self._num_waiting = 0  # tokens of the work since the bell was rung
+        self._waits_since_ns = 0  # the first of them
+        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()  # there is work; False: and no more will come
+        self._was_told_to_end = False
+        self._thread = (vital or VitalParts()).thread("output", self._run, lambda: self._was_told_to_end)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._was_told_to_end = True
+        if self._thread.is_alive():
+            self._bell.put(False)
+            self._thread.join()
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        self._put(partial(take_prompt_logprobs, group, logprobs))
+
+    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        came_ns = time.monotonic_ns()
+        self._work.append(partial(take_tokens, tokens, outputs, came_ns))
+        if not self._num_waiting:
+            self._waits_since_ns = came_ns
+        self._num_waiting += len(tokens.sequences)
+        is_late = came_ns - self._waits_since_ns >= PATIENCE_NS
+        if is_late or self._num_waiting >= self.patience or tokens.finish_reasons.any():
+            self._ring()
+
+    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
+        self._put(partial(take_beams, group, hypotheses))
+
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        self._put(partial(take_end, group, reason, message))
+
+    def run_pending(self) -> None:
+        """Makes and delivers what is there, for a caller who has not started the thread."""
+        while self._work:
+            self._make(self._work.popleft())
+
+    def _put(self, work: Callable[[], list[RequestStream]]) -> None:
+        self._work.append(work)
+        self._ring()
+
+    def _ring(self) -> None:
+        self._num_waiting = 0
+        self._bell.put(True)
+
+    def _run(self) -> None:
+        goes_on = True
+        while goes_on:
+            goes_on = self._bell.get()
+            self.run_pending()
+
+    def _make(self, work: Callable[[], list[RequestStream]]) -> None:
+        try:
+            streams = work()
+            if delivery := [(stream, message) for stream in streams for message in iter(stream.next_message, None)]:
+                self._deliver(delivery)
+        except Exception as error:
+            log.error("the output thread failed", exception=logging.trace(error))

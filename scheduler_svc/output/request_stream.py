@@ -1,0 +1,261 @@
+"""One request's way out: tokens in, `GenerateResponse` messages out, as many tokens a message as its reader lets wait.
+
+Made by the frontend. Tokens are taken as they come and a message is made when its reader wants one, of everything that
+is new: a reader that falls behind finds one larger message, never a queue of them. Knows nothing of schedulers beyond
+the group's own counters, and nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
+
+import structlog
+
+from octavo.shared import log as logging
+from protos import inference_pb2 as pb
+from scheduler_svc.core.beam_search import BeamHypothesis
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.engine.logprob_columns import LogprobColumns
+from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.output.output_stream import OutputStream
+from scheduler_svc.output.resumed_outputs import ResumedOutput
+from scheduler_svc.text.stop_automaton import StopAutomaton
+from scheduler_svc.text.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+MAX_ENTRIES_A_MESSAGE = 16_384  # tokens and alternatives: some 300 kB, where plain clients take 4 MiB
+
+
+class RequestStream:
+    """What one client reads. Not thread-safe.
+
+    With `best_of` > `n`, with beams and without streaming there is nothing to read before all outputs have ended; then
+    come the n best, numbered by rank. Of `best_of` they are those with the highest cumulative logprob, ties to the
+    lower index; what ended otherwise than with STOP or LENGTH comes last. The usage counts the tokens of all `best_of`.
+
+    Args:
+        streams: False gathers everything into one message, the admission included.
+        finish_sequence: called when a stop string ends a sequence that still has steps in flight.
+
+    Attributes:
+        is_ready: `next_message` has something to give.
+        is_finished: all outputs have ended; the message that says so may not have been made yet.
+        reads_logprobs: `take_logprobs` has to come before each `take`.
+        token_times_ns: when tokens of the first sequence came, noted where messages do not show it.
+    """
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        tokenizer: Tokenizer,
+        model: str,
+        *,
+        streams: bool,
+        returns_prompt: bool,
+        finish_sequence: Callable[[Sequence], None],
+    ) -> None:
+        params = group.sampling_params
+        self.group = group
+        self.streams = streams
+        self.is_ready = False
+        self.is_finished = False
+        self.token_times_ns: list[int] = []
+        self._finish_sequence = finish_sequence
+        self._resumed: AbstractSequence[ResumedOutput] = ()
+        self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
+        self._is_gathered = not streams or self._is_ranked or group.uses_beam_search
+        num_entries = 1 + (params.logprobs if params.logprobs >= 0 else tokenizer.vocab_size)
+        self._max_tokens_a_message = max(1, MAX_ENTRIES_A_MESSAGE // num_entries) if streams else sys.maxsize
+        self.reads_logprobs = group.wants_logprobs
+        num_outputs = group.num_outputs if group.uses_beam_search else group.best_of
+        stops = StopAutomaton(params.stop) if params.stop else None
+        self._outputs = [OutputStream(params, tokenizer, stops) for _ in range(num_outputs)]
+        self._num_unfinished = num_outputs
+        self._num_beam_tokens = 0
+        self._tokenizer = tokenizer
+        self._num_top_of_prompt = params.prompt_logprobs
+        # Until they are sent; the first token has none.
+        self._prompt_logprobs = [pb.TokenLogprobs()] if params.HasField("prompt_logprobs") else []
+        self._first_token_ns: int | None = None
+        self._head = pb.GenerateResponse(
+            request_id=group.request_id,
+            seed=params.seed,
+            model=model,
+            model_fingerprint=group.model,
+            admission=pb.Admission(num_prompt_tokens=group.num_prompt_tokens),
+            prompt_token_ids=group.sequences[0].token_ids[: group.num_prompt_tokens].tolist() if returns_prompt else [],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Taken so far, over all outputs; those of beams at the end."""
+        return self._num_beam_tokens or sum(output.num_tokens for output in self._outputs)
+
+    def admission(self) -> pb.GenerateResponse | None:
+        """The first message, unless all of them are gathered into one."""
+        return self._head if self.streams else None
+
+    def resume(self, outputs: AbstractSequence[ResumedOutput]) -> None:
+        """What the client has already of each output, by index; `catch_up` has to follow."""
+        self._resumed = outputs
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client has more than was taken here."""
+        return bool(self._resumed)
+
+    def catch_up(self) -> Iterator[None]:
+        """Takes what the client has already; ended before anything else is taken. Raises InvalidRequest.
+
+        Yields between pieces of the work, of which there may be seconds: whoever lost the client stops there.
+        """
+        if any(resumed.token_ids for resumed in self._resumed):
+            self._prompt_logprobs = []  # came with the first of them
+        for index, resumed in enumerate(self._resumed):
+            output = self._outputs[index]
+            try:
+                yield from output.resume(resumed.token_ids, resumed.finish_reason, resumed.is_told)
+            except ValueError as error:
+                raise InvalidRequest(FieldViolation("resume", f"output {index}: {error}")) from None
+            if output.finish_reason:
+                self._note_end()
+                self.group.sequences[index].status = SequenceStatus.FINISHED
+        self._resumed = ()
+        self.is_ready = self.is_finished or any(output.has_news for output in self._outputs)
+
+    def begins_anew_elsewhere(self) -> None:
+        """Another worker computes the prompt again; its logprobs come again where no token came yet."""
+        if self._prompt_logprobs and self._first_token_ns is None:
+            self._prompt_logprobs = [pb.TokenLogprobs()]
+
+    def take_prompt_logprobs(self, columns: LogprobColumns) -> None:
+        """Those of the next tokens of the prompt, all of which come before the first token."""
+        for entry in range(len(columns)):
+            self._prompt_logprobs.append(columns.at(entry, self._num_top_of_prompt, self._tokenizer.token_text))
+
+    def take(self, sequence: Sequence, token_id: int, reason: int, came_ns: int) -> None:
+        """One token; `reason` where it ended the sequence."""
+        if self._first_token_ns is None:
+            self._note_first_token(came_ns)
+        if self._is_gathered and sequence.index == 0:
+            self.token_times_ns.append(came_ns)
+        output = self._outputs[sequence.index]
+        if output.finish_reason:
+            return  # drawn by a step in flight when a stop string was found
+        output.take(token_id, reason)
+        if output.finish_reason:
+            self._note_end()
+            if not reason:
+                self._finish_sequence(sequence)
+        elif not self._is_gathered:
+            self.is_ready = True
+
+    def take_logprobs(self, sequence: Sequence, columns: LogprobColumns, entry: int) -> None:
+        """Those of the sequence's next token."""
+        output = self._outputs[sequence.index]
+        if not output.finish_reason:
+            output.take_logprobs(columns, entry)
+
+    def take_beams(self, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
+        """All outputs at once, ranked."""
+        self._num_beam_tokens = sum(len(hypothesis.token_ids) for hypothesis in hypotheses)
+        self._note_first_token(time.monotonic_ns())
+        for output, hypothesis in zip(self._outputs, hypotheses, strict=False):
+            if not output.finish_reason:
+                output.take_beam(hypothesis)
+                self._note_end()
+        self.end(FinishReason.ERROR, f"the search gave {len(hypotheses)} outputs of {len(self._outputs)}")
+
+    def end(self, reason: FinishReason, message: str) -> None:
+        """Ends every output that has not ended."""
+        for output in self._outputs:
+            if not output.finish_reason:
+                output.end(reason, message)
+                self._note_end()
+
+    def fail(self) -> None:
+        """Ends the request after a fault of our own in making its output."""
+        for sequence in self.group.sequences:
+            self._finish_sequence(sequence)
+        if not self.is_finished:
+            for output in self._outputs:
+                output.fail()
+            self._num_unfinished = 0
+            self.is_finished = self.is_ready = True
+
+    def next_message(self) -> pb.GenerateResponse | None:
+        """What is new, as one message, up to a size that any client takes; None when nothing is, or after the last one.
+
+        Without streaming there is one message, however large.
+        """
+        if not self.is_ready:
+            return None
+        response = pb.GenerateResponse()
+        if self._prompt_logprobs:
+            self._add_prompt_logprobs(response)
+        room, chosen = self._max_tokens_a_message, self._chosen()
+        for index, output in enumerate(chosen):
+            if output.has_news and room > 0:
+                delta = response.outputs.add()
+                room -= self._write(output, delta, room)
+                delta.index = index
+        self.is_ready = room <= 0 and any(output.has_news for output in chosen)
+        if self.is_finished and not self.is_ready:
+            if not self.streams:
+                response.MergeFrom(self._head)
+            self._add_summary(response)
+        return response
+
+    def _note_first_token(self, came_ns: int) -> None:
+        self._first_token_ns = came_ns
+        if self._prompt_logprobs and len(self._prompt_logprobs) != self.group.num_prompt_tokens:
+            raise ValueError(f"a token came after {len(self._prompt_logprobs)} logprobs of the prompt")
+
+    def _note_end(self) -> None:
+        self._num_unfinished -= 1
+        self.is_finished = not self._num_unfinished
+        self.is_ready = self.is_finished or not self._is_gathered
+
+    def _write(self, output: OutputStream, delta: pb.OutputDelta, max_tokens: int) -> int:
+        try:
+            return output.write(delta, max_tokens)
+        except Exception as error:
+            log.error("output failed", request_id=self.group.request_id, exception=logging.trace(error))
+            if not output.finish_reason:
+                self._note_end()
+                self._finish_sequence(self.group.sequences[self._outputs.index(output)])
+            output.fail()
+            delta.Clear()
+            return output.write(delta, max_tokens)
+
+    def _add_prompt_logprobs(self, response: pb.GenerateResponse) -> None:
+        """Whole or, of a request that ended before its first token, not at all."""
+        if len(self._prompt_logprobs) == self.group.num_prompt_tokens:
+            response.prompt_logprobs.extend(self._prompt_logprobs)
+        self._prompt_logprobs = []
+
+    def _chosen(self) -> list[OutputStream]:
+        """The outputs that the client gets, in its order."""
+        if not self._is_ranked:
+            return self._outputs
+        return sorted(self._outputs, key=_rank)[: self.group.num_outputs]
+
+    def _add_summary(self, response: pb.GenerateResponse) -> None:
+        group, now_ns = self.group, time.monotonic_ns()
+        response.usage.prompt_tokens = group.num_prompt_tokens
+        response.usage.completion_tokens = self.num_tokens
+        response.usage.cached_tokens = group.num_cached_tokens
+        timings = response.timings
+        timings.queue_ns = (group.first_scheduled_ns or now_ns) - group.arrival_ns
+        timings.first_token_ns = (self._first_token_ns or now_ns) - group.arrival_ns
+        timings.total_ns = now_ns - group.arrival_ns
+        timings.times_preempted, timings.times_moved = group.num_preemptions, group.num_moves
+
+
+def _rank(output: OutputStream) -> tuple[bool, float]:
+    has_ended_well = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return not has_ended_well, -output.cumulative_logprob

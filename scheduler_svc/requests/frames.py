@@ -1,0 +1,88 @@
+"""What a text process and the process that started it write to each other: bytes behind their length, nothing pickled.
+
+frame    = u64 length, u8 kind, payload
+payload  = parts behind their lengths (`pack`), or the bytes of one message
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+
+from protos import inference_pb2 as pb
+from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestRefused, UnknownName, Unsupported
+from scheduler_svc.requests.request_text import PreparedText
+
+HEADER = struct.Struct("<QB")
+_LENGTH = struct.Struct("<Q")
+_REFUSALS = {kind.__name__: kind for kind in (InvalidRequest, Unsupported, UnknownName)}
+
+
+class Ask(enum.IntEnum):
+    LOAD = 0
+    PREPARE = 1
+    TOKENIZE = 2
+    DETOKENIZE = 3
+
+
+class Answer(enum.IntEnum):
+    OK = 0
+    REFUSED = 1  # payload: what to raise
+    FAILED = 2  # payload: the traceback of a fault of our own
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    return HEADER.pack(len(payload), kind) + payload
+
+
+def pack(parts: Iterable[bytes]) -> bytes:
+    return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+
+
+def unpack(data: bytes) -> list[bytes]:
+    parts, position = [], 0
+    while position < len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        parts.append(data[position : position + length])
+        position += length
+    return parts
+
+
+def encode_prepared(prepared: PreparedText) -> bytes:
+    """Takes the prompt out of the request."""
+    prepared.request.ClearField("prompt_kind")
+    return pack(
+        [prepared.request.SerializeToString(), *map(_encode_ids, (prepared.token_ids, *prepared.bad_words))],
+    )
+
+
+def decode_prepared(data: bytes) -> PreparedText:
+    request, token_ids, *bad_words = unpack(data)
+    return PreparedText(
+        pb.GenerateRequest.FromString(request), _decode_ids(token_ids), list(map(_decode_ids, bad_words))
+    )
+
+
+def encode_refusal(error: RequestRefused) -> bytes:
+    violations = [(each.field, each.description) for each in getattr(error, "violations", ())]
+    return json.dumps([type(error).__name__, str(error), violations]).encode()
+
+
+def decode_refusal(data: bytes) -> RequestRefused:
+    name, message, violations = json.loads(data)
+    kind = _REFUSALS[name]
+    return InvalidRequest(*(FieldViolation(*each) for each in violations)) if kind is InvalidRequest else kind(message)
+
+
+def _encode_ids(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+def _decode_ids(data: bytes) -> list[int]:
+    token_ids = array("I")
+    token_ids.frombytes(data)
+    return token_ids.tolist()

@@ -1,0 +1,4 @@
+"""Which worker gets which request, by what it costs there in seconds.
+
+Nothing of what a worker does with it, and no step.
+"""

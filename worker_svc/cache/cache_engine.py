@@ -1,0 +1,81 @@
+"""The key/value cache of one worker: blocks on the device, blocks in host memory, and the copies between them.
+
+Knows nothing of sequences: the scheduler says which block goes where. All layers of a kind live in one tensor
+
+    store [num_layers, 2 (key, value), num_blocks, num_kv_heads, block_size, head_size]
+
+so that moving a block moves it in every layer with one call, while a layer's key cache is still one contiguous
+`[num_blocks, num_kv_heads, block_size, head_size]`: the tokens that one head attends to lie next to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from worker_svc.cache.cpu_moves import CpuMoves, untouched_zeros
+from worker_svc.models.config import ModelConfig
+
+STAGING_BYTES = 64 << 20  # of a GPU: what a step can swap out without waiting for the bus
+
+
+class CacheEngine:
+    """Blocks of `block_size` tokens; a block id names the same block in every layer.
+
+    Attributes:
+        store: all of the device's; see above.
+        layers: its parts, (keys, values) of each layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+        shape = (config.num_layers, 2, num_device_blocks, config.num_kv_heads, block_size, config.head_size)
+        self._moves: BlockMoves
+        if torch.device(device).type == "cpu":
+            store = untouched_zeros(shape, dtype)
+            self._moves = CpuMoves(store, num_host_blocks)
+        else:
+            from worker_svc.cache.cuda_moves import CudaMoves  # a compiler of kernels that a CPU worker has no need of
+
+            store = torch.zeros(shape, dtype=dtype, device=device)
+            self._moves = CudaMoves(store, num_host_blocks, STAGING_BYTES)
+        self.store = store
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in store]
+
+    @staticmethod
+    def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one block over all layers."""
+        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_size * dtype.itemsize
+
+    def copy(self, pairs: torch.Tensor) -> None:
+        """Device to device; `pairs` i64[n, 2] of (source, destination) in host memory, no block being both."""
+        self._moves.copy(pairs)
+
+    def swap_out(self, pairs: torch.Tensor) -> None:
+        """Device to host; `pairs` i64[n, 2] of (device block, host block), in host memory."""
+        self._moves.swap_out(pairs)
+
+    def swap_in(self, pairs: torch.Tensor) -> None:
+        """Host to device; `pairs` i64[n, 2] of (host block, device block), in host memory."""
+        self._moves.swap_in(pairs)
+
+
+class BlockMoves(Protocol):
+    """What a kind of device does for `CacheEngine`."""
+
+    def copy(self, pairs: torch.Tensor) -> None: ...
+
+    def swap_out(self, pairs: torch.Tensor) -> None: ...
+
+    def swap_in(self, pairs: torch.Tensor) -> None: ...

@@ -1,0 +1,33 @@
+"""How many threads a worker computes with, and on which cores."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from octavo.shared.cores import allowed_cores, available_cores, parse_cores
+from worker_svc.config import AUTO, WorkerConfig
+from worker_svc.errors import StartupError
+
+log = structlog.get_logger()
+
+
+def set_threads(config: WorkerConfig, device: torch.device) -> None:
+    """To be called on the thread that will run the model: each has a pool of its own. Raises StartupError."""
+    cores: list[int] | None = None
+    if config.cpu_pinning != "none" and device.type == "cpu":
+        cores = allowed_cores() if config.cpu_pinning == AUTO else parse_cores(config.cpu_pinning)
+    # torch counts the cores of its affinity and OMP_NUM_THREADS, but not what a control group pays for.
+    num_threads = config.num_threads or min(torch.get_num_threads(), available_cores(), len(cores or allowed_cores()))
+    torch.set_num_threads(num_threads)
+    if cores is None:
+        return
+    if len(cores) < num_threads:
+        raise StartupError(f"cpu_pinning: {num_threads} threads, and {len(cores)} cores that this process may use")
+    from kernels.cpu.pinning import pin_threads
+
+    try:
+        pin_threads(cores[:num_threads])
+    except ValueError as error:
+        raise StartupError(f"cpu_pinning {config.cpu_pinning}: {error}") from error
+    log.info("threads pinned", cores=cores[:num_threads])

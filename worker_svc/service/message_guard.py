@@ -1,0 +1,100 @@
+"""Bytes that are no message: INVALID_ARGUMENT for who sent them, and one line of the log.
+
+gRPC's own answer is INTERNAL, UNKNOWN for a stream, and a traceback in the log for each.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from octavo.shared.rpc import behaviour
+
+log = structlog.get_logger()
+
+Read = Callable[[bytes], Any]
+Behavior = Callable[..., Any]
+
+_MAKERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class _Malformed(Exception):
+    """The message is meant for the client; it says nothing of what the bytes were."""
+
+
+class MessageGuard(grpc.aio.ServerInterceptor):
+    """Wraps every method of a server, with one request or a stream of them, that is asynchronous and reads messages."""
+
+    def __init__(self) -> None:
+        self._guarded: dict[str, grpc.RpcMethodHandler] = {}  # by method; only such as exist
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        if (guarded := self._guarded.get(details.method)) is not None:
+            return guarded
+        handler = await continuation(details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        self._guarded[details.method] = guarded = _guard(handler, details.method)
+        return guarded
+
+
+def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    read = _reader(handler.request_deserializer, method)
+    behave, make = behaviour(handler), _MAKERS[handler.request_streaming, handler.response_streaming]
+    if not inspect.isasyncgenfunction(behave) and not inspect.iscoroutinefunction(behave):
+        return handler
+    wrap = _guarded_generator if inspect.isasyncgenfunction(behave) else _guarded_coroutine
+    if handler.request_streaming:  # whose messages are read wherever the method asks for one
+        return make(wrap(behave, lambda requests: requests, method), read, handler.response_serializer)
+    return make(wrap(behave, read, method), None, handler.response_serializer)
+
+
+def _guarded_coroutine(behave: Behavior, read: Read, method: str) -> Behavior:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behave(read(request), context)
+        except _Malformed as error:
+            await _refuse(context, error, method)
+
+    return guarded
+
+
+def _guarded_generator(behave: Behavior, read: Read, method: str) -> Behavior:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behave(read(request), context):
+                yield response
+        except _Malformed as error:
+            await _refuse(context, error, method)
+
+    return guarded
+
+
+def _reader(deserialize: Read, method: str) -> Read:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise _Malformed(f"these {len(data)} bytes are no request of {method}: {error}") from None
+
+    return read
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: _Malformed, method: str) -> NoReturn:
+    log.info("bytes that are no message", method=method)
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    raise AssertionError("abort has raised")

@@ -1,0 +1,158 @@
+"""Decode steps of a few batch sizes, captured as graphs: a step of fewer rows is padded to the next of them.
+
+A decode step of a small batch is hundreds of kernels of a few microseconds each, which a host cannot ask for as fast as
+a GPU runs them. A graph asks for all of them at once, but always at the same addresses:
+
+    host       token_ids positions slots seq_lens | pads     one pinned buffer, one copy
+    device     token_ids positions slots seq_lens | pads     the first bytes of `inputs`, laid out as the graph has them
+               block_tables [rows, blocks of the longest possible sequence], of which as many columns are filled as used
+               logits [rows, vocab]                          of all graphs; read before the next one is replayed
+
+A pad has slot -1 and length 0: it is stored nowhere and attends to nothing. The graphs share their memory, and the
+largest is captured first, so that the others find theirs in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+
+from worker_svc.host.graph_backend import Graph, GraphBackend
+from worker_svc.host.uploads import pack, unpack, upload
+from worker_svc.models.attention import AttentionMetadata
+from worker_svc.sampling.last_tokens import LastTokens
+from worker_svc.steps.failures import is_out_of_memory
+from worker_svc.steps.input_batch import InputArrays
+
+log = structlog.get_logger()
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor], torch.Tensor]
+"""(token_ids, positions, attention, logits_rows) to logits: `Model.forward` over one cache."""
+
+_STEPS = ((64, 8), (256, 16), (1024, 64))  # up to so many rows, a graph every so many; beyond, every 256
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Rows that graphs are captured for, rising: 1, 2, 4, 8, 16, 24, ..., and the most that there can be.
+
+    Fewer than half of a replayed step's rows are pads; beyond 64 fewer than a fifth.
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += next((step for most, step in _STEPS if size < most), 256)
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedStep:
+    """A decode step of `num_rows` rows, and the inputs that it reads."""
+
+    num_rows: int
+    inputs: torch.Tensor  # u8, what one copy fills
+    graph: Graph
+
+
+class DecodeGraphs:
+    """Graphs of one model over one cache."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: GraphBackend,
+        last_tokens: LastTokens,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        """`capture` has to follow."""
+        self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        device = self._device = last_tokens.device
+        num_columns = -(-max_model_len // block_size)
+        self._tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._logits_rows = torch.arange(max_num_seqs, device=device)
+        self._logits = torch.zeros(max_num_seqs, vocab_size, device=device)
+        packed, _ = pack(_padded(None, max_num_seqs), pin_memory=False)
+        self._inputs = torch.zeros_like(packed, device=device)
+        self._steps: list[_CapturedStep] = []  # rising
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of the steps that have been captured, rising."""
+        return [step.num_rows for step in self._steps]
+
+    @torch.inference_mode()
+    def capture(self, most_bytes: int) -> None:
+        """Captures as many batch sizes as `most_bytes` of the device's memory suffice for, the largest first."""
+        for num_rows in reversed(batch_sizes(self._max_num_seqs)):
+            try:
+                step = self._capture(num_rows)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                log.warning("no memory for the graph of a decode step", rows=num_rows)
+                continue
+            if (num_bytes := self._backend.bytes_taken()) > most_bytes:
+                log.warning("no room for the graph of a decode step", rows=num_rows, bytes=num_bytes, of=most_bytes)
+                del step  # a smaller one may fit
+                continue
+            self._steps.insert(0, step)
+
+    def suits(self, arrays: InputArrays) -> bool:
+        """Whether this is a decode step, of no more rows than the largest graph, all of which sample."""
+        num_rows = arrays.seq_lens.size
+        is_decode = arrays.max_query_len == 1 and arrays.logits_rows.size == num_rows
+        return is_decode and bool(self._steps) and num_rows <= self._steps[-1].num_rows
+
+    def run(self, arrays: InputArrays) -> torch.Tensor:
+        """Logits of a step that `suits`, f32[R, vocab]; they hold until the next run."""
+        num_rows, num_columns = arrays.block_tables.shape
+        step = next(step for step in self._steps if step.num_rows >= num_rows)
+        is_cuda = self._device.type == "cuda"
+        packed, _ = pack(_padded(arrays, step.num_rows), pin_memory=is_cuda)
+        step.inputs.copy_(packed, non_blocking=True)
+        (tables,) = upload(self._device, arrays.block_tables)
+        self._tables[:num_rows, :num_columns].copy_(tables)
+        step.graph.replay()
+        return self._logits[:num_rows]
+
+    def _capture(self, num_rows: int) -> _CapturedStep:
+        template = _padded(None, num_rows)
+        packed, places = pack(template, pin_memory=False)
+        inputs = self._inputs[: packed.numel()]
+        inputs.copy_(packed)
+        token_ids, positions, slot_mapping, seq_lens = unpack(inputs, template, places)
+        attention = AttentionMetadata(
+            slot_mapping=slot_mapping,
+            query_starts=self._query_starts[: num_rows + 1],
+            seq_lens=seq_lens,
+            block_tables=self._tables[:num_rows],
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+        )
+
+        def work() -> None:
+            known = self._last_tokens.fill_in(token_ids)
+            logits = self._forward(known, positions, attention, self._logits_rows[:num_rows])
+            self._logits[:num_rows].copy_(logits)
+
+        return _CapturedStep(num_rows, inputs, self._backend.capture(work))
+
+
+def _padded(arrays: InputArrays | None, num_rows: int) -> tuple[np.ndarray, ...]:
+    """token_ids, positions, slot_mapping i64[num_rows], seq_lens i32[num_rows]; None: pads alone."""
+    token_ids, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    slot_mapping, seq_lens = np.full(num_rows, -1), np.zeros(num_rows, np.int32)
+    if arrays is not None:
+        used = slice(0, arrays.seq_lens.size)
+        token_ids[used], positions[used] = arrays.token_ids, arrays.positions
+        slot_mapping[used], seq_lens[used] = arrays.slot_mapping, arrays.seq_lens
+    return token_ids, positions, slot_mapping, seq_lens

@@ -1,0 +1,198 @@
+"""Runs one step on the model: input batch, forward pass, draws, answer. Owns the model and its cache.
+
+Decides nothing and keeps nothing of a step but what `SequenceStates` records. Used by the model thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from protos import worker_pb2
+from worker_svc.cache.cache_engine import CacheEngine
+from worker_svc.host.device_marks import DeviceMarks
+from worker_svc.host.graph_backend import GraphBackend
+from worker_svc.host.output_copies import OutputCopies, output_copies
+from worker_svc.host.uploads import upload
+from worker_svc.mirror.sequence_states import UNKNOWN, AppliedRows, SequenceStates
+from worker_svc.mirror.step_columns import BlockOperations
+from worker_svc.models import ModelConfig
+from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.logit_reader import LogitReader
+from worker_svc.sampling.last_tokens import LastTokens
+from worker_svc.sampling.logit_adjustments import LogitAdjustments
+from worker_svc.sampling.prompt_logprobs import PromptLogprobs
+from worker_svc.sampling.row_samples import RowSamples, draw_rows, largest_of_rows
+from worker_svc.steps.decode_graphs import DecodeGraphs
+from worker_svc.steps.input_batch import InputArrays, build_input_arrays
+from worker_svc.steps.launched_step import LaunchedStep
+from worker_svc.steps.step_timer import StepTimer
+
+if TYPE_CHECKING:
+    from worker_svc.models.loader import Model
+
+
+class ModelRunner:
+    """A model, its cache, and the way from resolved rows to an answer."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        block_size: int,
+        device: str | torch.device = "cpu",
+        cache_dtype: torch.dtype | None = None,
+        outputs: OutputCopies | None = None,
+        graph_backend: Callable[[torch.device], GraphBackend] | None = None,
+    ) -> None:
+        """
+        Args:
+            cache_dtype: of keys and values; None: that of the model.
+            outputs: how they come to the host; None: as the device has it.
+            graph_backend: makes what captures decode steps; None: nothing does.
+        """
+        self.config = config
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self._cache_dtype = cache_dtype or config.dtype
+        self._model = model
+        self._cache: CacheEngine | None = None
+        self._graph_backend = graph_backend
+        self._graphs: DecodeGraphs | None = None  # over the cache
+        self._outputs = outputs or output_copies(self.device)
+        self._last_tokens = LastTokens(self.device)
+        self._adjustments = LogitAdjustments(config.vocab_size, self._last_tokens)
+
+    @property
+    def cache(self) -> CacheEngine:
+        """What `allocate_cache` made."""
+        assert self._cache is not None, "a step before Initialize"
+        return self._cache
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of one block over all layers."""
+        return CacheEngine.block_bytes(self.config, self.block_size, self._cache_dtype)
+
+    def allocate_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Replaces the cache; what the old one held is gone."""
+        self.release_cache()
+        self._cache = self.new_cache(num_device_blocks, num_host_blocks)
+
+    def new_cache(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
+        """One like the runner's own, which stays what it is."""
+        return CacheEngine(
+            self.config, self.block_size, num_device_blocks, num_host_blocks, self._cache_dtype, self.device
+        )
+
+    def release_cache(self) -> None:
+        """Gives the cache's memory back, and that of graphs over it."""
+        self._cache = self._graphs = None
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether `capture_graphs` captures any."""
+        return self._graph_backend is not None
+
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
+        """Captures decode steps over the cache, within `most_bytes`; the batch sizes that have a graph, rising."""
+        if self._graph_backend is None:
+            return []
+        layers = self.cache.layers
+
+        def forward(
+            token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata, logits_rows: torch.Tensor
+        ) -> torch.Tensor:
+            return self._model.forward(token_ids, positions, layers, attention, logits_rows)
+
+        self._graphs = DecodeGraphs(
+            forward,
+            self._graph_backend(self.device),
+            self._last_tokens,
+            vocab_size=self.config.vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=self.block_size,
+        )
+        self._graphs.capture(most_bytes)
+        return self._graphs.sizes
+
+    def operate(self, operations: BlockOperations) -> None:
+        """Swaps and copies of a step, in the protocol's order."""
+        if operations.swap_out.size:
+            self.cache.swap_out(torch.from_numpy(operations.swap_out))
+        if operations.swap_in.size:
+            self.cache.swap_in(torch.from_numpy(operations.swap_in))
+        if operations.copies.size:
+            self.cache.copy(torch.from_numpy(operations.copies))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `launch` returns before the outputs are here, and may be called again meanwhile."""
+        return self._outputs.is_late
+
+    def waits_for_outputs(self, states: SequenceStates, rows: AppliedRows) -> bool:
+        """Whether `launch` would read tokens that steps on their way have yet to bring to the mirror.
+
+        The token that a row begins with is filled in on the device, where it counts for penalties as well.
+        """
+        others = ~rows.uses_last_sampled
+        last_inputs = rows.seq_lens[others] - 1
+        if (states.token_ids[rows.slots[others], last_inputs] == UNKNOWN).any():
+            return True
+        return self._adjustments.waits_for_tokens(states, rows.slots[rows.num_samples > 0])
+
+    @torch.inference_mode()
+    def launch(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> LaunchedStep:
+        """Has the rows computed and their samples drawn; gives each its place in `states`.
+
+        What raises here has left `states` as `apply_rows` did.
+        """
+        if rows.slots.size == 0:
+            return LaunchedStep.of_nothing(states, rows)
+        arrays = build_input_arrays(states, rows, self.config.vocab_size)
+        of_prompts = PromptLogprobs(states, rows) if states.sampling.wants_prompt_logprobs[rows.slots].any() else None
+        marks = DeviceMarks(self.device) if self.device.type == "cuda" else None
+        timer.end_phase("prepare_ns")
+        _mark(marks)
+        logits = self._forward(arrays, None if of_prompts is None else of_prompts.reader(self.device))
+        _mark(marks)
+        timer.end_phase("forward_ns")
+        drawn = self._draw(logits, states, rows) if rows.sample_rows.size else None
+        if drawn is not None and self.is_late:
+            (sample_slots,) = upload(self.device, rows.sample_slots)
+            self._last_tokens.put(sample_slots, drawn.token_ids)
+        _mark(marks)
+        copy = self._outputs.start(() if drawn is None else drawn.tensors)
+        tenancies = states.expect_samples(rows)
+        timer.end_phase("sample_ns")
+        return LaunchedStep(states, rows, drawn, tenancies, of_prompts, copy, marks)
+
+    def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
+        """`launch`, and its outputs as soon as they are here."""
+        return self.launch(states, rows, timer).outputs(timer)
+
+    def _draw(self, logits: torch.Tensor, states: SequenceStates, rows: AppliedRows) -> RowSamples:
+        """Adjusts `logits` f32[L, vocab] where somebody asked for it, and draws; L rows sample."""
+        sampling = states.sampling
+        if sampling.takes_largest[rows.sample_slots].all():
+            return largest_of_rows(logits, rows)
+        slots = rows.slots[rows.num_samples > 0]
+        keeps_logits = sampling.wants_raw_logits(slots)
+        adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
+        return draw_rows(adjusted, sampling, rows, raw_logits=logits)
+
+    def _forward(self, arrays: InputArrays, reader: LogitReader | None) -> torch.Tensor:
+        if self._graphs is not None and reader is None and self._graphs.suits(arrays):
+            return self._graphs.run(arrays)
+        batch = arrays.to_device(self.device, self._last_tokens)
+        return self._model.forward(
+            batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader
+        )
+
+
+def _mark(marks: DeviceMarks | None) -> None:
+    if marks is not None:
+        marks.mark()

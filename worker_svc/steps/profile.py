@@ -1,0 +1,140 @@
+"""What a step costs, as measured at the start: memory at its peak, tokens a second, and how fast blocks are swapped.
+
+On a GPU the step that is measured is the largest there can be, in tokens and in rows that sample with everything on,
+and its peak counts as it is. On a CPU it would take seconds: a small prefill is scaled up by its tokens, and what
+sampling takes is added by arithmetic.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from protos import worker_pb2
+from worker_svc.cache.cache_sizing import Limits
+from worker_svc.host.device_memory import DeviceMemory
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.step_timer import StepTimer
+
+_CPU_TOKENS = 128  # of one prefill
+_WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
+_SWAPPED_BYTES = 16 << 20  # one way, to measure it
+_SWAPS = 3  # of which the median counts
+# An entry of the vocabulary and row: logits, those of the rows that draw, an adjusted copy, counts, and where all
+# tokens' logprobs are wanted their ids and logprobs.
+_SAMPLING_BYTES = 4 + 4 + 4 + 4 + 8 + 4
+_READING_BYTES = 4 + 8 + 4  # likewise, for logprobs of a prompt: logits, and ids and logprobs of all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Of one step."""
+
+    num_tokens: int
+    peak_bytes: int  # besides weights and cache
+    is_whole: bool  # whether it was as large as a step can be
+    prefill_tokens_per_s: float
+
+
+class Profiler:
+    """Measures `runner`, in caches of its own: whatever the runner's cache held is gone."""
+
+    def __init__(self, runner: ModelRunner, memory: DeviceMemory) -> None:
+        self._runner, self._memory = runner, memory
+
+    def measure(self, bounds: Limits) -> Profile:
+        """A prefill, after a smaller one that compiles and warms up. `bounds` are the largest that may be asked for."""
+        is_whole = not self._memory.is_host
+        longest = max(bounds.max_model_len - 2, 1)  # a prompt, a token drawn after it, and one more
+        num_seqs = bounds.max_num_seqs if is_whole else 1
+        num_tokens = min(bounds.max_num_batched_tokens, num_seqs * longest)
+        if not is_whole:
+            num_tokens = min(num_tokens, _CPU_TOKENS)
+        self._measure(1, min(num_tokens, longest, _WARM_UP_TOKENS))
+        if is_whole:  # so many rows call for other kernels, which are compiled and loaded when they are first asked for
+            self._measure(num_seqs, num_tokens)
+        num_bytes, seconds = self._measure(num_seqs, num_tokens)
+        self._runner.release_cache()
+        return Profile(num_tokens, num_bytes, is_whole, num_tokens / seconds)
+
+    def step_bytes(self, profile: Profile, limits: Limits) -> int:
+        """The most memory that a step of this size takes besides weights and cache."""
+        config = self._runner.config
+        if profile.is_whole:
+            # Sequences of the profile are short; what attention keeps of segments grows with the longest one.
+            from kernels.paged_attention import scratch_bytes  # here: a worker on a CPU does without Triton
+
+            most = scratch_bytes(limits.max_num_seqs, config.num_heads, config.head_size, limits.max_model_len)
+            return profile.peak_bytes + most
+        # What the head gives is converted to float32 where it is less.
+        head_bytes = config.dtype.itemsize % 4
+        row_bytes = max(
+            limits.max_num_seqs * (_SAMPLING_BYTES + head_bytes), MAX_ROWS_AT_ONCE * (_READING_BYTES + head_bytes)
+        )
+        of_tokens = profile.peak_bytes / profile.num_tokens * limits.max_num_batched_tokens
+        return int(of_tokens) + config.vocab_size * row_bytes
+
+    def swap_bytes_per_s(self) -> float:
+        """One way between the runner's device and host blocks, in the slower direction; 0 without host blocks.
+
+        In host memory two small stores stand for these. A block has a place in every layer, so that a few of them touch
+        pages all over the runner's own: 120 of 2 MiB for SmolLM2, with which a worker was ready 0.2 to 0.4 s later.
+        """
+        cache = self._runner.cache
+        most = min(cache.num_host_blocks, cache.num_device_blocks)
+        num_blocks = min(-(-_SWAPPED_BYTES // self._runner.block_bytes), most)
+        if num_blocks == 0:
+            return 0.0
+        if self._memory.is_host:
+            cache = self._runner.new_cache(num_blocks, num_blocks)
+        pairs = torch.arange(num_blocks)[:, None].expand(-1, 2).contiguous()  # as `ModelRunner.operate` has them
+        both = (cache.swap_out, cache.swap_in)
+        for swap in both:
+            swap(pairs)  # touches the pages
+        seconds = max(statistics.median(self._seconds(partial(swap, pairs)) for _ in range(_SWAPS)) for swap in both)
+        return num_blocks * self._runner.block_bytes / seconds
+
+    def _measure(self, num_seqs: int, num_tokens: int) -> tuple[int, float]:
+        """Peak and seconds of a prefill of `num_tokens` by `num_seqs` sequences that all sample; then a decode step."""
+        block_size = self._runner.block_size
+        lengths = np.full(num_seqs, num_tokens // num_seqs) + (np.arange(num_seqs) < num_tokens % num_seqs)
+        num_blocks = -(-(int(lengths.max()) + 1) // block_size)  # of each
+        states = SequenceStates(num_seqs, int(lengths.max()) + 2, block_size, num_seqs * num_blocks)
+        self._runner.allocate_cache(num_seqs * num_blocks, 0)
+        slots = np.arange(num_seqs, dtype="<u2").tobytes()
+        prefill = worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=slots, query_lens_u32=lengths.astype("<u4").tobytes()))
+        prefill.rows.num_samples_u16 = np.ones(num_seqs, "<u2").tobytes()
+        group = prefill.groups.add(request_id="profile")
+        group.sampling_params.seed = 0
+        if not self._memory.is_host:  # whatever costs memory
+            group.sampling_params.top_p = 0.9
+            group.sampling_params.repetition_penalty = 1.1
+            group.sampling_params.logprobs = 1
+        for slot, length in enumerate(lengths.tolist()):
+            table = range(slot * num_blocks, (slot + 1) * num_blocks)
+            token_ids = (index % self._runner.config.vocab_size for index in range(length))
+            group.sequences.add(slot=slot, index=slot, token_ids=token_ids, block_table=table)
+        seconds: list[float] = []
+        timed = partial(self._seconds, partial(self._run, states, prefill))
+        peak_bytes = self._memory.peak_bytes(lambda: seconds.append(timed()))
+        self._run(states, worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=slots, num_decode_rows=num_seqs)))
+        return peak_bytes, seconds[0]
+
+    def _run(self, states: SequenceStates, step: worker_pb2.Step) -> None:
+        self._runner.run(states, states.apply(step).rows, StepTimer(time.perf_counter_ns()))
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """How long work takes, until the device is done with it."""
+        started_s = time.perf_counter()
+        work()
+        if not self._memory.is_host:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started_s

@@ -1,0 +1,242 @@
+"""The worker behind the servicer: sizes the cache, and runs steps in order on the model thread.
+
+A failed step is answered FAILED with nothing of its rows left in the mirror; every later one is SKIPPED until a step
+says `resume_after` with the failed step's id (`StepPipeline`). Never decides what runs. Methods may be called from any
+thread; what they start runs on the model thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import structlog
+import torch
+
+from protos import worker_pb2
+from worker_svc.cache.cache_engine import STAGING_BYTES
+from worker_svc.cache.cache_sizing import Limits, size_cache
+from worker_svc.cache.cached_blocks import CachedBlocks
+from worker_svc.config import WorkerConfig
+from worker_svc.host.device_memory import memory_of
+from worker_svc.host.memory import GIB, available_bytes
+from worker_svc.host.touch_ahead import TouchAhead
+from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.steps.giving_way import GivingWay, may_give_way
+from worker_svc.steps.launched_step import LaunchedStep
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.model_thread import ModelThread
+from worker_svc.steps.profile import Profile, Profiler
+from worker_svc.steps.recent_requests import RecentRequests
+from worker_svc.steps.step_pipeline import Deliver, StepPipeline
+from worker_svc.steps.step_timer import StepTimer
+
+log = structlog.get_logger()
+
+
+class Worker:
+    """A model runner, its mirror, and the thread on which both live."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: WorkerConfig,
+        thread: ModelThread | None = None,
+        end_process: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            thread: the one that loaded the model, where it was loaded on one (`server.load` says why).
+            end_process: called when the device is lost; None: the process ends at once.
+        """
+        self.config = config
+        self.thread = thread or ModelThread()
+        self._runner = runner
+        self._memory = memory_of(runner.device, config.gpu_memory_utilization)
+        self._profiler = Profiler(runner, self._memory)
+        self._profile: Profile | None = None
+        self._limits: Limits | None = None  # that `_sizes` were made for
+        self._sizes: worker_pb2.InitializeResponse | None = None
+        self._epoch = 0  # of the lease whose steps count; 0: none
+        self._was_leased = False
+        self._pipeline: StepPipeline | None = None  # of the last lease
+        self._cached_blocks = CachedBlocks(0)  # of the cache, whatever lease they were computed under
+        self._requests = RecentRequests(max(1024, 4 * config.max_num_seqs))
+        self._waiter: ModelThread | None = None  # for outputs that come later
+        self._end_process = end_process or _end_process
+        self._num_submitted = 0  # steps
+        self._touching: TouchAhead | None = None  # the cache
+        self._giving_way: GivingWay | None = None  # to neighbours
+
+    # ---- Sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def bounds(self) -> Limits:
+        """The most that this worker takes, before Initialize."""
+        asked = self.config.max_model_len
+        max_model_len = asked if isinstance(asked, int) else self._runner.config.max_model_len
+        return Limits(self.config.max_num_seqs, self.config.max_num_batched_tokens, max_model_len)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._runner.device
+
+    @property
+    def sizes(self) -> worker_pb2.InitializeResponse | None:
+        """What Initialize answered last; None before."""
+        return self._sizes
+
+    def is_initialized_for(self, limits: Limits) -> bool:
+        """Whether Initialize would only repeat its answer."""
+        return self._limits == limits
+
+    def initialize(self, limits: Limits) -> Future[worker_pb2.InitializeResponse]:
+        """Measures a step (the first time), sizes and allocates the cache. The future may hold a StartupError."""
+        return self.thread.call(lambda: self._initialize(limits))
+
+    def _initialize(self, limits: Limits) -> worker_pb2.InitializeResponse:
+        if self._sizes is not None and self._limits == limits:
+            return self._sizes
+        runner = self._runner
+        self._limits, self._sizes = None, None
+        if self._profile is None:
+            self._profile = self._profiler.measure(self.bounds)
+            if may_give_way(self.config, runner.config, runner.device):
+                self._giving_way = GivingWay()
+        if self._touching is not None:
+            self._touching.stop()
+            self._touching = None
+        runner.release_cache()
+        graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
+        staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
+        sizes = size_cache(
+            self.config,
+            limits,
+            runner.block_bytes,
+            self._memory.available_bytes(),
+            self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes,
+            None if self._memory.is_host else available_bytes(),
+        )
+        runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
+        self._cached_blocks, self._pipeline = CachedBlocks(sizes.num_device_blocks), None
+        swap_gib = round(sizes.num_host_blocks * runner.block_bytes / GIB, 3)
+        log.info(
+            "cache allocated",
+            blocks=sizes.num_device_blocks,
+            host_blocks=sizes.num_host_blocks,
+            swap_space_gib=swap_gib if self.config.swap_space is not None else f"{swap_gib} by default",
+        )
+        if runner.uses_graphs:
+            started_s = time.monotonic()
+            captured = runner.capture_graphs(sizes.limits.max_num_seqs, sizes.limits.max_model_len, graph_bytes)
+            log.info("decode graphs captured", batch_sizes=captured, seconds=round(time.monotonic() - started_s, 2))
+        self._sizes = worker_pb2.InitializeResponse(
+            num_device_blocks=sizes.num_device_blocks,
+            num_host_blocks=sizes.num_host_blocks,
+            prefill_tokens_per_s=self._profile.prefill_tokens_per_s,
+            swap_bytes_per_s=self._profiler.swap_bytes_per_s(),
+            max_num_seqs=sizes.limits.max_num_seqs,
+            max_num_batched_tokens=sizes.limits.max_num_batched_tokens,
+            max_model_len=sizes.limits.max_model_len,
+            block_bytes=runner.block_bytes,
+            settings_id=uuid.uuid4().hex,
+        )
+        self._limits = limits
+        if self._memory.is_host:
+            self._touching = TouchAhead(runner.cache.store, self._num_steps)
+        return self._sizes
+
+    # ---- Leases -----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> Future[worker_pb2.LeaseGranted]:
+        """Steps of `epoch` count from now on, on an empty mirror; what there is to be told of those before them."""
+        self._epoch, self._was_leased = epoch, True
+        return self.thread.call(self._reset)
+
+    def end(self) -> Future[None]:
+        """Throws away steps that have not started; done when those that have are over."""
+        self._epoch = 0
+        return self.thread.call(self._settle)
+
+    def answered(self) -> Future[None]:
+        """Done when every step submitted so far has been answered."""
+        return self.thread.call(self._settle)
+
+    def _settle(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.settle()
+
+    def _reset(self) -> worker_pb2.LeaseGranted:
+        assert self._sizes is not None, "a lease before Initialize"
+        self._settle()
+        cached_blocks = self._cached_blocks.told(None if self._pipeline is None else self._pipeline.states)
+        states = SequenceStates(
+            self._sizes.max_num_seqs,
+            self._sizes.max_model_len,
+            self.config.block_size,
+            self._sizes.num_device_blocks,
+            self._sizes.num_host_blocks,
+        )
+        self._pipeline = StepPipeline(
+            self._runner,
+            states,
+            self._sizes.max_num_batched_tokens,
+            self._when_here,
+            self._memory.give_back,
+            self._end_process,
+            self._cached_blocks,
+        )
+        return worker_pb2.LeaseGranted(cached_blocks=cached_blocks, request_ids=self._requests.all())
+
+    # ---- Steps ------------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """Id of the step that runs and its age in ns; (0, 0) when none does."""
+        pipeline = self._pipeline
+        return (0, 0) if pipeline is None else pipeline.running
+
+    def _num_steps(self) -> int | None:
+        """See `TouchAhead`; until the first lease others, who have yet to start, need the processor more."""
+        return None if not self._was_leased or self.running[0] else self._num_submitted
+
+    def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
+        """Runs a step after those before it; `deliver` gets the answer, on the model thread."""
+        self._num_submitted += 1
+        self.thread.submit(lambda: self._take(epoch, step, arrived_ns, deliver))
+
+    def _take(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
+        if epoch != self._epoch:
+            return  # of a lease that has ended
+        assert self._pipeline is not None, "a step before a lease"
+        if self._giving_way is not None:
+            self._giving_way.adapt()
+        self._requests.take(step)
+        self._pipeline.take(step, StepTimer(arrived_ns), deliver)
+
+    def _when_here(self, launched: LaunchedStep, then: Callable[[], None]) -> None:
+        """Waits on a thread of its own, so that the model thread can launch what comes next."""
+        if self._waiter is None:
+            self._waiter = ModelThread("outputs")
+            if self.device.type == "cuda":  # a thread begins on the first GPU, and would take memory of it
+                self._waiter.submit(lambda: torch.cuda.set_device(self.device))
+
+        def wait() -> None:
+            with contextlib.suppress(Exception):  # it is raised again where the outputs are read
+                launched.wait()
+            self.thread.submit(then)
+
+        self._waiter.submit(wait)
+
+
+def _end_process() -> None:
+    """Nothing can be computed any more: whoever started this process starts another."""
+    log.critical("the device is lost")
+    sys.stderr.flush()
+    os._exit(1)
