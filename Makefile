@@ -27,7 +27,7 @@ setup: .venv/.installed .venv/.warm
 	@touch $@
 
 # Compiled once here, so that neither the first start nor a test waits for it.
-.venv/.warm: .venv/.installed $(wildcard kernels/cpu/*.py) kernels/int8_weight.py
+.venv/.warm: .venv/.installed $(wildcard kernels/cpu/*.py kernels/cpu/*/*.py) kernels/int8_weight.py
 	@$(BIN)/python -m kernels.cpu.warm_up
 	@touch $@
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kernels.cpu.matmul import matmul
-from kernels.cpu.numbers import FLOAT32, lines
-from kernels.cpu.packed_weight import pack
-from kernels.cpu.registers import prefetch
+from kernels.cpu.products.matmul import matmul
+from kernels.cpu.products.packed_weight import pack
+from kernels.cpu.vectors.numbers import FLOAT32, lines
+from kernels.cpu.vectors.registers import prefetch
 
 _READ_BYTES = 512 << 20  # far more than any cache
 _LINE = 1024  # numbers that are asked for at once

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-_MODULES = {"cpu": "kernels.cpu", "cuda": "kernels.gpu"}
+_MODULES = {"cpu": "kernels.cpu", "cuda": "kernels.gpu.operations"}
 _imported = functools.cache(importlib.import_module)  # asking again takes locks, and a step asks several times
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.bench.case import Call, Calls, Case, Goal, Setting
 from kernels.bench.shapes import BLOCK_SIZE, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS
-from kernels.gpu import paged_attention
+from kernels.gpu.operations import paged_attention
 
 # (sequences, context)
 _DECODES = ((8, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (16, 32768), (1, 32768), (1, 131072))

@@ -8,7 +8,7 @@ import torch
 
 from kernels.bench.case import Calls, Case, Goal, Setting
 from kernels.bench.shapes import BLOCK_SIZE, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
-from kernels.gpu import copy_blocks, reshape_and_cache, rotary_and_cache
+from kernels.gpu.operations import copy_blocks, reshape_and_cache, rotary_and_cache
 
 _TOKENS = (256, 4096, 16384)
 _PAIRS = (16, 128)

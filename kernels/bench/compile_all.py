@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from kernels.bench import targets
 from kernels.bench.compiled import Compiled, table
 from kernels.bench.targets import Target
-from kernels.variant import Variant
+from kernels.gpu.variant import Variant
 
 Job = tuple[str, Variant, Target]
 

@@ -22,7 +22,7 @@ from triton.runtime.cache import get_cache_manager
 
 from kernels.bench.compiled import Compiled
 from kernels.bench.targets import Target
-from kernels.variant import Variant
+from kernels.gpu.variant import Variant
 
 _RECORD = "resources.json"
 _REVISION = 1  # of what is kept; a new one forgets the old

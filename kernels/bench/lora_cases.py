@@ -8,8 +8,8 @@ import torch
 
 from kernels.bench.case import Calls, Case, Setting
 from kernels.bench.shapes import HIDDEN
-from kernels.gpu import lora_expand, lora_shrink
-from kernels.lora import num_segments
+from kernels.gpu.lora import num_segments
+from kernels.gpu.operations import lora_expand, lora_shrink
 
 _TOKENS = (16, 256, 4096)
 _GATHERED_TOKENS = 256  # for more, the gathered weights of rank 16 alone would be a gigabyte

@@ -10,7 +10,7 @@ import torch
 
 from kernels.bench.case import Calls, Case, Setting
 from kernels.bench.shapes import HIDDEN, INTERMEDIATE
-from kernels.gpu import grouped_matmul, matmul
+from kernels.gpu.operations import grouped_matmul, matmul
 
 _ROWS = (1, 16, 256, 4096)
 _MATRIX_ROWS = 64  # from here on the matrix units are the bound, below it reading the weight

@@ -1,4 +1,4 @@
-"""Which operations there are: every module of the package that has `variants()` (`kernels/variant.py`)."""
+"""Which operations there are: every module of the package that has `variants()` (`kernels/gpu/variant.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
-from kernels.variant import Variant
+from kernels.gpu.variant import Variant
 
 
 def variants(package: str = "kernels", op: str | None = None) -> Mapping[str, list[Variant]]:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kernels.bench.case import Calls, Case, Goal, Setting
 from kernels.bench.shapes import HEAD_SIZE, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS
-from kernels.gpu import gelu, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
+from kernels.gpu.operations import gelu, gelu_and_mul, layer_norm, rms_norm, rotary, silu_and_mul
 
 _TOKENS = (256, 4096, 16384)
 _POSITIONS = 8192

@@ -10,8 +10,8 @@ import torch
 
 from kernels.bench.case import Calls, Case, Goal, Setting
 from kernels.bench.shapes import VOCAB_SIZE
-from kernels.gpu import chunk_maxima, draw_tokens, kept_range, penalize, token_logprobs, top_logits
-from kernels.reference import CHUNK_SIZE
+from kernels.gpu.operations import chunk_maxima, draw_tokens, kept_range, penalize, token_logprobs, top_logits
+from kernels.oracles.reference import CHUNK_SIZE
 
 _ROWS = (1, 32, 256)
 _GOAL_ROWS = 256

@@ -51,7 +51,7 @@ def _configure() -> None:
         numba.get_num_threads()
         torch.set_num_threads(torch_threads)
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), here.parent / "int8_weight.py"]  # its sizes are compiled in
+    files = [*sorted(here.rglob("*.py")), here.parent / "int8_weight.py"]  # its sizes are compiled in
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
     folder = Path(_settings.CACHE_DIR or here / "__pycache__")
     compiled = folder / f"kernels-{digest}"

@@ -16,14 +16,14 @@ from multiprocessing import get_context
 import torch
 
 from kernels import cpu
-from kernels.cpu.few_bits import GROUP
-from kernels.cpu.layer_product import Product
-from kernels.cpu.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
-from kernels.cpu.matmul import matmul
-from kernels.cpu.packed_weight import pack, pack_pairs
+from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
 from kernels.cpu.pinning import pin_threads
-from kernels.cpu.registers import HAS_PAIRS
+from kernels.cpu.products.few_bits import GROUP
+from kernels.cpu.products.layer_product import Product
+from kernels.cpu.products.matmul import matmul
+from kernels.cpu.products.packed_weight import pack, pack_pairs
 from kernels.cpu.runtime import num_threads
+from kernels.cpu.vectors.registers import HAS_PAIRS
 
 
 def warm_up(dtype: torch.dtype) -> None:

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import reference
-from kernels.gelu import gelu, gelu_and_mul
-from kernels.silu_and_mul import silu_and_mul
+from kernels.gpu.gelu import gelu, gelu_and_mul
+from kernels.gpu.silu_and_mul import silu_and_mul
+from kernels.oracles import reference
 from tests.kernels.rows import DTYPES, TOLERANCE, gaps_are_untouched, normal, poisoned, strided
 
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.

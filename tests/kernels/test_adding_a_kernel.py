@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import reference
+from kernels.oracles import reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-kernel.md"
 
@@ -24,7 +24,7 @@ def blocks() -> Mapping[str, str]:
 
 def test_what_the_page_adds_works(blocks: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle: dict[str, object] = {}
-    exec(blocks["kernels/reference.py"], vars(reference), oracle)
+    exec(blocks["kernels/oracles/reference.py"], vars(reference), oracle)
     monkeypatch.setattr(reference, "squared_relu", oracle["squared_relu"], raising=False)
     spec = importlib.util.spec_from_file_location("kernels.squared_relu", tmp_path / "squared_relu.py")
     assert spec is not None and spec.loader is not None and spec.origin is not None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import kept_range, paged_attention
+from kernels.gpu import kept_range, paged_attention
 
 
 class Launches:

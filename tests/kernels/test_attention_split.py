@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu.attention_split import attend_split
-from kernels.cpu.attention_tiles import cut
+from kernels.cpu.attention.attention_split import attend_split
+from kernels.cpu.attention.attention_tiles import cut
 from tests.kernels.cases import PagedCase
 
 paged_attention: Callable[..., None] = cpu.paged_attention

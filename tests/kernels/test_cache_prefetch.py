@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from kernels.cpu.cache_prefetch import (
+from kernels.cpu.products.int4_linear import num_asking_inputs as num_inputs_of_int4
+from kernels.cpu.products.int4_tile import TILE_ROWS
+from kernels.cpu.products.int8_rows import room_bytes
+from kernels.cpu.products.layer_product import PHASES, PRODUCT, Product, multiply
+from kernels.cpu.products.packed_weight import pack
+from kernels.cpu.products.streamed_panels import LEAST_ASKING_ROWS, num_asking_inputs, stream_add
+from kernels.cpu.shared_work import counters
+from kernels.cpu.vectors.cache_prefetch import (
     CURSOR_SIZE,
     NONE,
     WHOLE,
@@ -22,15 +29,8 @@ from kernels.cpu.cache_prefetch import (
     next_run,
     room_for_places,
 )
-from kernels.cpu.int4_linear import num_asking_inputs as num_inputs_of_int4
-from kernels.cpu.int4_tile import TILE_ROWS
-from kernels.cpu.int8_rows import room_bytes
-from kernels.cpu.layer_product import PHASES, PRODUCT, Product, multiply
-from kernels.cpu.numbers import FLOAT32
-from kernels.cpu.packed_weight import pack
-from kernels.cpu.registers import PANEL, STREAMED_ROWS
-from kernels.cpu.shared_work import counters
-from kernels.cpu.streamed_panels import LEAST_ASKING_ROWS, num_asking_inputs, stream_add
+from kernels.cpu.vectors.numbers import FLOAT32
+from kernels.cpu.vectors.registers import PANEL, STREAMED_ROWS
 
 LINE = 64
 _STEP = np.dtype([("room", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
-from kernels.copy_blocks import copy_blocks
-from kernels.swap_blocks import block_major
+from kernels.gpu.copy_blocks import copy_blocks
+from kernels.gpu.swap_blocks import block_major
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import bits, store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.few_bits_fit import pack_few_bits
+from kernels.cpu.products.few_bits_fit import pack_few_bits
 from tests.kernels.few_bits_weights import KINDS, few_bits_weight, unpack
 
 SHAPES = [(1, 32), (48, 64), (97, 288), (60, 1056)]

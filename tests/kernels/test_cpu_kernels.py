@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import cpu, reference
+from kernels import cpu
 from kernels.cpu.runtime import FEW_NUMBERS, num_threads
+from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

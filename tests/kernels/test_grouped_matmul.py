@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
-from kernels.grouped_matmul import grouped_matmul
+from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import cpu, reference
-from kernels.cpu.few_bits_fit import pack_few_bits
-from kernels.cpu.int4_linear import multiply
-from kernels.cpu.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
-from kernels.cpu.layer_product import Product
+from kernels import cpu
+from kernels.cpu.products.few_bits_fit import pack_few_bits
+from kernels.cpu.products.int4_linear import multiply
+from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
+from kernels.cpu.products.layer_product import Product
+from kernels.oracles import reference
 from tests.kernels.few_bits_weights import few_bits_weight, unpack
 
 FORMATS = {"scales": torch.int32, "scales and minima": torch.uint8}

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import cpu, reference
-from kernels.cpu.int8_linear import multiply
-from kernels.cpu.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
+from kernels import cpu
+from kernels.cpu.products.int8_linear import multiply
+from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.int8_weight import pack_int8, quantize_int8, unpack_int8
+from kernels.oracles import reference
 
 # out x in: whole panels and groups, neither, less than one of each, more inputs than are multiplied at a time.
 SIZES = [(96, 64), (60, 157), (1031, 33), (1, 1), (49, 2100)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import gpu, reference
-from kernels.lora import num_segments
+from kernels.gpu import operations as gpu
+from kernels.gpu.lora import num_segments
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import normal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.layer_room import LayerRooms
+from kernels.cpu.layers.layer_room import LayerRooms
 from tests.kernels.test_layer_stack import SHAPE
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import matmul as module
-from kernels import reference
-from kernels.matmul import matmul, tiling
+from kernels.gpu import matmul as module
+from kernels.gpu.matmul import matmul, tiling
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
 

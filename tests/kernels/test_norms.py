@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import reference
-from kernels.layer_norm import layer_norm
-from kernels.rms_norm import rms_norm
-from kernels.tiles import MAX_ROW
+from kernels.gpu.layer_norm import layer_norm
+from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.tiles import MAX_ROW
+from kernels.oracles import reference
 from tests.kernels.rows import DTYPES, TOLERANCE, gaps_are_untouched, normal, poisoned, strided
 
 EPS = 1e-5

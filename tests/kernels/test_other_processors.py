@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from kernels.cpu import runtime
-from kernels.cpu.matmul import matmul
-from kernels.cpu.packed_weight import pack
+from kernels.cpu.products.matmul import matmul
+from kernels.cpu.products.packed_weight import pack
 from tests.isa import PROFILES, ROOT, environment, lacking
 
 SHAPES = [(1, 60, 157), (7, 97, 64), (19, 97, 64)]  # rows, outputs, inputs: tiles of every height
 
 CHOICES = """
-from kernels.cpu.int8_vectors import dot_kind_of_this_cpu
-from kernels.cpu.registers import HAS_PAIRS, HAS_WIDE_REGISTERS
+from kernels.cpu.products.int8_vectors import dot_kind_of_this_cpu
+from kernels.cpu.vectors.registers import HAS_PAIRS, HAS_WIDE_REGISTERS
 print(HAS_WIDE_REGISTERS, HAS_PAIRS, dot_kind_of_this_cpu())
 """
 PRODUCTS = """

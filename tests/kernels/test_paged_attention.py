@@ -14,8 +14,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels import paged_attention as module
-from kernels import reference
+from kernels.gpu import paged_attention as module
+from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels import reference
+from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 
 CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}

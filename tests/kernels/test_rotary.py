@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
-from kernels.rotary import rotary
+from kernels.gpu.rotary import rotary
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.rows import DTYPES, TOLERANCE, normal
 from worker_svc.models.rope import Rope, rotary_table

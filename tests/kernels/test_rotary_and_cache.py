@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import reference
-from kernels import rotary_and_cache as module
+from kernels.gpu import rotary_and_cache as module
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import normal
 from tests.kernels.stores import bits

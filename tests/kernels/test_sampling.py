@@ -15,9 +15,11 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels import cpu, gpu, reference
-from kernels.reference import CHUNK_SIZE
-from kernels.reference_sampling import philox4x32
+from kernels import cpu
+from kernels.gpu import operations as gpu
+from kernels.oracles import reference
+from kernels.oracles.reference import CHUNK_SIZE
+from kernels.oracles.reference_sampling import philox4x32
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 
 IMPLEMENTATIONS = [pytest.param((cpu, "cpu"), id="cpu"), pytest.param((gpu, DEVICE), id="triton")]

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import cpu, gpu, reference
+from kernels import cpu
+from kernels.gpu import operations as gpu
+from kernels.oracles import reference
 from protos import inference_pb2, worker_pb2
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from worker_svc.mirror.sequence_states import SequenceStates

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference, swap_blocks
-from kernels.swap_blocks import Run, block_major, runs
+from kernels.gpu import swap_blocks
+from kernels.gpu.swap_blocks import Run, block_major, runs
+from kernels.oracles import reference
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import bits, store
 from worker_svc.cache.cuda_moves import CudaMoves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
+from kernels.oracles import reference
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.cache.cpu_moves import CpuMoves
 from worker_svc.models.config import ModelConfig

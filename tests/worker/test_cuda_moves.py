@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import swap_blocks
+from kernels.gpu import swap_blocks
 from worker_svc.cache import cuda_moves
 from worker_svc.cache.cuda_moves import CudaMoves
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import layer_stack
+from kernels.cpu.layers import layer_stack
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig

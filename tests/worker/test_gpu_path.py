@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     """On the GPU's kernels, wherever it is."""
-    monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu")
+    monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu.operations")
     return load_model(folder, ModelConfig.from_folder(folder, device=DEVICE), DEVICE)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import cpu, gpu
+from kernels import cpu
+from kernels.gpu import operations as gpu
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.worker.test_cache_engine import CONFIG
 from worker_svc.models.decoder_layer import _take_mlp

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.cpu import registers
+from kernels.cpu.vectors import registers
 from worker_svc.models.dense import dense
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.packed_linear import PackedLinear

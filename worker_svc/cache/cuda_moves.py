@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.copy_blocks import copy_blocks
-from kernels.swap_blocks import block_major, on_device, swap_blocks
+from kernels.gpu.copy_blocks import copy_blocks
+from kernels.gpu.swap_blocks import block_major, on_device, swap_blocks
 
 
 class CudaMoves:

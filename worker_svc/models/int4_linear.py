@@ -9,7 +9,7 @@ import torch
 from kernels.select import kernels_for
 
 if TYPE_CHECKING:
-    from kernels.cpu.layer_product import Product
+    from kernels.cpu.products.layer_product import Product
 
 
 class Int4Linear:
@@ -30,23 +30,23 @@ class Int4Linear:
 
     def compiled(self, in_features: int) -> Product:
         """What compiled code needs to multiply by this weight."""
-        from kernels.cpu.layer_product import Product
+        from kernels.cpu.products.layer_product import Product
 
         return Product.of_int4(self.packed, self.bias, self._out_features, in_features)
 
     @staticmethod
     def pack(weight: torch.Tensor) -> torch.Tensor | None:
-        """A weight [out_features, in_features] as `kernels.cpu.few_bits` lays four bits out; None where it would be
+        """A weight [out_features, in_features] as `kernels.cpu.products.few_bits` lays four bits out; None where it would be
         another then."""
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
             return None
-        from kernels.cpu.few_bits_fit import pack_few_bits
+        from kernels.cpu.products.few_bits_fit import pack_few_bits
 
         return pack_few_bits(weight, most_bits=4)
 
     @staticmethod
     def is_packed(packed: torch.Tensor, out_features: int, in_features: int) -> bool:
         """Whether `pack` gives such a tensor for a weight of this size."""
-        from kernels.cpu.int4_linear import is_weight
+        from kernels.cpu.products.int4_linear import is_weight
 
         return is_weight(packed, out_features, in_features)

@@ -9,7 +9,7 @@ import torch
 from kernels.select import kernels_for
 
 if TYPE_CHECKING:
-    from kernels.cpu.layer_product import Product
+    from kernels.cpu.products.layer_product import Product
 
 
 class Int8Linear:
@@ -29,6 +29,6 @@ class Int8Linear:
 
     def compiled(self, in_features: int) -> Product:
         """What compiled code needs to multiply by this weight."""
-        from kernels.cpu.layer_product import Product
+        from kernels.cpu.products.layer_product import Product
 
         return Product.of_int8(self.packed, self.scale, self.bias, in_features)

@@ -12,7 +12,7 @@ from worker_svc.models.weights import Weights
 
 
 class Norm(Protocol):
-    """See `kernels.reference.rms_norm` for what a call does with `residual`; out, x, residual [T, n]."""
+    """See `kernels.oracles.reference.rms_norm` for what a call does with `residual`; out, x, residual [T, n]."""
 
     @property
     def weight_bytes(self) -> int: ...
@@ -21,7 +21,7 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    """See `kernels.reference.rms_norm`."""
+    """See `kernels.oracles.reference.rms_norm`."""
 
     def __init__(self, weight: torch.Tensor, eps: float, weight_offset: float, kernels: ModuleType) -> None:
         self.weight, self.eps, self.weight_offset = weight, eps, weight_offset
@@ -33,7 +33,7 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """See `kernels.reference.layer_norm`."""
+    """See `kernels.oracles.reference.layer_norm`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernels: ModuleType) -> None:
         self._weight, self._bias, self._eps, self._kernel = weight, bias, eps, kernels.layer_norm

@@ -1,4 +1,4 @@
-"""y = x W^T + b by the compiled product of `kernels.cpu.matmul`, the same bits for one row as for thousands."""
+"""y = x W^T + b by the compiled product of `kernels.cpu.products.matmul`, the same bits for one row as for thousands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from worker_svc.host.huge_pages import HugePages
 
 if TYPE_CHECKING:
-    from kernels.cpu.layer_product import Product
+    from kernels.cpu.products.layer_product import Product
 
 
 class PackedLinear:
@@ -29,9 +29,11 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> None:
-        from kernels.cpu.matmul import matmul  # here, so that a worker with a GPU waits for no compiler of CPU code
-        from kernels.cpu.packed_weight import pack, pack_pairs
-        from kernels.cpu.registers import HAS_PAIRS
+        from kernels.cpu.products.matmul import (
+            matmul,  # here, so that a worker with a GPU waits for no compiler of CPU code
+        )
+        from kernels.cpu.products.packed_weight import pack, pack_pairs
+        from kernels.cpu.vectors.registers import HAS_PAIRS
 
         self._matmul = matmul
         self._has_pairs = HAS_PAIRS and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
@@ -49,6 +51,6 @@ class PackedLinear:
 
     def compiled(self, in_features: int) -> Product:
         """What compiled code needs to multiply by this weight. Raises ValueError where it has not so many inputs."""
-        from kernels.cpu.layer_product import Product
+        from kernels.cpu.products.layer_product import Product
 
         return Product.of_floats(self._packed, self._bias, self._out_features, in_features)

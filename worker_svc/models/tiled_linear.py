@@ -1,4 +1,4 @@
-"""y = x W^T + b by the product of fixed tiles in `kernels.matmul`, the same bits for one row as for thousands."""
+"""y = x W^T + b by the product of fixed tiles in `kernels.gpu.matmul`, the same bits for one row as for thousands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class TiledLinear:
     """See `Linear`; on a GPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        from kernels.matmul import matmul  # here: Triton is for those who have a GPU
+        from kernels.gpu.matmul import matmul  # here: Triton is for those who have a GPU
 
         self._matmul = matmul
         self._weight, self._bias = weight.contiguous(), bias

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference import CHUNK_SIZE
+from kernels.oracles.reference import CHUNK_SIZE
 from kernels.select import kernels_for
 
 

@@ -70,7 +70,7 @@ class Profiler:
         config = self._runner.config
         if profile.is_whole:
             # Sequences of the profile are short; what attention keeps of segments grows with the longest one.
-            from kernels.paged_attention import scratch_bytes  # here: a worker on a CPU does without Triton
+            from kernels.gpu.paged_attention import scratch_bytes  # here: a worker on a CPU does without Triton
 
             most = scratch_bytes(limits.max_num_seqs, config.num_heads, config.head_size, limits.max_model_len)
             return profile.peak_bytes + most

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from kernels.variant import Variant
+from kernels.gpu.variant import Variant
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from kernels.variant import Variant
+from kernels.gpu.variant import Variant
 
 
 class _Deadly:

@@ -1,0 +1,200 @@
+"""All layers of a Llama-like model, one after the other, in one call of compiled code.
+
+    residual += update;  q, k, v = W_qkv norm(residual);  q, k turned by position;  k, v -> cache
+    residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
+
+The kernels are those of the single operations, bit for bit. What is saved is the way from Python to each of them, and
+that of the threads into and out of a parallel loop for each: `layer_lanes`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from kernels.cpu.layers.layer_lanes import LAYER, STEP, run_layers
+from kernels.cpu.layers.layer_room import LayerRoom, LayerRooms
+from kernels.cpu.products.int8_linear import OUTPUTS_OF_ITEM
+from kernels.cpu.products.layer_product import Product
+from kernels.cpu.rows.rotary import check_positions
+from kernels.cpu.runtime import num_threads
+from kernels.cpu.vectors import cache_prefetch
+from kernels.cpu.vectors.numbers import element_of, stored_element_of
+
+_ROWS_WORTH_A_CUT = 16  # left out behind the last attention; a second call of compiled code costs more than fewer
+_STEP_FIELDS = STEP.names or ()
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What all layers have in common."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    norm_weight_offset: float
+    logit_soft_cap: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Of one layer; norms as `rms_norm` takes them, `cos_sin` as `rotary`, the options as `paged_attention`."""
+
+    input_norm: torch.Tensor
+    qkv: Product
+    cos_sin: torch.Tensor
+    attention_scale: float
+    sliding_window: int
+    attention_out: Product
+    mlp_norm: torch.Tensor
+    mlp_in: Product  # gate, then up
+    mlp_out: Product
+
+
+@dataclass(frozen=True, slots=True)
+class StackStep:
+    """Which rows a pass computes, as `rotary`, `reshape_and_cache` and `paged_attention` take it."""
+
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+
+
+class LayerStack:
+    """Layers, their weights checked once. Raises ValueError for weights that do not fit."""
+
+    def __init__(self, shape: StackShape, layers: Sequence[LayerWeights]) -> None:
+        self._shape, self._kept = shape, list(layers)
+        self._zeros = torch.zeros(OUTPUTS_OF_ITEM)  # what int8 products take for a bias where there is none
+        self._layers = np.zeros(len(layers), dtype=LAYER)
+        self._num_angles = min(layer.cos_sin.shape[0] for layer in layers)
+        for record, layer in zip(self._layers, layers, strict=True):
+            _check(shape, layer)
+            for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
+                record[name] = getattr(layer, name).record
+            for name in ("input_norm", "mlp_norm", "cos_sin"):
+                record[name] = getattr(layer, name).data_ptr()
+            record["max_positions"], record["num_turned"] = layer.cos_sin.shape
+            record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
+        alike = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
+        self._fields = alike | {"zeros": self._zeros.data_ptr()}  # of `STEP`, the same in all passes
+        self._rooms = LayerRooms(shape)
+        # The caches of the call before, of which the first and the last stand for all, and records of layers with them.
+        self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], np.ndarray] | None = None
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        step: StackStep,
+        wanted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual, update) of the rows i64[R] `wanted` after the last layer, [R, hidden] each.
+
+        residual [rows, hidden], contiguous, is what the first layer gets, and is overwritten; the caches of keys and
+        values, one of each a layer, all alike, get the new ones.
+        """
+        rows, num_layers = residual.shape[0], len(self._kept)
+        self._check_call(residual, step)
+        layers = self._with_caches(caches)
+        update = torch.zeros_like(residual)
+        room = self._rooms.take(rows, residual.dtype)
+        # Behind the last attention no row meets another: of a prompt's only those go on whose results are asked for.
+        is_cut = rows - wanted.shape[0] >= _ROWS_WORTH_A_CUT
+        last = num_layers if is_cut else num_layers + 1
+        self._run(range(last), layers, caches[0], step, room, (residual, update, room.attended))
+        residual, update = residual.index_select(0, wanted), update.index_select(0, wanted)
+        if is_cut and len(wanted) > 0:
+            behind = range(num_layers, num_layers + 1)
+            self._run(behind, layers, caches[0], step, room, (residual, update, room.attended[wanted]))
+        self._rooms.give_back(room)
+        return residual, update
+
+    def _run(
+        self,
+        stages: range,
+        layers: np.ndarray,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        step: StackStep,
+        room: LayerRoom,
+        between: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
+        residual, update, attended = between
+        fields = self._fields | room.addresses
+        fields |= {"rows": residual.shape[0], "element_bytes": residual.element_size()}
+        fields["prefetch_bytes"] = cache_prefetch.ROOM_BYTES
+        fields |= {"num_blocks": cache[0].shape[0], "block_size": cache[0].shape[2]}
+        fields |= {"num_sequences": step.seq_lens.shape[0], "tables_stride": step.block_tables.stride(0)}
+        given = {"update": update, "residual": residual, "attended": attended}
+        given |= {"positions": step.positions, "slots": step.slot_mapping}
+        given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
+        for name, tensor in given.items():
+            fields[name] = tensor.data_ptr()
+        run_layers(
+            element_of(residual, self._kept[0].input_norm),
+            stored_element_of(*cache),
+            layers,
+            np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP),  # at once: field by field is slow
+            stages.start,
+            stages.stop,
+            num_threads(),
+        )
+
+    def _with_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
+        """Records of the layers with the addresses of these caches; not to be written to. Weak references tell whether
+        they are those of the call before: a cache that is given up is not held."""
+        if caches and self._bound is not None:
+            first, last, layers = self._bound
+            if first() is caches[0][0] and last() is caches[-1][1]:
+                return layers
+        self._check_caches(caches)
+        layers = self._layers.copy()  # as a pass over others may be on its way
+        layers["key_cache"] = [key.data_ptr() for key, _ in caches]
+        layers["value_cache"] = [value.data_ptr() for _, value in caches]
+        self._bound = weakref.ref(caches[0][0]), weakref.ref(caches[-1][1]), layers
+        return layers
+
+    def _check_call(self, residual: torch.Tensor, step: StackStep) -> None:
+        shape, rows = self._shape, residual.shape[0]
+        if residual.shape != (rows, shape.hidden):
+            raise ValueError(f"{tuple(residual.shape)} are not rows of {shape.hidden}")
+        if len(step.positions) != rows or len(step.slot_mapping) != rows:
+            raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
+        check_positions(step.positions.data_ptr(), rows, self._num_angles)
+
+    def _check_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        shape = self._shape
+        if len(caches) != len(self._layers):
+            raise ValueError(f"{len(caches)} caches are not those of {len(self._layers)} layers")
+        cache_shape = caches[0][0].shape
+        if cache_shape[1::2] != (shape.num_kv_heads, shape.head_size):
+            raise ValueError(f"caches {tuple(cache_shape)} are not of {shape.num_kv_heads} heads of {shape.head_size}")
+
+
+def _check(shape: StackShape, layer: LayerWeights) -> None:
+    heads = shape.num_heads * shape.head_size
+    expected = {
+        "qkv": (heads + 2 * shape.num_kv_heads * shape.head_size, shape.hidden),
+        "attention_out": (shape.hidden, heads),
+        "mlp_in": (2 * shape.intermediate, shape.hidden),
+        "mlp_out": (shape.hidden, shape.intermediate),
+    }
+    for name, size in expected.items():
+        product = getattr(layer, name)
+        if layer.input_norm.dtype != torch.float32 and not product.is_int8:
+            raise ValueError(f"{name} is for rows of float32, not {layer.input_norm.dtype}")
+        if (product.out_features, product.in_features) != size:
+            raise ValueError(f"{name} is {product.out_features} x {product.in_features}, not {size[0]} x {size[1]}")
+    for name in ("input_norm", "mlp_norm"):
+        if getattr(layer, name).shape != (shape.hidden,):
+            raise ValueError(f"{name} {tuple(getattr(layer, name).shape)} is not for {shape.hidden} elements")

@@ -1,0 +1,150 @@
+"""The products of a mixture of experts, each expert's rows with its own weight, in one launch.
+
+    out[i] = weights[e] x[rows[i]],  starts[e] <= i < starts[e + 1]
+
+    x [T, n]                     rows of adjacent elements, at any stride
+    weights [num_experts, m, n]  contiguous
+    starts i32[num_experts + 1]  on the device: how many rows an expert has is never known to the host
+    rows i64[R]                  which row of x is meant; without it, row i
+    out [R, m]                   rows at any stride
+
+The grid has room for the worst case, R / tile + num_experts tiles of rows; a program counts the tiles of the experts
+before its own, and one past the last has nothing to do. Tiles follow from the weights alone, and a row is summed in one
+piece: its result depends on nothing beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.checks import check_alike, check_contiguous, check_rows
+from kernels.gpu.products import segment_sum
+from kernels.gpu.variant import Variant
+
+_GROUP = 8  # tiles of rows that pass over the same part of a weight one after the other
+_BLOCK_M = 64  # rows that a Hopper tensor core multiplies at once
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def _grouped_matmul_kernel(  # type: ignore[no-untyped-def]
+    out,
+    x,
+    weights,
+    starts,
+    rows,
+    row_tiles,
+    out_stride,
+    x_stride,
+    EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    row_tile, column_tile = tl.swizzle2d(
+        tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles, row_tiles, column_tiles, GROUP
+    )
+    each = tl.arange(0, PADDED_EXPERTS)
+    first = tl.load(starts + each, each < EXPERTS, 0)
+    tiles = tl.cdiv(tl.load(starts + each + 1, each < EXPERTS, 0) - first, BLOCK_M)
+    # The padding has no tiles: where all experts' tiles are passed, this is PADDED_EXPERTS.
+    expert = tl.sum((tl.cumsum(tiles, 0) <= row_tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        tile = row_tile - tl.sum(tl.where(each < expert, tiles, 0), 0)
+        end = tl.load(starts + expert + 1)
+        row = tl.load(starts + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Past the end the last row and column are computed again, and not stored: no masks in the loop.
+        source = tl.minimum(row, end - 1).to(tl.int64)
+        if HAS_ROWS:
+            source = tl.load(rows + source)
+        line = tl.minimum(column, OUTPUTS - 1).to(tl.int64) + expert.to(tl.int64) * OUTPUTS
+        chosen = x + source[:, None] * x_stride
+        total = segment_sum(chosen, weights + line[None, :] * SIZE, 0, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SIZE)
+        place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), (row < end)[:, None] & (column < OUTPUTS)[None, :])
+
+
+def grouped_matmul(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """See `kernels.oracles.reference.grouped_matmul`; one type and device. Raises ValueError for tensors that do not fit."""
+    num_experts, num_outputs, size = weights.shape
+    num_rows = out.shape[0]
+    check_rows("grouped_matmul", x=x)
+    check_rows("grouped_matmul", out=out)
+    check_alike("grouped_matmul", "out", out, x)
+    check_alike("grouped_matmul", "weights", weights, x)
+    check_contiguous("grouped_matmul", "weights", weights, (num_experts, num_outputs, x.shape[1]), x)
+    check_contiguous("grouped_matmul", "starts", starts, (num_experts + 1,), x)
+    if rows is not None:
+        check_contiguous("grouped_matmul", "rows", rows, (num_rows,), x)
+    if out.shape[1] != num_outputs or (rows is None and x.shape[0] != num_rows):
+        raise ValueError(f"grouped_matmul: out must be [R, {num_outputs}] for R rows, not {tuple(out.shape)}")
+    if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64):
+        raise ValueError("grouped_matmul: starts must be int32, rows int64")
+    if not num_rows:
+        return
+    block_n, block_k = _tile(num_outputs, weights.dtype)
+    row_tiles = num_rows // _BLOCK_M + min(num_experts, num_rows)
+    _grouped_matmul_kernel[(row_tiles * triton.cdiv(num_outputs, block_n),)](
+        out,
+        x,
+        weights,
+        starts,
+        rows,
+        row_tiles,
+        out.stride(0),
+        x.stride(0),
+        EXPERTS=num_experts,
+        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        OUTPUTS=num_outputs,
+        SIZE=size,
+        BLOCK_M=_BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=_GROUP,
+        HAS_ROWS=rows is not None,
+    )
+
+
+def _tile(num_outputs: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(outputs, elements of a row) that a program multiplies at once; without tensor cores registers are short."""
+    most, block_k = (64, 16) if dtype == torch.float32 else (128, 64)
+    return max(16, min(most, triton.next_power_of_2(num_outputs))), block_k
+
+
+def variants() -> Iterator[Variant]:
+    """Both products of Mixtral's and Qwen3-MoE's experts, and a size that no tile divides."""
+    shapes = [("bf16", 8, 28672, 4096, True), ("bf16", 128, 1536, 2048, True), ("bf16", 128, 2048, 768, False)]
+    shapes += [("bf16", 5, 1000, 584, True), ("fp16", 8, 4096, 14336, False), ("fp32", 8, 4096, 14336, True)]
+    for dtype, num_experts, num_outputs, size, has_rows in shapes:
+        block_n, block_k = _tile(num_outputs, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        pointers = dict.fromkeys(["out", "x", "weights"], f"*{dtype}") | {"starts": "*i32"}
+        constants: dict[str, object] = {} if has_rows else {"rows": None}
+        if has_rows:
+            pointers["rows"] = "*i64"
+        yield Variant(
+            f"grouped_matmul {dtype} {num_experts} x {num_outputs} x {size}{' rows' * has_rows}",
+            _grouped_matmul_kernel,
+            pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride"], "i32"),
+            constants
+            | {"EXPERTS": num_experts, "PADDED_EXPERTS": triton.next_power_of_2(num_experts)}
+            | {"OUTPUTS": num_outputs, "SIZE": size, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": block_k}
+            | {"GROUP": _GROUP, "HAS_ROWS": has_rows},
+            divisible_by_16=(*pointers, *["out_stride", "x_stride"] * (size % 16 == 0)),
+            may_spill=dtype == "fp32",  # an Ampere GPU is a few registers short
+        )

@@ -1,0 +1,222 @@
+"""A dense layer whose rows do not depend on their company: for `--batch-invariant`.
+
+    out = x weight^T + bias
+
+    x [T, n]         rows of adjacent elements, at any stride
+    weight [m, n]    contiguous
+    out [T, m]       rows at any stride
+
+The tile, and the segments into which a sum over n is cut, follow from the weight alone. A segment is summed from zero,
+then the segments' sums are added in order: by one program that has them all,
+
+    total = ((0 + segment 0) + segment 1) + ...
+
+or, where few rows would leave most of a GPU idle, by a second kernel from what one program a segment has left in
+memory. Either way the same numbers are added in the same order, so who adds them may depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.checks import check_alike, check_contiguous, check_rows
+from kernels.gpu.products import segment_sum
+from kernels.gpu.variant import Variant
+
+_WANTED_PROGRAMS = 128  # as many as a large GPU runs at once, with one on each of its processors
+_MAX_SEGMENTS = 8
+_SUMMED_ELEMENTS = 1024  # of a program that adds segments
+_GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other, while it is in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the product with a weight is cut; a function of its shape and type."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    segment: int  # elements of a row that are summed from zero, a multiple of block_k
+    num_segments: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def tiling(num_outputs: int, size: int, dtype: torch.dtype) -> Tiling:
+    """For a weight [num_outputs, size]."""
+    # 64 rows are what a Hopper tensor core multiplies at once. Without tensor cores registers are what is short.
+    most, block_k = (64, 16) if dtype == torch.float32 else (128, 64)
+    block_n = max(16, min(most, triton.next_power_of_2(num_outputs)))
+    num_segments = triton.cdiv(_WANTED_PROGRAMS, triton.cdiv(num_outputs, block_n))
+    num_segments = min(num_segments, _MAX_SEGMENTS, max(size // (8 * block_k), 1))
+    segment = triton.cdiv(triton.cdiv(size, num_segments), block_k) * block_k
+    return Tiling(64, block_n, block_k, segment, triton.cdiv(size, segment))
+
+
+@triton.jit(do_not_specialize=["count"])  # the same code for every number of rows
+def _matmul_kernel(  # type: ignore[no-untyped-def]
+    out,
+    x,
+    weight,
+    bias,
+    count,
+    out_stride,
+    x_stride,
+    OUTPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    row_tile, column_tile = tl.swizzle2d(
+        tl.program_id(0) // tl.cdiv(OUTPUTS, BLOCK_N),
+        tl.program_id(0) % tl.cdiv(OUTPUTS, BLOCK_N),
+        tl.cdiv(count, BLOCK_M),
+        tl.cdiv(OUTPUTS, BLOCK_N),
+        GROUP,
+    )
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the end the last row and column are computed again, and not stored: no masks in the loop.
+    x += tl.minimum(row, count - 1).to(tl.int64)[:, None] * x_stride
+    weight += tl.minimum(column, OUTPUTS - 1).to(tl.int64)[None, :] * SIZE
+    mask = (row < count)[:, None] & (column < OUTPUTS)[None, :]
+    if IS_SPLIT:
+        segment = tl.program_id(1)
+        total = segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
+        out += segment.to(tl.int64) * count * OUTPUTS
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for segment in range(SEGMENTS):
+            total += segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
+        if HAS_BIAS:
+            total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    out,
+    sums,
+    bias,
+    count,
+    out_stride,
+    OUTPUTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < OUTPUTS
+    total = tl.zeros((BLOCK,), tl.float32)
+    for segment in tl.static_range(SEGMENTS):
+        total += tl.load(sums + (segment * count + row) * OUTPUTS + column, mask, 0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask, 0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask)
+
+
+def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """See `kernels.oracles.reference.matmul`; one type and device. Raises ValueError for tensors that do not fit."""
+    count, size = x.shape
+    num_outputs = weight.shape[0]
+    check_rows("matmul", x=x)
+    check_rows("matmul", out=out)
+    check_alike("matmul", "out", out, x)
+    check_alike("matmul", "weight", weight, x)
+    check_contiguous("matmul", "weight", weight, (num_outputs, size), x)
+    if out.shape != (count, num_outputs):
+        raise ValueError(f"matmul: out must be {(count, num_outputs)}, not {tuple(out.shape)}")
+    if bias is not None:
+        check_contiguous("matmul", "bias", bias, (num_outputs,), x)
+    if not count:
+        return
+    cut = tiling(num_outputs, size, weight.dtype)
+    num_tiles = triton.cdiv(count, cut.block_m) * triton.cdiv(num_outputs, cut.block_n)
+    is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # the one thing that rows decide
+    sums = x.new_empty((cut.num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
+    _matmul_kernel[(num_tiles, cut.num_segments if is_split else 1)](
+        sums,
+        x,
+        weight,
+        bias,
+        count,
+        sums.stride(0),
+        x.stride(0),
+        OUTPUTS=num_outputs,
+        SIZE=size,
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        SEGMENT=cut.segment,
+        SEGMENTS=cut.num_segments,
+        GROUP=_GROUP,
+        IS_SPLIT=is_split,
+        HAS_BIAS=bias is not None,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+    if is_split:
+        _sum_kernel[(count, triton.cdiv(num_outputs, _SUMMED_ELEMENTS))](
+            out,
+            sums,
+            bias,
+            count,
+            out.stride(0),
+            OUTPUTS=num_outputs,
+            SEGMENTS=cut.num_segments,
+            BLOCK=_SUMMED_ELEMENTS,
+            HAS_BIAS=bias is not None,
+        )
+
+
+def variants() -> Iterator[Variant]:
+    """Weights of an 8 B model in each type, whole and split; and sizes that no tile divides."""
+    shapes = [("bf16", 4096, 4096), ("bf16", 28672, 4096), ("bf16", 1000, 584), ("fp16", 6144, 4096)]
+    shapes += [("fp32", 4096, 4096), ("bf16", 8, 2048)]
+    for dtype, num_outputs, size in shapes:
+        cut = tiling(num_outputs, size, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        for is_split in (False, True)[: cut.num_segments]:
+            has_bias = num_outputs == 1000
+            pointers = {"out": "*fp32" if is_split else f"*{dtype}", "x": f"*{dtype}", "weight": f"*{dtype}"}
+            constants: dict[str, object] = {} if has_bias else {"bias": None}
+            if has_bias:
+                pointers["bias"] = f"*{dtype}"
+            aligned = size % 16 == 0 and num_outputs % 16 == 0
+            yield Variant(
+                f"matmul {dtype} {num_outputs} x {size}{' split' * is_split}",
+                _matmul_kernel,
+                pointers | dict.fromkeys(["count", "out_stride", "x_stride"], "i32"),
+                constants
+                | {"OUTPUTS": num_outputs, "SIZE": size, "SEGMENT": cut.segment, "SEGMENTS": cut.num_segments}
+                | {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "GROUP": _GROUP}
+                | {"IS_SPLIT": is_split, "HAS_BIAS": has_bias},
+                num_warps=cut.num_warps,
+                num_stages=cut.num_stages,
+                divisible_by_16=(*pointers, *["out_stride", "x_stride"] * aligned),
+                # With two sums in registers, or without tensor cores, a few are short of what the pipeline holds.
+                may_spill=dtype == "fp32" or (cut.num_segments > 1 and not is_split),
+            )
+    for dtype, has_bias in (("bf16", False), ("fp16", True), ("fp32", False)):
+        pointers = {"out": f"*{dtype}", "sums": "*fp32"} | ({"bias": f"*{dtype}"} if has_bias else {})
+        yield Variant(
+            f"matmul sum {dtype}{' bias' * has_bias}",
+            _sum_kernel,
+            pointers | dict.fromkeys(["count", "out_stride"], "i32"),
+            ({} if has_bias else {"bias": None})
+            | {"OUTPUTS": 4096, "SEGMENTS": 4, "BLOCK": _SUMMED_ELEMENTS, "HAS_BIAS": has_bias},
+            divisible_by_16=(*pointers, "out_stride"),
+            may_spill=False,
+        )

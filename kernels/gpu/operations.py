@@ -1,0 +1,55 @@
+"""Triton kernels for GPUs, behind the signatures of `kernels.oracles.reference`.
+
+Each operation is a file of its own: formula, memory layout, kernel and launcher. A row's result depends on that row
+(and its sequence's cache) alone. Importing this needs Triton.
+"""
+
+from __future__ import annotations
+
+from kernels.gpu.chunk_maxima import chunk_maxima
+from kernels.gpu.copy_blocks import copy_blocks
+from kernels.gpu.draw_tokens import draw_tokens
+from kernels.gpu.gelu import gelu, gelu_and_mul
+from kernels.gpu.grouped_matmul import grouped_matmul
+from kernels.gpu.kept_range import kept_range
+from kernels.gpu.layer_norm import layer_norm
+from kernels.gpu.lora import lora_expand, lora_shrink
+from kernels.gpu.matmul import matmul
+from kernels.gpu.paged_attention import paged_attention
+from kernels.gpu.penalties import penalize
+from kernels.gpu.random_bits import uniforms
+from kernels.gpu.reshape_and_cache import reshape_and_cache
+from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.rotary import rotary
+from kernels.gpu.rotary_and_cache import rotary_and_cache
+from kernels.gpu.silu_and_mul import silu_and_mul
+from kernels.gpu.token_logprobs import token_logprobs
+from kernels.gpu.top_logits import top_logits
+
+# What torch does well already: no sampling follows that could use the maxima of chunks.
+from kernels.oracles.reference import most_likely
+
+__all__ = [
+    "chunk_maxima",
+    "copy_blocks",
+    "draw_tokens",
+    "gelu",
+    "gelu_and_mul",
+    "grouped_matmul",
+    "kept_range",
+    "layer_norm",
+    "lora_expand",
+    "lora_shrink",
+    "matmul",
+    "most_likely",
+    "paged_attention",
+    "penalize",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary",
+    "rotary_and_cache",
+    "silu_and_mul",
+    "token_logprobs",
+    "top_logits",
+    "uniforms",
+]

@@ -1,0 +1,66 @@
+"""The gate of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
+
+out = silu(gate) * up,  silu(g) = g / (1 + e^-g)
+
+x [T, 2 n]    a row's gates and then its ups; rows at any stride
+out [T, n]    rows at any stride
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.checks import check_rows
+from kernels.gpu.tiles import part_of_row
+from kernels.gpu.variant import Variant
+
+
+@triton.jit
+def _silu_and_mul_kernel(out, x, out_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    gate = tl.load(x + row * x_stride + column, mask).to(tl.float32)
+    up = tl.load(x + row * x_stride + SIZE + column, mask).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * out_stride + column, y.to(out.dtype.element_ty), mask)
+
+
+def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    """See `kernels.oracles.reference.silu_and_mul`. Raises ValueError for tensors that do not fit."""
+    count, size = out.shape
+    if x.shape != (count, 2 * size):
+        raise ValueError(f"silu_and_mul: x must be {(count, 2 * size)} for out {(count, size)}, not {tuple(x.shape)}")
+    check_rows("silu_and_mul", out=out, x=x[:, :size])
+    if not count:
+        return
+    block, num_warps = part_of_row(size)
+    _silu_and_mul_kernel[(count, triton.cdiv(size, block))](
+        out, x, out.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=num_warps
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """A size of each tile, and one whose rows end within a tile."""
+    for dtype, size in [
+        ("bf16", 1536),
+        ("bf16", 6144),
+        ("bf16", 14336),
+        ("fp16", 14336),
+        ("fp32", 14336),
+        ("bf16", 10),
+    ]:
+        block, num_warps = part_of_row(size)
+        yield Variant(
+            f"silu_and_mul {dtype} {size}",
+            _silu_and_mul_kernel,
+            dict.fromkeys(["out", "x"], f"*{dtype}") | dict.fromkeys(["out_stride", "x_stride"], "i32"),
+            {"SIZE": size, "BLOCK": block},
+            num_warps=num_warps,
+            divisible_by_16=("out", "x") + ("out_stride", "x_stride") * (size % 16 == 0),
+            may_spill=False,
+        )
