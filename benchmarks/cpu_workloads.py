@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import machine, machine_limits
 from octavo import LLM
 from octavo.bench import offline, workloads
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from octavo.shared.cores import available_cores
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import load_model

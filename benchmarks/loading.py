@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 _BUFFER_BYTES = 8 << 20

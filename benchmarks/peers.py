@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.peer_engine import ENGINES, EngineFailed, PeerEngine
 from octavo.bench import workloads
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 OURS = ("octavo", "octavo-int8")

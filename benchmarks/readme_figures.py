@@ -22,7 +22,7 @@ from benchmarks.served import PATIENT, over_generate, served, wait_until_ready
 from octavo import LLM, Client, SamplingParams
 from octavo.bench import offline, workloads
 from octavo.bench.figures import Figures, table
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 _STARTED_WITHIN_S = 60.0

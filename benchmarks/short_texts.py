@@ -14,8 +14,8 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 
-from octavo.cache import resolve_model
 from octavo.models import gguf_tokenizer
+from octavo.models.resolve import resolve_model
 from protos import inference_pb2 as pb
 from protos import worker_pb2
 from scheduler_svc.models.served_model import ServedModel

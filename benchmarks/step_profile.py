@@ -29,7 +29,7 @@ import torch
 from benchmarks import machine, machine_limits
 from benchmarks.machine_limits import Limits
 from kernels import cpu
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from octavo.serving_plan import waiting_threads
 from octavo.shared.cores import available_cores
 from worker_svc.cache.cache_engine import CacheEngine

@@ -119,7 +119,7 @@ def _is_expected(error: Exception) -> bool:
         return True
     expected = {
         "octavo.errors": ("RequestFailed", "WorkerEnded"),
-        "octavo.cache": ("ModelNotFound",),
+        "octavo.models.resolve": ("ModelNotFound",),
         "octavo.models.errors": ("FetchError",),
         "octavo.shared.ports": ("BindError",),
         "octavo.serving_plan": ("PlanError",),

@@ -10,29 +10,24 @@ import time
 from dataclasses import replace
 
 import structlog
-from prometheus_client.registry import Collector
 
 from octavo.shared import log as logging
 from octavo.shared.options import OptionError
-from octavo.shared.ports import BindError
 from scheduler_svc.api.metrics_exporter import EngineCollector
-from scheduler_svc.api.metrics_server import MetricsServer
+from scheduler_svc.api.metrics_server import serve_metrics
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.statistics import log_statistics
-from scheduler_svc.frontends.front import Front, InProcessFront, Shown
+from scheduler_svc.frontends.front import Front, InProcessFront
 from scheduler_svc.frontends.process_front import ProcessFront
-from scheduler_svc.models.served_models import ServedModels
-from scheduler_svc.serving import Serving
+from scheduler_svc.frontends.readiness import READINESS_INTERVAL_S, follow_readiness
+from scheduler_svc.serving import SWITCH_INTERVAL_S, Serving
 from scheduler_svc.stopping import Stopping
 from scheduler_svc.text.tokenizer import TokenizerError
-from scheduler_svc.vital_parts import ServiceBroken, VitalParts
+from scheduler_svc.vital_parts import ServiceBroken
 
 log = structlog.get_logger()
 
-METRICS_PORT = 9464
 BROKEN_END_S = 10.0  # that a scheduler with a broken part has to end in order
-READINESS_INTERVAL_S = 0.05
-SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a busy one waits this long, not 5 ms
 
 
 def main(config: SchedulerConfig) -> int:
@@ -120,18 +115,6 @@ async def _follow_handover(serving: Serving, stopping: Stopping) -> None:
     stopping.drain()
 
 
-async def follow_readiness(serving: Serving, front: Shown) -> None:
-    """Tells `front` whether requests can be served, and the models, whenever either changes."""
-    ready, models = False, ServedModels()
-    while True:
-        if serving.is_ready != ready or serving.pool.look() is not models:
-            was_ready, ready, models = ready, serving.is_ready, serving.pool.models
-            await front.show(ready, models)
-            if ready != was_ready:
-                log.info("scheduler is ready" if ready else "scheduler has no worker")
-        await asyncio.sleep(READINESS_INTERVAL_S)
-
-
 async def _drained(front: Front, stopping: Stopping, serving: Serving, seconds: float) -> None:
     """Returns when nobody waits for an answer any more, or would in vain, and after `seconds` anyway."""
     deadline_s = time.monotonic() + seconds
@@ -142,17 +125,3 @@ async def _drained(front: Front, stopping: Stopping, serving: Serving, seconds: 
 def _end_by_force() -> None:
     log.critical("ending by force", after_s=BROKEN_END_S)
     os._exit(1)
-
-
-def serve_metrics(collector: Collector, config: SchedulerConfig, vital: VitalParts) -> MetricsServer | None:
-    """Raises BindError for a port that was asked for and cannot be had."""
-    port = METRICS_PORT if config.metrics_port is None else config.metrics_port
-    try:
-        server = MetricsServer(collector, config.host, port, vital)
-    except OSError as error:
-        if config.metrics_port is not None:
-            raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None
-        log.warning("metrics are not served; --metrics-port names another port", port=port, why=error.strerror)
-        return None
-    log.info("metrics are served", port=server.port)
-    return server

@@ -15,6 +15,8 @@ from scheduler_svc.vital_parts import VitalParts
 from scheduler_svc.workers.worker_pool import WorkerPool
 from scheduler_svc.workers.worker_quota import WorkerQuota
 
+SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a busy one waits this long, not 5 ms
+
 
 class Outputs(OutputSink, Protocol):
     """An `OutputSink` that begins before the engine does, and ends after it."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,33 +17,56 @@ PACKAGES = ("octavo", "scheduler_svc", "worker_svc", "kernels", "protos")
 SERVICES = {"scheduler_svc", "worker_svc", "kernels"}
 # Of `octavo`, what a service may import. None of it knows a service.
 SHARED = {
-    "octavo.cache",
-    "octavo.shared.command_line",
-    "octavo.shared.connection_shares",
-    "octavo.shared.connections",
-    "octavo.shared.cores",
-    "octavo.shared.end_with_parent",
-    "octavo.shared.log",
-    "octavo.models.errors",
-    "octavo.models.fetch",
-    "octavo.models.gguf_convert",
-    "octavo.models.hub_cache",
-    "octavo.models.safetensors_stream",
-    "octavo.models.sentencepiece_tokenizer",
-    "octavo.models.tekken_tokenizer",
-    "octavo.shared.options",
-    "octavo.shared.ports",
-    "octavo.shared.rpc",
+    "octavo.shared",
     "octavo.sampling_params",
+    *(f"octavo.models.{name}" for name in ("errors", "fetch", "gguf_convert", "hub_cache", "safetensors_stream")),
+    *(f"octavo.models.{name}" for name in ("sentencepiece_tokenizer", "tekken_tokenizer")),
 }
-CORE = ("sequence*", "block_*", "policy*", "scheduler.py")  # the scheduler's decisions: no sockets, no loop, no clock
+# The rooms of each service, lowest first: a module imports from its own and from those before it.
+ROOMS = {
+    "scheduler_svc": [
+        "errors",
+        "vital_parts",
+        "core",
+        "leases",
+        "routing",
+        "engine",
+        "text",
+        "models",
+        "output",
+        "requests",
+        "workers",
+        "config",
+        "serving",
+        "stopping",
+        "api",
+        "frontends",
+        "shards",
+        "server",
+        "frontend_process",
+    ],
+    "worker_svc": [
+        "errors",
+        "config",
+        "mirror",
+        "host",
+        "models",
+        "tokenizers",
+        "cache",
+        "sampling",
+        "steps",
+        "service",
+        "server",
+    ],
+    "kernels": ["int8_weight", "oracles", "gpu", "cpu", "select", "bench"],
+}
 
 
 @dataclass(frozen=True)
 class Import:
     file: Path
     line: int
-    module: str  # absolute, with the imported name where that may be a module: `octavo.shared.log` for `from octavo import log`
+    module: str  # absolute, with the imported name where that may be a module: as in `from octavo import llm`
     deferred: bool  # runs only when a function is called
     typing_only: bool  # under `if TYPE_CHECKING:`
 
@@ -96,8 +120,54 @@ def test_services_take_only_the_shared_modules_from_octavo() -> None:
 
 
 def test_shared_modules_import_no_service() -> None:
-    files = [name.replace(".", "/") + ".py" for name in SHARED]
-    assert [found for file in files for found in offending(file, *SERVICES)] == []
+    files = [name.replace(".", "/") for name in SHARED]
+    paths = [file if (ROOT / file).is_dir() else f"{file}.py" for file in files]
+    assert [found for path in paths for found in offending(path, *SERVICES)] == []
+
+
+def test_the_cellar_knows_nothing_of_the_rest_of_octavo() -> None:
+    found = [each for each in imports_of(ROOT / "octavo" / "shared") if each.of("octavo")]
+    assert [str(each) for each in found if not each.of("octavo.shared")] == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_nobody_imports_upwards(package: str) -> None:
+    order = {room: height for height, room in enumerate(ROOMS[package])}
+    here = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert here - {"__init__", "__main__"} == order.keys(), "each file and folder has its place in the order"
+    upwards = []
+    for each in imports_of(ROOT / package):
+        room = each.file.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        if each.of(package) and room != "__init__":
+            other = each.module.split(".")[1]
+            upwards += [str(each)] if order[other] > order[room] else []
+    assert upwards == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Not even those that only a type checker sees, or a function when it is called."""
+    files = {_name(file): file for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    edges = {name: {_existing(each.module, files) for each in imports_of(file)} for name, file in files.items()}
+    waits: TopologicalSorter[str] = TopologicalSorter(
+        {name: {other for other in others if other is not None and other != name} for name, others in edges.items()}
+    )
+    waits.prepare()  # raises CycleError, which names the circle
+
+
+def _name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _existing(module: str, files: dict[str, Path]) -> str | None:
+    """The module that is meant: the name behind the last dot may be something within it."""
+    return next((name for name in (module, module.rpartition(".")[0]) if name in files), None)
+
+
+def test_every_folder_says_in_two_sentences_what_it_holds() -> None:
+    for package in (*SERVICES, "octavo"):
+        for folder in {file.parent for file in (ROOT / package).rglob("*.py")}:
+            docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+            assert docstring and docstring.count(".") >= 2, f"{folder}: what belongs there, and what does not"
 
 
 def test_kernels_import_torch_and_triton_alone() -> None:
@@ -130,9 +200,7 @@ def test_transformers_is_imported_nowhere_at_import_time() -> None:
 
 
 def test_the_scheduler_core_knows_neither_grpc_nor_a_loop_nor_a_clock() -> None:
-    files = {file for pattern in CORE for file in (ROOT / "scheduler_svc").glob(pattern)}
-    found = [each for file in files for each in imports_of(file)]
-    assert found, "the patterns match no file"
+    found = list(imports_of(ROOT / "scheduler_svc" / "core"))
     assert [str(each) for each in found if each.of("grpc", "asyncio", "time", "datetime", "threading")] == []
 
 

@@ -46,7 +46,7 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 def copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.copy_blocks`; both stores and `pairs` on one device. Raises ValueError otherwise."""
+    """See `reference.copy_blocks`; both stores and `pairs` on one device. Raises ValueError otherwise."""
     source_words, destination_words = _words(source, "source"), _words(destination, "destination")
     if source.dtype != destination.dtype or _but_blocks(source) != _but_blocks(destination):
         raise ValueError(

@@ -81,7 +81,7 @@ def grouped_matmul(
     starts: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """See `kernels.oracles.reference.grouped_matmul`; one type and device. Raises ValueError for tensors that do not fit."""
+    """See `reference.grouped_matmul`; one type and device. Raises ValueError for tensors that do not fit."""
     num_experts, num_outputs, size = weights.shape
     num_rows = out.shape[0]
     check_rows("grouped_matmul", x=x)

@@ -66,7 +66,7 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """See `kernels.oracles.reference.layer_norm`; rows of 32,768 elements at most. Raises ValueError for what does not fit."""
+    """See `reference.layer_norm`; rows of 32,768 elements at most. Raises ValueError for what does not fit."""
     check_rows("layer_norm", x=x, out=out, residual=residual)
     count, size = x.shape
     check_contiguous("layer_norm", "weight", weight, (size,), x)

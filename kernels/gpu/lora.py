@@ -117,7 +117,7 @@ def _lora_expand_kernel(  # type: ignore[no-untyped-def]
 
 
 def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapters: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.lora_shrink`; `between` has `num_segments(n)` parts. Raises ValueError for what does not
+    """See `reference.lora_shrink`; `between` has `num_segments(n)` parts. Raises ValueError for what does not
     fit."""
     count, size = x.shape
     num_adapters, rank = a.shape[:2]

@@ -2,7 +2,7 @@
 
     out[t, h] = sum_j softmax_j(bias(cap(scale * query[t, h] . key[j, h // group]))) value[j, h // group]
 
-Source: Kwon et al. 2023 (arXiv:2309.06180) for the cache; `kernels.gpu.attention_segment` for the rest. Layout: key_cache,
+Source: Kwon et al. 2023 (arXiv:2309.06180) for the cache; `attention_segment` for the rest. Layout: key_cache,
 value_cache [num_blocks, num_kv_heads, block_size, head_size], a block's heads, tokens and elements contiguous; blocks
 may lie apart (a layer of a store). out, query [T, num_heads, head_size], a token's heads contiguous.
 

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10, a pure function of (key, counter).
 
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The same
-bits as `kernels.oracles.reference.uniforms`, which says what is key and what is counter; the generator itself is Triton's.
+bits as `reference.uniforms`, which says what is key and what is counter; the generator itself is Triton's.
 """
 
 from __future__ import annotations

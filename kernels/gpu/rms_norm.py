@@ -68,7 +68,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> None:
-    """See `kernels.oracles.reference.rms_norm`; rows of 32,768 elements at most. Raises ValueError for what does not fit."""
+    """See `reference.rms_norm`; rows of 32,768 elements at most. Raises ValueError for what does not fit."""
     check_rows("rms_norm", x=x, out=out, residual=residual)
     count, size = x.shape
     check_contiguous("rms_norm", "weight", weight, (size,), x)

@@ -63,7 +63,7 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.rotary`; elements of a head adjacent, positions i64. Raises ValueError otherwise."""
+    """See `reference.rotary`; elements of a head adjacent, positions i64. Raises ValueError otherwise."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, rotary_size = key.shape[1], cos_sin.shape[1]
     if key.shape != (num_tokens, num_kv_heads, head_size) or query.stride(2) != 1 or key.stride(2) != 1:

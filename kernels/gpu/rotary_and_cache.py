@@ -124,7 +124,7 @@ def rotary_and_cache(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
 ) -> None:
-    """See `kernels.oracles.reference.rotary_and_cache`. Raises ValueError where a shape, stride or type does not fit."""
+    """See `reference.rotary_and_cache`. Raises ValueError where a shape, stride or type does not fit."""
     name, (num_tokens, num_kv_heads, head_size), rotary_size = "rotary_and_cache", key.shape, cos_sin.shape[1]
     check_caches(key, value, key_cache, value_cache)
     if query.shape[::2] != (num_tokens, head_size) or query.stride()[1:] != (head_size, 1):

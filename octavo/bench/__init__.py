@@ -1,1 +1,4 @@
-"""Measuring speed: the same workloads in this process, against a server, and beside other engines."""
+"""Measuring speed: the same workloads in this process, against a server, and beside other engines.
+
+What users can run; the scripts behind published figures are in `benchmarks/`.
+"""

@@ -1,1 +1,4 @@
-"""The subcommands of `octavo`, one a module: `add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""The subcommands of `octavo`, one a module: `add_arguments(parser)` and `run(arguments) -> exit code`.
+
+Options and what is printed; the work is done elsewhere.
+"""

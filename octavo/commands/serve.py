@@ -59,9 +59,9 @@ def fetch_models(worker: WorkerConfig) -> None:
 
     Raises FetchError; what is neither here nor anywhere else is the worker's to say.
     """
-    from octavo.cache import ModelNotFound
     from octavo.models.fetch import available
     from octavo.models.hub_cache import TOKENIZER
+    from octavo.models.resolve import ModelNotFound
 
     for name, load_format in ((worker.model, worker.load_format), (worker.tokenizer, TOKENIZER)):
         with contextlib.suppress(ModelNotFound):

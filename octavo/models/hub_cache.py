@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.models.errors import FetchError
+from octavo.models.known_models import KNOWN_MODELS
 from octavo.shared.command_line import did_you_mean
 
 TOKENIZER = "tokenizer"  # in place of a load format: no weights are wanted
@@ -50,8 +51,6 @@ class HubName:
 
 def hub_name_of(text: str) -> HubName | None:
     """The hub's name of a model that Octavo knows by a name of its own, or that is called by its name there."""
-    from octavo.models.catalog import KNOWN_MODELS
-
     known = KNOWN_MODELS.get(text)
     return HubName(known.hub_repo, known.hub_revision) if known else HubName.parse(text)
 

@@ -16,10 +16,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from octavo.shared.ports import BindError
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
 
+METRICS_PORT = 9464
 MAX_CONNECTIONS = 32  # Prometheus needs one
 MAX_HEAD_BYTES = 8192
 TIMEOUT_S = 5.0  # for the whole of a connection, the answer's way included
@@ -104,3 +107,17 @@ def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool 
 def _listening_socket(host: str, port: int) -> socket.socket:
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(where[:2], family=family, backlog=MAX_CONNECTIONS)
+
+
+def serve_metrics(collector: Collector, config: SchedulerConfig, vital: VitalParts) -> MetricsServer | None:
+    """Raises BindError for a port that was asked for and cannot be had."""
+    port = METRICS_PORT if config.metrics_port is None else config.metrics_port
+    try:
+        server = MetricsServer(collector, config.host, port, vital)
+    except OSError as error:
+        if config.metrics_port is not None:
+            raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None
+        log.warning("metrics are not served; --metrics-port names another port", port=port, why=error.strerror)
+        return None
+    log.info("metrics are served", port=server.port)
+    return server

@@ -13,16 +13,14 @@ from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from protos import inference_pb2
+from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.prefix_cache import BlockIds, extend_hashes, next_hash, root_hash
 from scheduler_svc.core.sequence_columns import SequenceColumns, TokenIds
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.beam_search import BeamSearch
 
 NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 
@@ -33,16 +31,6 @@ class SequenceStatus(enum.Enum):
     PREEMPTED = "preempted"  # gave its slot up, belongs to a worker, is computed again
     SWAPPED = "swapped"  # gave its slot up, is computed in host blocks of its worker
     FINISHED = "finished"
-
-
-class FinishReason(enum.IntEnum):
-    """Numbered as in the protos, so that a column of them is a column of the answer."""
-
-    NONE = inference_pb2.FINISH_REASON_UNSPECIFIED
-    STOP = inference_pb2.FINISH_REASON_STOP
-    LENGTH = inference_pb2.FINISH_REASON_LENGTH
-    ABORT = inference_pb2.FINISH_REASON_ABORT
-    ERROR = inference_pb2.FINISH_REASON_ERROR
 
 
 _NUMBERS = itertools.count(1)  # of groups, in this process

@@ -22,10 +22,11 @@ from octavo.shared.log import trace
 from protos import worker_pb2
 from scheduler_svc.core.beam_search import BeamHypothesis
 from scheduler_svc.core.before_answer import BeforeAnswer
+from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.group_fault import GroupFault
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.scheduler import SchedulerSettings
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
 from scheduler_svc.engine.adapters import Adapters

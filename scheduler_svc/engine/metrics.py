@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import NewTokens, ScheduledRows
 from scheduler_svc.engine.histogram import Histogram

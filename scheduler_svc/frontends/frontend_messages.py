@@ -10,7 +10,8 @@ import numpy as np
 from protos import frontend_pb2, worker_pb2
 from scheduler_svc.api.status import STATUS_CODES
 from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import Ints
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull, RequestRefused

@@ -59,7 +59,7 @@ class ProcessFront:
         self._server.add_insecure_port(address)
         await self._server.start()
         options = to_arguments(dataclasses.replace(config, port=port))
-        command = [sys.executable, "-m", "scheduler_svc.frontends.frontend_process", f"--core={address}", *options]
+        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
         self._processes = KeptProcesses("frontend", lambda number: command, config.frontends, serving.vital)
         self._processes.start()
         return port

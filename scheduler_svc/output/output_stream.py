@@ -11,7 +11,7 @@ from collections.abc import Sequence as AbstractSequence
 
 from protos import inference_pb2 as pb
 from scheduler_svc.core.beam_search import BeamHypothesis
-from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.engine.logprob_columns import LogprobColumns
 from scheduler_svc.text.detokenizer import Detokenizer
 from scheduler_svc.text.stop_automaton import StopAutomaton

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.errors import FieldViolation, InvalidRequest
 
 

@@ -30,9 +30,9 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.statistics import log_statistics
 from scheduler_svc.frontends.core_service import CoreService
 from scheduler_svc.frontends.frontend_links import FrontendLinks
+from scheduler_svc.frontends.readiness import follow_readiness
 from scheduler_svc.frontends.told_state import ToldState
-from scheduler_svc.server import SWITCH_INTERVAL_S, follow_readiness
-from scheduler_svc.serving import Serving
+from scheduler_svc.serving import SWITCH_INTERVAL_S, Serving
 from scheduler_svc.shards.shard_reporter import ShardReporter
 from scheduler_svc.shards.shard_service import ShardService, request_numbers
 from scheduler_svc.vital_parts import ServiceBroken

@@ -19,11 +19,12 @@ from octavo.shared.options import to_arguments
 from octavo.shared.ports import reserve_port
 from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
+from scheduler_svc.api.metrics_server import serve_metrics
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontends.kept_processes import KeptProcesses
-from scheduler_svc.server import READINESS_INTERVAL_S, serve_metrics
+from scheduler_svc.frontends.readiness import READINESS_INTERVAL_S
 from scheduler_svc.shards.front_service import FrontService
 from scheduler_svc.shards.sharded_control import ShardedControl
 from scheduler_svc.shards.sharded_metrics import ShardedCollector, Texts
@@ -96,7 +97,7 @@ class Parent:
         await self._server.start()
         self._shards.start()
         options = to_arguments(dataclasses.replace(config, port=port))
-        command = [sys.executable, "-m", "scheduler_svc.frontends.frontend_process", f"--core={address}", *options]
+        command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
         self._frontends = KeptProcesses("frontend", lambda number: command, config.frontends, self.vital)
         self._frontends.start()
         return port

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from scheduler_svc.text.tokenizer import Tokenizer
 from tests.oracle import GreedyOracle
 from tests.prompts import token_ids

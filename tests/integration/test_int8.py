@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from octavo import LLM, SamplingParams
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from octavo.shared.options import OptionError
 from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper

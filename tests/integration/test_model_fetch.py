@@ -25,11 +25,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from octavo.cache import ModelNotFound, cache_dir, resolve_model
-from octavo.models.catalog import KNOWN_MODELS, list_models
+from octavo.models.catalog import list_models
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
 from octavo.models.fetch import available, convert, fetch
 from octavo.models.hub_cache import served_name
+from octavo.models.known_models import KNOWN_MODELS
+from octavo.models.resolve import ModelNotFound, resolve_model
+from octavo.shared.cache import cache_dir
 from tests.fake_hub import FakeHub
 from tests.worker.exact_logits import truth_of
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from octavo.outputs import CompletionOutput
 from scheduler_svc.core.worker_groups import WorkerGroups
 from tests.oracle import GreedyOracle

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from octavo import LLM, SamplingParams
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch, Candidates, EarlyStopping
-from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.finish_reason import FinishReason
 from tests.tiny_models import make_tiny_llama
 
 TOLERANCE = 1e-4

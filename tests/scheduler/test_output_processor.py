@@ -11,7 +11,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.engine.logprob_columns import LogprobColumns
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor

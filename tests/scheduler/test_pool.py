@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.engine import engine
 from scheduler_svc.routing import worker_queue
 from tests.scheduler.fake_language import EOS, expected_tokens

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pytest
 
 from scheduler_svc.core import sequence
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.engine import engine
 from scheduler_svc.routing import rebinding, router, worker_queue
 from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens

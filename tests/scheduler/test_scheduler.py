@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import worker_pb2
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from scheduler_svc.engine.step_encoder import decode, encode
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens

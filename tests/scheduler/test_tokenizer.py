@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from scheduler_svc.text.tokenizer import Tokenizer, TokenizerError
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.tiny_tokenizers import TEXTS, files_of

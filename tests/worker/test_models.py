@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.cache import resolve_model
+from octavo.models.resolve import resolve_model
 from tests.tiny_models import make_tiny_llama
 from tests.worker.exact_logits import FACTOR_OF_LONG_SUMS, truth_of_folder
 from tests.worker.model_cases import Stepper

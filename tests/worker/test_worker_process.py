@@ -23,7 +23,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.cache import ModelNotFound
+from octavo.models.resolve import ModelNotFound
 from octavo.shared.ports import BindError
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from protos import worker_pb2
 from worker_svc.errors import ProtocolError
+from worker_svc.mirror.slot_columns import SlotColumns
 from worker_svc.mirror.step_columns import Ints, RowColumns
 
-if TYPE_CHECKING:
-    from worker_svc.mirror.sequence_states import SequenceStates
 
-
-def check_rows(
-    states: SequenceStates, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints
-) -> None:
+def check_rows(states: SlotColumns, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints) -> None:
     """Raises ProtocolError, naming a slot. All [R]; `tokens_before`, `num_tokens`: known without and with given tokens.
 
     Decode rows, of which steps mostly consist, cannot break most of the rules.
@@ -36,7 +30,7 @@ _NO_LAST_TOKEN = "which has no sampled token to go on from"
 
 
 def _check_described(
-    states: SequenceStates, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints
+    states: SlotColumns, columns: RowColumns, seq_lens: Ints, tokens_before: Ints, num_tokens: Ints
 ) -> None:
     """What only rows that are no decode rows can break."""
     slots, inputs = columns.slots, columns.inputs
@@ -56,7 +50,7 @@ def _check_described(
     _check_children(states, columns, seq_lens)
 
 
-def _check_children(states: SequenceStates, columns: RowColumns, seq_lens: Ints) -> None:
+def _check_children(states: SlotColumns, columns: RowColumns, seq_lens: Ints) -> None:
     parents = np.flatnonzero((columns.num_samples > 1) & ~states.sampling.use_beam_search[columns.slots])
     counts = columns.num_samples[parents]
     children = columns.child_slots

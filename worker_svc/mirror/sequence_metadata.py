@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +11,8 @@ from protos import inference_pb2, worker_pb2
 from worker_svc.errors import ProtocolError
 from worker_svc.mirror.bad_words import BadWords
 from worker_svc.mirror.sampling_columns import check_supported
+from worker_svc.mirror.slot_columns import SlotColumns
 from worker_svc.mirror.step_columns import Ints, check_below, read_column
-
-if TYPE_CHECKING:
-    from worker_svc.mirror.sequence_states import SequenceStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class NewSequence:
     block_table: Ints  # holds at least the computed tokens
 
 
-def read_group(group: worker_pb2.SequenceGroupMetadata, states: SequenceStates) -> Iterator[NewSequence]:
+def read_group(group: worker_pb2.SequenceGroupMetadata, states: SlotColumns) -> Iterator[NewSequence]:
     """The sequences of a group, within the bounds of `states`. Raises ProtocolError."""
     check_supported(group.sampling_params)
     if group.adapter and group.adapter not in states.loaded_adapters:
@@ -55,7 +52,7 @@ def _read_copy(
     group: worker_pb2.SequenceGroupMetadata,
     data: worker_pb2.SequenceData,
     by_slot: dict[int, NewSequence],
-    states: SequenceStates,
+    states: SlotColumns,
 ) -> NewSequence:
     """A child of a sequence that the same message brought: all but slot and index are that sequence's."""
     name = f"metadata of {group.request_id!r} for slot {data.slot}"
@@ -71,7 +68,7 @@ def _read_sequence(
     group: worker_pb2.SequenceGroupMetadata,
     data: worker_pb2.SequenceData,
     bad_words: BadWords | None,
-    states: SequenceStates,
+    states: SlotColumns,
 ) -> NewSequence:
     name = f"metadata of {group.request_id!r}"
     _check_slot(group, data, states)
@@ -102,6 +99,6 @@ def _read_sequence(
     )
 
 
-def _check_slot(group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData, states: SequenceStates) -> None:
+def _check_slot(group: worker_pb2.SequenceGroupMetadata, data: worker_pb2.SequenceData, states: SlotColumns) -> None:
     if data.slot >= states.max_num_seqs:
         raise ProtocolError(f"metadata of {group.request_id!r} for slot {data.slot} of {states.max_num_seqs}")

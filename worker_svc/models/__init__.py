@@ -1,4 +1,7 @@
-"""Models: configuration from a folder, weights from safetensors, and the forward pass over the paged cache."""
+"""Models: configuration from a folder, weights from safetensors, and the forward pass over the paged cache.
+
+One decoder for all families; nothing of steps, slots or sampling.
+"""
 
 from __future__ import annotations
 

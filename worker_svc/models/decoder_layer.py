@@ -38,7 +38,7 @@ class StepTensors:
 
 
 class DecoderLayer:
-    """Takes its weights at construction; `index` counts from 0; `cos_sin` as `kernels.oracles.reference.rotary` takes it."""
+    """Takes its weights at construction; `index` counts from 0; `cos_sin` as `reference.rotary` takes it."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Int4Linear:
 
     @staticmethod
     def pack(weight: torch.Tensor) -> torch.Tensor | None:
-        """A weight [out_features, in_features] as `kernels.cpu.products.few_bits` lays four bits out; None where it would be
+        """A weight [out_features, in_features] as `products.few_bits` lays four bits out; None where it would be
         another then."""
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
             return None

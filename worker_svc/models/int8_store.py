@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.int8_weight import GROUP, PANEL, pack_int8, quantize_int8
-from octavo.cache import cache_dir
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
+from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.int4_linear import Int4Linear

@@ -1,4 +1,4 @@
-"""y = x W^T + b by the compiled product of `kernels.cpu.products.matmul`, the same bits for one row as for thousands."""
+"""y = x W^T + b by the compiled product of `products.matmul`, the same bits for one row as for thousands."""
 
 from __future__ import annotations
 

@@ -6,17 +6,28 @@ several times what it does in a loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from kernels.cpu.layers.layer_lanes import MLP_ROWS
 from kernels.cpu.products.int8_rows import room_bytes
 
-if TYPE_CHECKING:
-    from kernels.cpu.layers.layer_stack import StackShape
-
 _KEPT_ROWS = 256  # those of a prompt need memory that other steps can use: 26 MB for 2,048 of SmolLM2-135M
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What all layers have in common."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    norm_weight_offset: float
+    logit_soft_cap: float
 
 
 class LayerRoom:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.layers.layer_lanes import LAYER, STEP, run_layers
-from kernels.cpu.layers.layer_room import LayerRoom, LayerRooms
+from kernels.cpu.layers.layer_room import LayerRoom, LayerRooms, StackShape
 from kernels.cpu.products.int8_linear import OUTPUTS_OF_ITEM
 from kernels.cpu.products.layer_product import Product
 from kernels.cpu.rows.rotary import check_positions
@@ -27,20 +27,6 @@ from kernels.cpu.vectors.numbers import element_of, stored_element_of
 
 _ROWS_WORTH_A_CUT = 16  # left out behind the last attention; a second call of compiled code costs more than fewer
 _STEP_FIELDS = STEP.names or ()
-
-
-@dataclass(frozen=True, slots=True)
-class StackShape:
-    """What all layers have in common."""
-
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    norm_eps: float
-    norm_weight_offset: float
-    logit_soft_cap: float
 
 
 @dataclass(frozen=True, slots=True)

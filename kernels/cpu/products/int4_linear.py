@@ -2,7 +2,7 @@
 
     out[t, o] = bias[o] + sum_g step[t, g] * sum_{i in g} p[t, i] (d[o, g] w[o, i] + m[o, g])
 
-p and step as in `kernels.oracles.reference.int8_linear`; group g is the inputs 32 g to 32 g + 31. A float32 weight that was
+p and step as in `reference.int8_linear`; group g is the inputs 32 g to 32 g + 31. A float32 weight that was
 quantised once to four bits (`few_bits`) is scales d, integers w and minima m, and stays what it is: only rows are
 rounded, where `int8_linear` rounds weights, too.
 

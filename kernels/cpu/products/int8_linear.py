@@ -1,4 +1,4 @@
-"""Dense layers with weights of eight bits on a CPU: formula and arguments as in `kernels.oracles.reference.int8_linear`.
+"""Dense layers with weights of eight bits on a CPU: formula and arguments as in `reference.int8_linear`.
 
 Sources: Dettmers et al. 2022 (arXiv:2208.07339) for a scale an output channel and one a row of activations; Yao et al.
 2022 (arXiv:2206.01861) for finer ones within a row. Packed weights: `kernels.int8_weight`.

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU layer: out = silu(gate) * up, silu(g) = g / (1 + e^-g); see `kernels.oracles.reference.silu_and_mul`."""
+"""The gate of a SwiGLU layer: out = silu(gate) * up, silu(g) = g / (1 + e^-g); see `reference.silu_and_mul`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from kernels.cpu.vectors.numbers import FLOAT32, INT64, element_of, from_float32
 
 
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """See `kernels.oracles.reference.rotary`; `cos_sin` is float32; query and key may be strided in their first dimension."""
+    """See `reference.rotary`; `cos_sin` is float32; query and key may be strided in their first dimension."""
     _rotary(
         element_of(query, key),
         query.data_ptr(),

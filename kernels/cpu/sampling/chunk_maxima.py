@@ -1,4 +1,4 @@
-"""The largest logit of every chunk of tokens, in one pass over the logits; see `kernels.oracles.reference.chunk_maxima`."""
+"""The largest logit of every chunk of tokens, in one pass over the logits; see `reference.chunk_maxima`."""
 
 from __future__ import annotations
 

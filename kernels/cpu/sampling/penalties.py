@@ -1,4 +1,4 @@
-"""Penalties of tokens that were there before, in one pass over logits and counts; see `kernels.oracles.reference.penalize`."""
+"""Penalties of tokens that were there before, in one pass over logits and counts; see `reference.penalize`."""
 
 from __future__ import annotations
 

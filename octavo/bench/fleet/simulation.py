@@ -24,7 +24,8 @@ from protos import inference_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from scheduler_svc.core.beam_search import BeamHypothesis
-    from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+    from scheduler_svc.core.finish_reason import FinishReason
+    from scheduler_svc.core.sequence import SequenceGroup
     from scheduler_svc.core.step_plan import NewTokens
     from scheduler_svc.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""A frontend process: `python -m scheduler_svc.frontends.frontend_process --core=unix:SOCKET` and the scheduler's own options.
+"""A frontend process: `python -m scheduler_svc.frontend_process --core=unix:SOCKET OPTIONS`.
 
 It listens on a port that it shares, checks, tokenises, streams and detokenises, and leaves all else to the core that
 started it. It ends when the core closes their link or is lost.
@@ -42,7 +42,7 @@ CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
 
 def main() -> int:
     """Returns the process's exit code."""
-    parser = Parser(prog="scheduler_svc.frontends.frontend_process")
+    parser = Parser(prog="scheduler_svc.frontend_process")
     parser.add_argument("--core", required=True, metavar="unix:SOCKET")
     add_arguments(parser, SchedulerConfig)
     arguments = parser.parse_args()

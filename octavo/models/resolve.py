@@ -1,31 +1,21 @@
-"""Where models live on this machine, and how a name given by a user becomes a folder.
+"""How a name given by a user becomes a folder on this machine.
 
-`OCTAVO_CACHE` names the cache; without it the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`) + `/octavo`.
-Models are folders under `models/`, in the layout of the Hugging Face hub; those of the hub lie in its own cache, too
-(`octavo.models.hub_cache`). Nothing here writes or downloads.
+Models are folders under `models/` of the cache, in the layout of the Hugging Face hub; those of the hub lie in its own
+cache, too (`octavo.models.hub_cache`). Nothing here writes or downloads.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from octavo.models.catalog import list_models
+from octavo.models.hub_cache import find, hub_name_of
+from octavo.shared.cache import models_dir
+from octavo.shared.command_line import did_you_mean
 
 
 class ModelNotFound(LookupError):
     """No folder for this name. The message is one line and says what to run."""
-
-
-def cache_dir() -> Path:
-    """The cache folder; it may not exist yet."""
-    if given := os.environ.get("OCTAVO_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "octavo"
-
-
-def models_dir(download_dir: str | Path | None = None) -> Path:
-    """The folder that holds a folder a model: `download_dir` where given, else `models/` in the cache."""
-    return Path(download_dir).expanduser() if download_dir else cache_dir() / "models"
 
 
 def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = None, load_format: str = "auto") -> Path:
@@ -45,8 +35,6 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
     for parent in dict.fromkeys((models_dir(download_dir), models_dir())):
         if (parent / name / "config.json").is_file():
             return parent / name
-    from octavo.models.hub_cache import find, hub_name_of
-
     hub_name = hub_name_of(name)
     if hub_name and (found := find(hub_name, load_format, download_dir)):
         return found
@@ -60,7 +48,4 @@ def resolve_model(name_or_dir: str | Path, download_dir: str | Path | None = Non
 
 def _nearest(name: str, download_dir: str | Path | None) -> str:
     """`; did you mean X?` for a model that is here or known."""
-    from octavo.models.catalog import list_models
-    from octavo.shared.command_line import did_you_mean
-
     return did_you_mean(name, [entry.name for entry in list_models(download_dir)])
