@@ -142,7 +142,7 @@ def report(rows: dict[str, Any]) -> str:
     for engine, facts in rows["engines"].items():
         if "ready_s" not in facts:
             continue
-        speeds = [_median(_speeds(rows, engine, name).values()) for name in names]
+        speeds = [_median(speeds(rows, engine, name).values()) for name in names]
         runs = [run for run in rows["runs"] if run["engine"] == engine and "same_requests" in run]
         same = f"{sum(run['same_requests'] for run in runs)} of {sum(run['num_requests'] for run in runs)}"
         ready = f"{facts['ready_s']:.1f} s | {facts['peak_gib']:.2f} GiB"
@@ -157,8 +157,8 @@ def report(rows: dict[str, Any]) -> str:
 def _ratio(rows: dict[str, Any], engine: str, workload: str) -> list[str]:
     """One line: this engine against the best other of its kind, by medians; the spread is over rounds."""
     others = [name for name in rows["engines"] if name not in OURS and (name in EIGHT_BIT) == (engine in EIGHT_BIT)]
-    found = {name: speeds for name in others if (speeds := _speeds(rows, name, workload))}
-    mine = _speeds(rows, engine, workload)
+    found = {name: speeds for name in others if (speeds := speeds(rows, name, workload))}
+    mine = speeds(rows, engine, workload)
     if not found or not mine:
         return []
     best = max(found, key=lambda name: statistics.median(found[name].values()))
@@ -169,7 +169,7 @@ def _ratio(rows: dict[str, Any], engine: str, workload: str) -> list[str]:
     return [f"{workload}: {engine} / {best} = {statistics.median(ratios):.2f} ({spread} over {len(ratios)} rounds)"]
 
 
-def _speeds(rows: dict[str, Any], engine: str, workload: str) -> dict[int, float]:
+def speeds(rows: dict[str, Any], engine: str, workload: str) -> dict[int, float]:
     """Tokens/s by round."""
     return {
         run["round"]: run["tokens_per_s"]

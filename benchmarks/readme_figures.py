@@ -55,7 +55,7 @@ def main() -> int:
         path = RESULTS / f"{result['date'][:10]}-{machine.slug(facts)}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}\n")
-    print(_report(facts, starts, rows, steps, agreement))
+    print(report(facts, starts, rows, steps, agreement))
     return 0
 
 
@@ -134,7 +134,7 @@ def step_costs(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> 
 # ---- Report ---------------------------------------------------------------------------------------------------------
 
 
-def _report(
+def report(
     facts: dict[str, Any],
     starts: Sequence[dict[str, float]],
     rows: Sequence[Figures],

@@ -38,6 +38,17 @@ _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", 
 C = TypeVar("C")
 
 
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """An option as --help and the documentation show it. `default` is empty where the help text names it."""
+
+    flag: str
+    group: str
+    values: str
+    default: str
+    help: str
+
+
 class OptionError(ValueError):
     """A flag, variable or key that names no option or has no acceptable value. The message is one line for the user."""
 
@@ -198,6 +209,22 @@ def environment_without_options(environ: Mapping[str, str] | None = None) -> dic
     return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in NOT_OPTIONS}
 
 
+def described(cls: type) -> list[Described]:
+    """All options of `cls` but hidden ones, in the order of its fields."""
+    hints = typing.get_type_hints(cls)
+    return [
+        Described(
+            flag=_flag("[no-]" + field.name) if bool in _members(hints[field.name]) else _flag(field.name),
+            group=field.metadata["group"],
+            values="" if bool in _members(hints[field.name]) else _values(field, hints[field.name]),
+            default="" if "default" in field.metadata["help"] else _shown(_default_of(field)),
+            help=field.metadata["help"],
+        )
+        for field in _options_of(cls)
+        if not field.metadata["hidden"]
+    ]
+
+
 # ---- fields ----
 
 
@@ -249,9 +276,14 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field[Any],
         except OptionError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    choices = field.metadata["choices"]
-    settings["metavar"] = field.metadata["metavar"] or ("|".join(choices) if choices else _metavar(hint, item))
+    settings["metavar"] = _values(field, hint)
     parser.add_argument(_flag(field.name), type=convert, action="store" if item is None else "append", **settings)
+
+
+def _values(field: dataclasses.Field[Any], hint: Any) -> str:
+    """What stands behind the flag in --help."""
+    choices, item = field.metadata["choices"], _item_hint(hint)
+    return field.metadata["metavar"] or ("|".join(choices) if choices else _metavar(hint, item))
 
 
 def _metavar(hint: Any, item: Any) -> str:

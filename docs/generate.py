@@ -1,0 +1,64 @@
+"""Writes what the pages take from elsewhere: figures, options, metrics, the README's plot. `python -m docs.generate`.
+
+A page holds such a part between `<!-- NAME -->` and `<!-- end -->`. tests/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks import figures_page
+from octavo.serving_plan import ServeConfig
+from octavo.shared.options import Described, described
+from scheduler_svc.config import SchedulerConfig
+from worker_svc.config import WorkerConfig
+
+DOCS = Path(__file__).parent
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+PLOT = DOCS / "pictures" / "engines.svg"
+_BLOCK = re.compile(r"<!-- (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def page(text: str, made: dict[str, str]) -> str:
+    """The text with each of its blocks made anew. Raises KeyError for a block that nobody makes."""
+    return _BLOCK.sub(lambda found: f"<!-- {found['name']} -->\n\n{made[found['name']]}\n\n<!-- end -->", text)
+
+
+def names_of_blocks(text: str) -> list[str]:
+    return [found["name"] for found in _BLOCK.finditer(text)]
+
+
+def blocks() -> dict[str, str]:
+    """Everything that is generated, by name."""
+    return {
+        **figures_page.blocks(),
+        "serve-options": _options(ServeConfig),
+        "scheduler-options": _options(SchedulerConfig),
+        "worker-options": _options(WorkerConfig),
+    }
+
+
+def _options(cls: type) -> str:
+    """One table a group, in the order of --help."""
+    groups: dict[str, list[str]] = {}
+    for each in described(cls):
+        groups.setdefault(each.group, []).append(_row(each))
+    head = "| option | values | default | |\n| --- | --- | --- | --- |"
+    return "\n\n".join("\n".join([f"**{group}**", "", head, *rows]) for group, rows in groups.items())
+
+
+def _row(each: Described) -> str:
+    cells = (f"`{each.flag}`", each.values, each.default, each.help)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main() -> None:
+    figures_page.draw(PLOT)
+    made = blocks()
+    for path in PAGES:
+        path.write_text(page(path.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
