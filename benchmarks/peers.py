@@ -142,11 +142,11 @@ def report(rows: dict[str, Any]) -> str:
     for engine, facts in rows["engines"].items():
         if "ready_s" not in facts:
             continue
-        speeds = [_median(speeds(rows, engine, name).values()) for name in names]
+        medians = [_median(speeds(rows, engine, name).values()) for name in names]
         runs = [run for run in rows["runs"] if run["engine"] == engine and "same_requests" in run]
         same = f"{sum(run['same_requests'] for run in runs)} of {sum(run['num_requests'] for run in runs)}"
         ready = f"{facts['ready_s']:.1f} s | {facts['peak_gib']:.2f} GiB"
-        lines.append(f"| {engine} | {' | '.join(speeds)} | {same} | {ready} |")
+        lines.append(f"| {engine} | {' | '.join(medians)} | {same} | {ready} |")
     lines.append("")
     for engine in OURS:
         for name in names:
@@ -157,7 +157,7 @@ def report(rows: dict[str, Any]) -> str:
 def _ratio(rows: dict[str, Any], engine: str, workload: str) -> list[str]:
     """One line: this engine against the best other of its kind, by medians; the spread is over rounds."""
     others = [name for name in rows["engines"] if name not in OURS and (name in EIGHT_BIT) == (engine in EIGHT_BIT)]
-    found = {name: speeds for name in others if (speeds := speeds(rows, name, workload))}
+    found = {name: of for name in others if (of := speeds(rows, name, workload))}
     mine = speeds(rows, engine, workload)
     if not found or not mine:
         return []
