@@ -147,7 +147,7 @@ class _Chooser:
         worker, load, ahead = router.loads.workers[number], router.loads.load, router.work.all()
         assert worker is not None, "only workers that are there can run a group"
         scheduler = worker.scheduler
-        held = len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
+        held = len(scheduler.groups.all())
         return Seen(
             number,
             num_requests=held + int(router.work.num_groups[number]),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, is_host, option
 from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.preemption import MODES
+from scheduler_svc.core.preemption_modes import MODES
 from scheduler_svc.models.model_names import ModelNames
 from scheduler_svc.requests.tenants import check_metadata_field
 

@@ -110,7 +110,7 @@ class _Run:
 
     def _worker(self, max_num_seqs: int) -> WorkerHandle:
         from protos import worker_pb2
-        from scheduler_svc.core.scheduler import SchedulerSettings
+        from scheduler_svc.core.scheduler_settings import SchedulerSettings
         from scheduler_svc.leases.worker_handle import WorkerHandle
 
         max_model_len = FIRST_LENGTH + BLOCK_SIZE + self._num_steps + 1

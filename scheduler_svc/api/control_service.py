@@ -153,7 +153,7 @@ def _worker(client: WorkerClient, handle: WorkerHandle | None, models: ServedMod
         state.instance_id, state.epoch = handle.info.instance_id, handle.epoch
         state.model, state.model_fingerprint = models.name_of(handle.model) or handle.info.model, handle.model
         state.num_running = handle.num_running
-        state.num_preempted = len(handle.scheduler.preempted) + len(handle.scheduler.swapped)
+        state.num_preempted = handle.scheduler.groups.num_away
         state.num_device_blocks = handle.sizes.num_device_blocks
         state.num_free_device_blocks = handle.scheduler.blocks.num_free_blocks
         state.num_host_blocks = handle.sizes.num_host_blocks

@@ -42,7 +42,7 @@ class RequestCopy:
     def of(cls, group: SequenceGroup, workers: AbstractSequence[WorkerHandle]) -> RequestCopy:
         status = next((s.status for s in group.sequences if s.status in AT_A_WORKER), group.sequences[0].status)
         holders = workers if status in AT_A_WORKER else ()
-        worker = next((worker for worker in holders if worker.scheduler.holds(group)), None)
+        worker = next((worker for worker in holders if worker.scheduler.groups.holds(group)), None)
         state = pb.RequestState(
             request_id=group.request_id,
             phase=PHASES[status],

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.sequence import SequenceGroup
-    from scheduler_svc.core.worker_groups import WorkerGroups
-
-MODES = ("auto", "swap", "recompute")
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What the worker measured; zeros where it did not, and then `auto` computes again."""
-
-    prefill_tokens_per_s: float = 0.0
-    swap_bytes_per_s: float = 0.0  # one way
-    block_bytes: int = 0
+from scheduler_svc.core.group_fault import names_group
+from scheduler_svc.core.preemption_modes import MODES, Costs
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.core.worker_groups import WorkerGroups
 
 
 class Preemption:
@@ -56,6 +44,40 @@ class Preemption:
             return True
         self._groups.recompute_later(group)
         return False
+
+    def start_over_if_stuck(self, plan: StepPlan) -> None:
+        """A group that has the whole cache and cannot get on: a flush took what its sequences were yet to share."""
+        if plan.has_rows or not self._groups.prefilling or len(self._groups.running) != 1:
+            return
+        (group,) = self._groups.running
+        self._groups.recompute_later(group)
+        group.num_preemptions += 1
+        plan.num_preempted += 1
+
+    def give_way(self, group: SequenceGroup, plan: StepPlan) -> None:
+        """Of a group that has got further only what is half computed gives way."""
+        half_computed = [sequence for sequence in self._groups.prefilling if sequence.group is group]
+        if half_computed:
+            for sequence in reversed(half_computed):
+                self.give_up(sequence, plan)
+        else:
+            self.preempt_for_step(group, plan)
+
+    def give_up(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Takes the blocks of a half-computed sequence: from it alone, where others of its group can do without it."""
+        group = sequence.group
+        if sequence.slot < 0:
+            return  # went with its group
+        if group.uses_beam_search or self._groups.num_seated(group) == 1:
+            self.preempt_for_step(group, plan)
+        else:
+            self._groups.unseat(sequence)
+            plan.num_preempted += 1
+
+    @names_group
+    def preempt_for_step(self, group: SequenceGroup, plan: StepPlan) -> None:
+        plan.num_swapped_out += self.preempt(group)
+        plan.num_preempted += 1
 
     def _should_swap(self, group: SequenceGroup) -> bool:
         """Out of host blocks means computing again, and so does a beam whose answer is yet to come and forks it."""

@@ -11,6 +11,7 @@ A group is in one place at a time:
 from __future__ import annotations
 
 import bisect
+from collections import deque
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class WorkerGroups:
         self.prefilling: list[Sequence] = []  # in order of their start, sequences of one group together
         self.expanding: set[SequenceGroup] = set()  # running, and may yet take more slots: of beams, or not all seated
         self.unforked: set[SequenceGroup] = set()  # of those: one sequence computes the prompt, the others fork from it
+        self.suspects: deque[SequenceGroup] = deque()  # running, and were in a failed step: each runs one step alone
         self.ready_beams: set[SequenceGroup] = set()  # running, ranked, each beam's last token to be computed
         # What the next step tells the worker.
         self.released_slots: set[int] = set()
@@ -53,6 +55,17 @@ class WorkerGroups:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.swapped or self.preempted)
+
+    def holds(self, group: SequenceGroup) -> bool:
+        return group in self.running or group in self.preempted or group in self.swapped
+
+    def all(self) -> list[SequenceGroup]:
+        return [*self.running, *self.swapped, *self.preempted]
+
+    @property
+    def num_away(self) -> int:
+        """Groups that wait to come back."""
+        return len(self.swapped) + len(self.preempted)
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -284,7 +297,7 @@ class WorkerGroups:
 
     def give_up_all(self) -> list[SequenceGroup]:
         """The worker is lost: its groups, in policy order. Slots and blocks, maybe broken, are not used again."""
-        groups = sorted([*self.running, *self.swapped, *self.preempted], key=self.policy.key)
+        groups = sorted(self.all(), key=self.policy.key)
         for group in groups:
             for sequence in group.unfinished():
                 if sequence.slot >= 0:
@@ -293,6 +306,7 @@ class WorkerGroups:
                 sequence.host_table, sequence.num_swapped_tokens = sequence.host_table[:0], 0
                 sequence.drop_pending()
         self.running.clear()
+        self.suspects.clear()
         self.swapped.clear()
         self.preempted.clear()
         return groups
@@ -312,7 +326,7 @@ class WorkerGroups:
         self.unforked.discard(group)
         self.ready_beams.discard(group)
         self._returned.pop(group, None)
-        for groups in (self.swapped, self.preempted):
+        for groups in (self.swapped, self.preempted, self.suspects):
             if group in groups:
                 groups.remove(group)
 
@@ -340,14 +354,15 @@ class WorkerGroups:
     def check_integrity(self, part: slice = slice(None)) -> None:
         """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
         self.columns.check_integrity()
-        self.blocks.check_integrity({*self.running, *self.swapped, *self.preempted}, part)
+        self.blocks.check_integrity(set(self.all()), part)
         seated = {s.slot for group in self.running for s in group.unfinished() if s.slot >= 0}
         assert seated == set(np.flatnonzero(self.columns.occupied).tolist()), "running groups and slots disagree"
-        places = [*self.running, *self.swapped, *self.preempted]
+        places = self.all()
         assert len(places) == len(set(places)), "a group is in two places"
         assert self.expanding <= self.running and self.ready_beams <= self.running, "slots are kept for the absent"
         assert self.num_slots_left >= 0, "beams were promised more slots than there are"
         assert self.unforked <= self.expanding, "a group is to fork that wants no slots"
+        assert all(group in self.running for group in self.suspects), "a suspect does not run"
         for group in self.running:
             assert self.num_seated(group), "a group runs without a slot"
             may_expand = group.uses_beam_search or bool(_unseated(group))

@@ -25,7 +25,7 @@ from scheduler_svc.core.before_answer import BeforeAnswer
 from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.group_fault import GroupFault
 from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
@@ -337,7 +337,7 @@ class Engine:
         view = WorkerQueue(self.router, worker)
         is_deciding = False
         try:
-            if worker.in_flight and scheduler.has_candidate_for_trial(view):
+            if worker.in_flight and scheduler.trials.has_candidate(view):
                 return None  # whose rows must be the only ones in flight
             is_deciding = True
             outputs = scheduler.schedule(view, now_ns, is_quiet=not worker.in_flight)
@@ -437,7 +437,7 @@ class Engine:
         """A worker's unfinished groups, with the tokens that their clients were told of, and those of `besides` that
         are nowhere. Who cannot be brought to that ends here."""
         scheduler = worker.scheduler
-        held = [*scheduler.running, *scheduler.swapped, *scheduler.preempted]
+        held = scheduler.groups.all()
         try:
             groups = scheduler.evacuate()
             broken = before.restore() if before is not None else set()
@@ -446,7 +446,7 @@ class Engine:
             log.error(what, worker=worker.link.address, requests=len(held), exception=where)
             groups, broken = [], set(held)
         for group in {*held, *besides} - broken:
-            is_elsewhere = group in self._waiting or any(other.scheduler.holds(group) for other in self.workers)
+            is_elsewhere = group in self._waiting or any(other.scheduler.groups.holds(group) for other in self.workers)
             if not (group.is_finished or group in groups or is_elsewhere):
                 groups.append(group)
         for group in broken:
@@ -472,9 +472,8 @@ class Engine:
                 self._move(group)
 
     def _move_outgrown(self, worker: WorkerHandle) -> None:
-        for group in worker.scheduler.outgrown:
+        for group in worker.scheduler.take_outgrown():
             self._move(group)
-        worker.scheduler.outgrown.clear()
 
     def _move(self, group: SequenceGroup) -> None:
         """As `_place`, for a group that a worker had, which one that finishes takes back where nobody else can."""
@@ -720,7 +719,7 @@ class Engine:
 
     def _release(self, group: SequenceGroup, only: Sequence | None = None) -> None:
         worker = self.router.worker_of(group)
-        is_held = worker is not None and worker.scheduler.holds(group)
+        is_held = worker is not None and worker.scheduler.groups.holds(group)
         for sequence in [only] if only else group.unfinished():
             if worker is not None and is_held:
                 worker.scheduler.finish(sequence)
@@ -851,8 +850,7 @@ class Engine:
 
 
 def _num_held(worker: WorkerHandle) -> int:
-    scheduler = worker.scheduler
-    return len(scheduler.running) + len(scheduler.preempted) + len(scheduler.swapped)
+    return len(worker.scheduler.groups.all())
 
 
 def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:

@@ -46,8 +46,8 @@ class Load:
 
     @classmethod
     def _of_schedulers(cls, schedulers: Sequence[Scheduler], num_live: int) -> Load:
-        num_running = sum(len(scheduler.running) for scheduler in schedulers)
-        num_swapped = sum(len(scheduler.swapped) for scheduler in schedulers)
+        num_running = sum(len(scheduler.groups.running) for scheduler in schedulers)
+        num_swapped = sum(len(scheduler.groups.swapped) for scheduler in schedulers)
         return cls(
             num_running=num_running,
             num_swapped=num_swapped,

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from protos import worker_pb2
 from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.preemption import Costs
-from scheduler_svc.core.scheduler import Scheduler, SchedulerSettings
+from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import ScheduledRows, SchedulerOutputs, WrongAnswer
@@ -112,7 +113,7 @@ class WorkerHandle:
 
     @property
     def num_running(self) -> int:
-        return len(self.scheduler.running)
+        return len(self.scheduler.groups.running)
 
     def can_ever_run(self, group: SequenceGroup) -> bool:
         """Whether the worker, empty, serves the group's model and could hold what it has and may become."""
@@ -128,9 +129,9 @@ class WorkerHandle:
     @property
     def takes_new_groups(self) -> bool:
         """Whether its next step may begin groups from the queue."""
-        scheduler = self.scheduler
-        comes_back = scheduler.swapped or scheduler.preempted or scheduler.suspects
-        return not (self.is_draining or self.failed_step or comes_back or scheduler.groups.next_late())
+        groups = self.scheduler.groups
+        comes_back = groups.num_away or groups.suspects
+        return not (self.is_draining or self.failed_step or comes_back or groups.next_late())
 
     @property
     def num_steps_answered(self) -> int:
@@ -139,7 +140,7 @@ class WorkerHandle:
 
     @property
     def is_idle(self) -> bool:
-        return not self.in_flight and not self.scheduler.running
+        return not self.in_flight and not self.scheduler.groups.running
 
     def check_integrity(self) -> None:
         """The scheduler's own check, each time with the next part of its blocks: a large cache holds nobody up."""
@@ -219,7 +220,7 @@ class WorkerHandle:
         if self.is_draining:
             return False
         waits_for_void = bool(self.in_flight) and self.in_flight[0].is_void
-        is_careful = self.failed_step or self.scheduler.on_trial or self.unsent is not None or waits_for_void
+        is_careful = self.failed_step or self.scheduler.trials.on_trial or self.unsent is not None or waits_for_void
         return not self.in_flight if is_careful else len(self.in_flight) < max_in_flight
 
     # ---- faults of our own ------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Rebinding:
             if router.can_run(group, worker):
                 num_here = self._num_uncached(group, worker, is_moved=True)
                 go = Wanted(num_here, group.num_slots, num_outputs)
-                returns = loaded.scheduler.holds(group)
+                returns = loaded.scheduler.groups.holds(group)
                 first = Ahead(before.num_tokens + growing, before.num_slots) if returns else before
                 if CHEAPER * cost_s(here, ahead, go) + CHEAPER_S < cost_s(there, first, stay):
                     found.append((group, num_here))
@@ -106,7 +106,7 @@ class Rebinding:
         return max(1.0, group.num_tokens_to_compute - num_cached)
 
     def _take(self, group: SequenceGroup, worker: WorkerHandle, loaded: WorkerHandle, num_uncached: float) -> None:
-        if loaded.scheduler.holds(group):
+        if loaded.scheduler.groups.holds(group):
             loaded.scheduler.release(group)
             group.num_moves += 1
         self._router.touch(loaded)

@@ -192,7 +192,7 @@ class Router:
             assert binding.worker in self._workers, "a group is bound to a worker that is gone"
             is_waiting = group in binding.worker.waiting
             assert is_waiting == (binding.reserved is not None), "who has begun reserves nothing, who waits does"
-            assert is_waiting or binding.worker.scheduler.holds(group), "a bound group is not with its worker"
+            assert is_waiting or binding.worker.scheduler.groups.holds(group), "a bound group is not with its worker"
             if binding.reserved is not None:
                 assert binding.reserved.number == binding.worker.number, "reserved elsewhere"
                 counted[:, binding.worker.number] += binding.reserved.num_tokens, binding.reserved.num_slots

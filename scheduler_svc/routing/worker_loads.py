@@ -90,7 +90,7 @@ class WorkerLoads:
     def touch(self, worker: WorkerHandle) -> None:
         """Something has happened at a worker."""
         if self.num_open > 1:
-            self.num_returning[worker.number] = len(worker.scheduler.preempted) + len(worker.scheduler.swapped)
+            self.num_returning[worker.number] = worker.scheduler.groups.num_away
         self._stale[worker] = None
 
     def look(self, num_outputs: float, now_ns: int) -> None:

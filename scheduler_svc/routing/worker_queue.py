@@ -89,5 +89,4 @@ def adapters_in_use(worker: WorkerHandle) -> set[str]:
     """Of all groups that the worker holds: preempted ones come back without asking."""
     if not worker.adapters:
         return set()
-    scheduler = worker.scheduler
-    return {group.adapter for group in (*scheduler.running, *scheduler.swapped, *scheduler.preempted)} - {""}
+    return {group.adapter for group in worker.scheduler.groups.all()} - {""}

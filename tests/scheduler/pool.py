@@ -367,7 +367,7 @@ class Pool:
     def _places(self) -> dict[str, str]:
         places = {}
         for group in self.unfinished():
-            holder = next((handle for handle in self.engine.workers if handle.scheduler.holds(group)), None)
+            holder = next((handle for handle in self.engine.workers if handle.scheduler.groups.holds(group)), None)
             where = "waiting" if holder is None else holder.link.address
             states = [(sequence.status.value, sequence.slot, sequence.num_tokens) for sequence in group.sequences]
             places[group.request_id] = f"{where} {states}"
@@ -382,12 +382,14 @@ class Pool:
         for handle in self.engine.workers:
             scheduler = handle.scheduler
             scheduler.check_integrity()
-            for group in (*scheduler.running, *scheduler.swapped, *scheduler.preempted):
+            for group in scheduler.groups.all():
                 assert handle.model in ("", group.model), f"{group.request_id} runs on another model"
             if not handle.in_flight and handle.failed_step is None:
                 self._link(handle).worker.check_integrity()
         for group in self.told:
-            num_places = (group in waiting) + sum(handle.scheduler.holds(group) for handle in self.engine.workers)
+            num_places = (group in waiting) + sum(
+                handle.scheduler.groups.holds(group) for handle in self.engine.workers
+            )
             assert num_places == (not group.is_finished), f"{group.request_id} is in {num_places} places"
             assert not (group in waiting and group.num_pending_tokens), "who waits has draws in flight"
 

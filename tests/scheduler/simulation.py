@@ -11,8 +11,9 @@ from protos import inference_pb2, worker_pb2
 from scheduler_svc.core.beam_search import BeamHypothesis, BeamSearch
 from scheduler_svc.core.block_manager import BlockSpaceManager
 from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.preemption import Costs
-from scheduler_svc.core.scheduler import Scheduler, SchedulerSettings
+from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.core.served_tokens import ServedTokens
@@ -182,18 +183,18 @@ class Simulation:
         if not self.may_send():
             return False
         scheduler = self.scheduler
-        running, suspects = set(scheduler.running), list(scheduler.suspects)
+        running, suspects = set(scheduler.groups.running), list(scheduler.groups.suspects)
         outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=not self.in_flight)
         self.take_outgrown()
         if outputs is None:
             assert self.in_flight or not scheduler.groups.has_work, "work is there, and no step can be made of it"
             return False
-        came = scheduler.running - running if scheduler.running & running else set()
+        came = scheduler.groups.running - running if scheduler.groups.running & running else set()
         gave_way = outputs.num_preempted and self.settings.policy is not POLICIES["priority"]
         assert not (came and gave_way), "took blocks from one group and gave them to another"
         rows = outputs.rows
         assert not suspects or self.groups_of(rows) in (set(), set(suspects[:1])), "a suspect runs by itself"
-        tried = self.groups_of(rows) & scheduler.on_trial
+        tried = self.groups_of(rows) & scheduler.trials.on_trial
         assert not tried or suspects or tried == self.groups_of(rows), "a trial is disturbed"
         assert int(rows.query_lens.sum()) <= self.max_num_batched_tokens and len(rows) <= self.num_slots
         self.step_id += 1
@@ -210,15 +211,14 @@ class Simulation:
         """Whether the loop around the scheduler would ask it for a step now."""
         if not self.in_flight:
             return True
-        is_of_trials = self.scheduler.on_trial or self.scheduler.has_candidate_for_trial(self.waiting)
+        is_of_trials = self.scheduler.trials.on_trial or self.scheduler.trials.has_candidate(self.waiting)
         return self.failed is None and not is_of_trials
 
     def take_outgrown(self) -> None:
         """There is no larger worker here."""
-        for group in self.scheduler.outgrown:
+        for group in self.scheduler.take_outgrown():
             self.errors[group] = "outgrown"
             self.scheduler.abort(group)
-        self.scheduler.outgrown.clear()
 
     @staticmethod
     def groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
@@ -268,7 +268,7 @@ class Simulation:
         self.scheduler.check_integrity()
         self.waiting.check_integrity()
         for group in self.groups:
-            places = (group in self.waiting) + self.scheduler.holds(group)
+            places = (group in self.waiting) + self.scheduler.groups.holds(group)
             assert places == (0 if group.is_finished else 1), f"{group.request_id} is in {places} places"
         if not self.in_flight and self.failed is None:
             self.worker.check_integrity()

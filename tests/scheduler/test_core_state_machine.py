@@ -119,13 +119,13 @@ class CoreStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.can_preempt())
     @rule(number=some)
     def preempt_as_the_scheduler_would(self, number: int) -> None:
-        self.simulation.scheduler._preemption.preempt(chosen(self.simulation.scheduler.running, number))
+        self.simulation.scheduler._preemption.preempt(chosen(self.simulation.scheduler.groups.running, number))
         self.simulation.send()
 
     @precondition(lambda self: self.can_preempt())
     @rule(number=some)
     def preempt_by_recomputation(self, number: int) -> None:
-        group = chosen(self.simulation.scheduler.running, number)
+        group = chosen(self.simulation.scheduler.groups.running, number)
         self.simulation.scheduler.groups.recompute_later(group)
         group.num_preemptions += 1
         self.simulation.send()
@@ -159,13 +159,14 @@ class CoreStateMachine(RuleBasedStateMachine):
 
     def held(self) -> list[SequenceGroup]:
         """Ended from above are sequences whose tokens somebody reads; nobody reads those of a beam before its end."""
-        return [g for g in self.unfinished() if self.simulation.scheduler.holds(g) and not g.uses_beam_search]
+        return [g for g in self.unfinished() if self.simulation.scheduler.groups.holds(g) and not g.uses_beam_search]
 
     def can_preempt(self) -> bool:
         """Groups are preempted while a step is made; a suspect only by the one that makes it a suspect no longer."""
-        simulation, scheduler = self.simulation, self.simulation.scheduler
+        simulation = self.simulation
         makes_steps = simulation.failed is None and len(simulation.in_flight) < simulation.depth
-        return makes_steps and simulation.may_send() and bool(scheduler.running) and not scheduler.suspects
+        groups = simulation.scheduler.groups
+        return makes_steps and simulation.may_send() and bool(groups.running) and not groups.suspects
 
 
 def chosen(groups: Any, number: int) -> SequenceGroup:

@@ -134,7 +134,7 @@ def test_a_stop_string_across_tokens_cuts_the_text_and_frees_the_sequence():
         it.finish("one")
         assert it.text["one"] == "one tw"
         assert it.reasons["one"] == pb.FINISH_REASON_STOP
-        it.wait(lambda: not it.serving.engine.workers[0].scheduler.running)
+        it.wait(lambda: not it.serving.engine.workers[0].scheduler.groups.running)
         assert it.serving.engine.workers[0].scheduler.blocks.num_free_blocks == 64
         assert len(worker.answered) < 100, "it was meant to be freed long before its length"
 

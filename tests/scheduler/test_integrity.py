@@ -10,7 +10,7 @@ import pytest
 
 from protos import worker_pb2
 from scheduler_svc.core.block_manager import BlockSpaceManager
-from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.leases import worker_handle
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import FakeLink, Loop

@@ -116,11 +116,11 @@ def test_times_between_tokens_are_those_between_answers_preempted_or_not() -> No
     loop.turn()
     before = loop.engine.metrics.total().inter_token_latency_s.total
     (worker,) = loop.engine.workers
-    (group,) = worker.scheduler.running
+    (group,) = worker.scheduler.groups.running
     while worker.in_flight:
         loop.answer(link)
         loop.engine.take_events()
-    worker.scheduler._preempt(group, _plan())
+    worker.scheduler._preemption.preempt_for_step(group, _plan())
     loop.run_to_end(link)
     elapsed = time.monotonic() - started
     histogram = loop.engine.metrics.total().inter_token_latency_s
@@ -136,9 +136,9 @@ def test_tokens_that_come_after_a_preemption_are_generated_like_any_others() -> 
     loop.answer(link)
     loop.turn()
     (worker,) = loop.engine.workers
-    (group,) = worker.scheduler.running
+    (group,) = worker.scheduler.groups.running
     assert len(worker.in_flight) == 2
-    worker.scheduler._preempt(group, _plan())
+    worker.scheduler._preemption.preempt_for_step(group, _plan())
     loop.run_to_end(link)
     metrics = loop.engine.metrics.total()
     assert len(loop.token_ids["one"]) == metrics.num_generation_tokens == 9
@@ -223,10 +223,10 @@ def test_requests_without_a_slot_are_swapped_or_wait() -> None:
     loop.turn()
     (worker,) = loop.engine.workers
     scheduler = worker.scheduler
-    scheduler._preempt(next(iter(scheduler.running)), _plan())
-    swapped = next(iter(scheduler.running))
-    scheduler.running.remove(swapped)
-    scheduler.swapped.append(swapped)
+    scheduler._preemption.preempt_for_step(next(iter(scheduler.groups.running)), _plan())
+    swapped = next(iter(scheduler.groups.running))
+    scheduler.groups.running.remove(swapped)
+    scheduler.groups.swapped.append(swapped)
     samples = read(loop.engine)
     names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped")
     assert [samples[f"octavo:{name}"] for name in names] == [1, 1, 1]

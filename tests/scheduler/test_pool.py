@@ -122,7 +122,7 @@ def outgrowing(pool: Pool, **options: Any) -> tuple[SequenceGroup, PoolWorker]:
     prompt = prompt_without_end(9, 2)
     group = pool.submit(prompt, 60, n=2, **options)
     pool.turn()
-    while group in pool.engine.workers[0].scheduler.running:
+    while group in pool.engine.workers[0].scheduler.groups.running:
         assert small.received
         worker_steps = len(small.received)
         for _ in range(worker_steps):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.preemption import Costs
+from scheduler_svc.core.preemption_modes import Costs
 from tests.scheduler.simulation import Simulation
 
 
@@ -65,7 +65,7 @@ def test_a_group_that_has_just_come_back_is_not_the_next_victim(preemption_mode)
     preemption = simulation.scheduler._preemption
     assert preemption.choose_victim() is younger
     preemption.preempt(younger)
-    while younger not in simulation.scheduler.running:
+    while younger not in simulation.scheduler.groups.running:
         assert simulation.send()
     assert preemption.choose_victim() is elder
     while younger.sequences[0].num_tokens < 14:
@@ -132,7 +132,7 @@ def test_a_step_of_prompts_lasts_until_its_answer_also_where_another_one_is_sent
         simulation.now_ns = now_ns
         simulation.answer()
         simulation.send()
-        assert (late in simulation.scheduler.running) is comes
+        assert (late in simulation.scheduler.groups.running) is comes
 
 
 def test_decodes_go_on_beside_a_long_prompt():

@@ -10,7 +10,7 @@ import pytest
 
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.core.step_plan import SchedulerOutputs
@@ -274,7 +274,7 @@ def test_an_urgent_group_displaces_nobody_while_another_worker_has_room():
     assert (pool.where(ordinary), pool.where(urgent)) == (0, 1)
     more_urgent = pool.add_at(0, [7, 8, 9], priority=0)
     pool.turn(0)
-    assert more_urgent in pool.handles[0].scheduler.running and ordinary.num_preemptions == 1
+    assert more_urgent in pool.handles[0].scheduler.groups.running and ordinary.num_preemptions == 1
     pool.run_to_end()
 
 
@@ -334,9 +334,9 @@ def test_what_is_cached_where_it_waits_is_left_there_and_looked_at_again_later()
 def test_preempted_groups_move_to_an_idle_worker(policy: str):
     pool = Pool({"num_slots": 4, "num_blocks": 12}, policy=policy)
     groups = [pool.add([number] * 14, max_tokens=26) for number in range(3)]
-    while not pool.handles[0].scheduler.preempted:
+    while not pool.handles[0].scheduler.groups.preempted:
         pool.turn(0)
-    (preempted,) = pool.handles[0].scheduler.preempted
+    (preempted,) = pool.handles[0].scheduler.groups.preempted
     pool.join(num_blocks=64)
     assert pool.rebinding.take_over(pool.handles[1]) == 1
     assert pool.where(preempted) == 1 and preempted in pool.handles[1].waiting and preempted.num_moves == 1
@@ -401,6 +401,6 @@ def test_groups_whose_adapter_finds_no_room_hide_nobody_without_one():
     blocked = [pool.add([number] * 5, adapter="b") for number in range(LOOK_AHEAD - 1)]
     plain = pool.add([7] * 5)
     pool.turn(0)
-    assert first in pool.handles[0].scheduler.running and plain in pool.handles[0].scheduler.running
+    assert first in pool.handles[0].scheduler.groups.running and plain in pool.handles[0].scheduler.groups.running
     pool.run_to_end()
     assert all(group.is_finished for group in blocked)

@@ -80,7 +80,7 @@ def test_a_small_cache_and_failing_steps_end_every_request():
 
 def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch):
     """At admission, and when every running sequence is introduced anew after a failed step."""
-    monkeypatch.setattr("scheduler_svc.core.scheduler.MAX_INTRODUCED_BYTES", 1000)
+    monkeypatch.setattr("scheduler_svc.core.row_filler.MAX_INTRODUCED_BYTES", 1000)
     simulation = Simulation(num_slots=8, num_blocks=200, max_num_batched_tokens=500)
     for number in range(8):
         simulation.add([number] * 30, 20, eos_token_id=None)
@@ -98,7 +98,7 @@ def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch)
 def test_whatever_a_group_brings_counts_towards_the_size_of_a_step(monkeypatch):
     """Long lists of any kind, not only prompts; and each sequence that is told by itself brings them again."""
     limit = 60_000
-    monkeypatch.setattr("scheduler_svc.core.scheduler.MAX_INTRODUCED_BYTES", limit)
+    monkeypatch.setattr("scheduler_svc.core.row_filler.MAX_INTRODUCED_BYTES", limit)
     simulation = Simulation(num_slots=16, num_blocks=200, max_num_batched_tokens=500)
     ids = range(100_000, 101_000)
     for number in range(12):
@@ -261,7 +261,7 @@ def test_losses_at_any_time_change_no_token():
                 if simulation.in_flight and rng.random() < 0.8:
                     simulation.answer()
                 simulation.check()
-                num_tried += len(simulation.scheduler.on_trial)
+                num_tried += len(simulation.scheduler.trials.on_trial)
             simulation.lose_worker()
             num_losses += 1
         simulation.run_to_end()
@@ -291,14 +291,14 @@ def test_a_token_that_arrives_for_a_preempted_group_counts(reason):
         simulation.columns.max_num_tokens[victim.sequences[0].slot] = 16
     simulation.send()
     simulation.send()
-    assert victim.num_pending_tokens == 1 and simulation.scheduler.preempted == [victim]
+    assert victim.num_pending_tokens == 1 and simulation.scheduler.groups.preempted == [victim]
     new = simulation.answer()
     assert new is not None
     assert [sequence.group for sequence in new.sequences] == [elder, victim]
     assert new.token_ids[1] == last and new.finish_reasons.tolist() == [FinishReason.NONE, reason]
     assert victim.sequences[0].token_ids.tolist() == [*first, last]
     assert victim.is_finished is (reason is not FinishReason.NONE)
-    assert simulation.scheduler.preempted == ([] if victim.is_finished else [victim])
+    assert simulation.scheduler.groups.preempted == ([] if victim.is_finished else [victim])
     simulation.run_to_end()
     simulation.check_nothing_left()
 
@@ -323,22 +323,22 @@ def test_after_a_failed_step_each_of_its_groups_runs_alone_until_its_own_answer(
     simulation.send(fails="before")
     simulation.answer()
     scheduler = simulation.scheduler
-    assert list(scheduler.suspects) == [first, second, third]
+    assert list(scheduler.groups.suspects) == [first, second, third]
     simulation.add([7], 5)  # newcomers wait
     simulation.send()
     simulation.send()
     simulation.answer()
-    assert list(scheduler.suspects) == [second, third]
+    assert list(scheduler.groups.suspects) == [second, third]
     simulation.send()
     simulation.answer()  # the second one of the first group
-    assert list(scheduler.suspects) == [second, third]
+    assert list(scheduler.groups.suspects) == [second, third]
     simulation.send()
     simulation.answer()
-    assert list(scheduler.suspects) == [third]
+    assert list(scheduler.groups.suspects) == [third]
     simulation.answer()
     simulation.send()
     simulation.answer()
-    assert not scheduler.suspects
+    assert not scheduler.groups.suspects
     alone = [simulation.groups_of(outputs.rows) for outputs, _ in simulation.sent[2:]]
     assert alone == [{first}, {first}, {second}, {second}, {third}]
     simulation.send()
@@ -350,11 +350,11 @@ def test_a_suspect_that_is_preempted_is_no_suspect_any_more():
     simulation, elder, victim = one_draw_from_preemption()
     simulation.send(fails="before")
     simulation.answer()
-    assert list(simulation.scheduler.suspects) == [elder, victim]
+    assert list(simulation.scheduler.groups.suspects) == [elder, victim]
     simulation.send()
     simulation.send()  # needs a block
-    assert simulation.scheduler.preempted == [victim]
-    assert list(simulation.scheduler.suspects) == [elder]
+    assert simulation.scheduler.groups.preempted == [victim]
+    assert list(simulation.scheduler.groups.suspects) == [elder]
     simulation.run_to_end()
     simulation.check_nothing_left()
 
@@ -367,7 +367,7 @@ def test_a_sequence_that_is_ended_before_its_prompt_is_computed_leaves_the_other
     simulation.send(fails="before")
     simulation.answer()
     simulation.send()
-    assert list(simulation.scheduler.suspects) == [group]
+    assert list(simulation.scheduler.groups.suspects) == [group]
     simulation.scheduler.finish(group.sequences[which])
     simulation.check()
     simulation.run_to_end()
@@ -419,7 +419,7 @@ def test_a_trial_lasts_until_each_output_that_runs_is_past_where_it_was():
     simulation.lose_worker()
     while group.is_on_trial:
         simulation.send()
-        assert group in simulation.scheduler.on_trial
+        assert group in simulation.scheduler.trials.on_trial
         simulation.answer()
     assert all(sequence.num_tokens >= length + 2 for sequence, length in zip(group.sequences, before, strict=True))
     simulation.run_to_end()
@@ -434,7 +434,7 @@ def test_a_half_computed_sequence_gives_way_alone():
     while not group.sequences[1].num_computed_tokens:
         simulation.send()
         simulation.answer()
-    simulation.scheduler._give_way(group, StepPlan(SchedulingBudget(3, 4)))
+    simulation.scheduler._preemption.give_way(group, StepPlan(SchedulingBudget(3, 4)))
     assert [sequence.slot >= 0 for sequence in group.sequences] == [True, False]
     simulation.run_to_end()
     assert not group.num_preemptions
@@ -488,17 +488,17 @@ def test_a_step_that_preempted_admits_nobody():
     simulation = Simulation(num_blocks=16, max_num_batched_tokens=4, depth=1, policy="priority")
     simulation.add([1, 2, 3], 60, eos_token_id=None)
     large = simulation.add([4] * 24, 36, eos_token_id=None, priority=9)
-    while len(simulation.scheduler.running) < 2 or simulation.scheduler.groups.prefilling:
+    while len(simulation.scheduler.groups.running) < 2 or simulation.scheduler.groups.prefilling:
         simulation.send()
         simulation.answer()
     prompt = simulation.add([5] * 24, 3, eos_token_id=None, priority=5)
     while not large.num_preemptions:
-        assert prompt not in simulation.scheduler.running or not prompt.num_preemptions
+        assert prompt not in simulation.scheduler.groups.running or not prompt.num_preemptions
         simulation.send()  # looks at what it admits
         simulation.answer()
-    assert prompt.num_preemptions == 1 and prompt not in simulation.scheduler.running
+    assert prompt.num_preemptions == 1 and prompt not in simulation.scheduler.groups.running
     simulation.send()
-    assert prompt in simulation.scheduler.running
+    assert prompt in simulation.scheduler.groups.running
     simulation.run_to_end()
 
 
@@ -508,7 +508,7 @@ def test_admission_leaves_a_watermark_unless_nothing_runs():
         for number, length in enumerate(num_prompt_tokens):
             simulation.add([number] * length, 1)
         simulation.send()
-        return len(simulation.scheduler.running)
+        return len(simulation.scheduler.groups.running)
 
     assert admitted(200, 196) == 2
     assert admitted(200, 197) == 1, "it would leave no block free"
@@ -516,12 +516,12 @@ def test_admission_leaves_a_watermark_unless_nothing_runs():
 
 
 def test_blocks_of_prompts_that_are_still_being_computed_are_not_given_away(monkeypatch):
-    monkeypatch.setattr("scheduler_svc.core.scheduler.MAX_INTRODUCED_BYTES", 600)
+    monkeypatch.setattr("scheduler_svc.core.row_filler.MAX_INTRODUCED_BYTES", 600)
     simulation = Simulation(num_blocks=16, max_num_batched_tokens=100)
     first, second, third = (simulation.add([number] * length, 1) for number, length in enumerate((30, 30, 4)))
     simulation.send()
     assert simulation.groups_of(simulation.sent[-1][0].rows) == {first}
-    assert simulation.scheduler.running == {first, second}, "the rest of the cache is promised to the second"
+    assert simulation.scheduler.groups.running == {first, second}, "the rest of the cache is promised to the second"
     simulation.run_to_end()
     assert third.is_finished and not simulation.num_preempted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protos import inference_pb2, worker_pb2
 from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.scheduler import SchedulerSettings
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.leases.worker_handle import WorkerHandle

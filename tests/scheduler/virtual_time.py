@@ -15,7 +15,8 @@ import numpy as np
 from protos import inference_pb2
 from scheduler_svc.core.block_manager import BlockSpaceManager
 from scheduler_svc.core.policy import POLICIES
-from scheduler_svc.core.scheduler import Scheduler, SchedulerSettings
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.core.served_tokens import ServedTokens
@@ -96,8 +97,7 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        scheduler = self.scheduler
-        return bool(scheduler.running or scheduler.preempted or scheduler.swapped or len(self.waiting))
+        return self.scheduler.groups.has_work or len(self.waiting) > 0
 
     def add(self, group: SequenceGroup) -> None:
         self.waiting.push(group)

@@ -1,0 +1,20 @@
+"""Where a scheduler's new groups come from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scheduler_svc.core.sequence import SequenceGroup
+
+
+class GroupSource(Protocol):
+    """A worker's queue, or what it is shown of that."""
+
+    def peek(self) -> SequenceGroup | None: ...
+
+    def peek_trial(self) -> SequenceGroup | None:
+        """The first of those that are on trial, which `peek` does not show."""
+
+    def remove(self, group: SequenceGroup) -> object: ...
+
+    def earliest_arrival_ns(self) -> int | None: ...

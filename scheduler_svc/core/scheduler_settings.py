@@ -1,0 +1,29 @@
+"""How one worker's scheduler decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.policy import POLICIES, Policy
+from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.served_tokens import ServedTokens
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """Fixed for as long as the worker is leased.
+
+    Attributes:
+        policy: order of groups; the last in it is preempted first.
+        enable_chunked_prefill: False computes whole prompts, in steps of their own, before decodes.
+        delay_factor: without chunked prefill, see `PromptDelay`.
+        preemption_mode, costs: see `Preemption`.
+        served: charged with what tenants are served, where the policy counts tokens.
+    """
+
+    policy: Policy = POLICIES["fcfs"]
+    enable_chunked_prefill: bool = True
+    delay_factor: float = 0.0
+    preemption_mode: str = "auto"
+    costs: Costs = field(default_factory=Costs)
+    served: ServedTokens | None = None
