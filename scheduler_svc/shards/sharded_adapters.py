@@ -22,7 +22,7 @@ class ShardedAdapters:
         self._shards = shards
         self._loaded: dict[str, str] = {}  # paths by name
         self._catching_up: set[asyncio.Task[None]] = set()
-        shards.came.append(self._give)
+        shards.came.append(lambda live: self._give(live, {}))
 
     async def load(self, request: pb.ControlLoadAdapterRequest) -> pb.ControlLoadAdapterResponse:
         """Where a shard refuses it, it is taken back from the others; one without workers for it gets it later.
@@ -42,34 +42,37 @@ class ShardedAdapters:
                 await asyncio.gather(*(live.control.UnloadAdapter(undone) for live in loaded), return_exceptions=True)
             raise refused[0]
         self._loaded[request.name] = request.path
-        for live in lives:
+        for live in self._shards.live.values():  # also those that came while the others loaded it
             if live not in loaded:
-                self._give(live)
+                self._give(live, {})
         generations = [answer.generation for answer in answers if not isinstance(answer, BaseException)]
         return pb.ControlLoadAdapterResponse(generation=max(generations))
 
     async def unload(self, request: pb.ControlUnloadAdapterRequest) -> pb.ControlUnloadAdapterResponse:
         """That a shard never had it is no reason to refuse, unless none had. Raises AioRpcError, NotReady."""
-        calls = [live.control.UnloadAdapter(request) for live in self._shards.live.values()]
-        if not calls:
+        lives = list(self._shards.live.values())
+        if not lives:
             raise NotReady(NO_SHARD)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        answers = await asyncio.gather(*(live.control.UnloadAdapter(request) for live in lives), return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if other := [error for error in failed if not _is_unknown(error)]:
             raise other[0]
         if failed and len(failed) == len(answers):
             raise failed[0]
-        self._loaded.pop(request.name, None)
+        path = self._loaded.pop(request.name, "")
+        for live in self._shards.live.values():
+            if live not in lives:  # it came while the others unloaded it, and may have been given it
+                self._give(live, {request.name: path})
         return pb.ControlUnloadAdapterResponse()
 
-    def _give(self, live: LiveShard) -> None:
-        task = asyncio.create_task(self._catch_up(live))
+    def _give(self, live: LiveShard, given: dict[str, str]) -> None:
+        """`given`: what the shard may have, besides what there is."""
+        task = asyncio.create_task(self._catch_up(live, given))
         self._catching_up.add(task)
         task.add_done_callback(self._catching_up.discard)
 
-    async def _catch_up(self, live: LiveShard) -> None:
+    async def _catch_up(self, live: LiveShard, given: dict[str, str]) -> None:
         """Loads what there is, as soon as the shard has a worker; what is unloaded meanwhile it gives up, too."""
-        given: dict[str, str] = {}
         pause_s = FIRST_PAUSE_S
         while self._shards.live.get(live.index) is live and given != self._loaded:
             for name, path in list(self._loaded.items()):

@@ -11,12 +11,14 @@ from scheduler_svc.shards.shards import LiveShard, Shards
 
 
 class FakeShard:
-    """A shard and its `Control`: loading takes until it is let go on."""
+    """A shard and its `Control`: loading and unloading take until they are let go on."""
 
     def __init__(self, index: int) -> None:
         self.index, self.control = index, self
         self.loaded: list[str] = []
         self.may_load = asyncio.Event()
+        self.may_unload = asyncio.Event()
+        self.may_unload.set()
         self.num_asked = 0
 
     async def LoadAdapter(self, request: pb.ControlLoadAdapterRequest) -> pb.ControlLoadAdapterResponse:
@@ -26,6 +28,7 @@ class FakeShard:
         return pb.ControlLoadAdapterResponse(generation=1)
 
     async def UnloadAdapter(self, request: pb.ControlUnloadAdapterRequest) -> pb.ControlUnloadAdapterResponse:
+        await self.may_unload.wait()
         if request.name in self.loaded:
             self.loaded.remove(request.name)
         return pb.ControlUnloadAdapterResponse()
@@ -59,3 +62,47 @@ async def test_what_is_unloaded_while_a_shard_that_came_late_loads_it_is_not_lef
         while adapters._catching_up:
             await asyncio.sleep(0)
     assert first.loaded == late.loaded == ["stays"]
+
+
+async def test_a_shard_that_comes_while_the_others_load_an_adapter_gets_it_too() -> None:
+    """It came with nothing to be given, and was not there to be asked."""
+    shards = FakeShards()
+    adapters = ShardedAdapters(cast(Shards, shards))
+    first, late = FakeShard(0), FakeShard(1)
+    late.may_load.set()
+    shards.begin(first)
+    async with asyncio.timeout(20):
+        loading = asyncio.create_task(adapters.load(pb.ControlLoadAdapterRequest(name="one", path="/one")))
+        while not first.num_asked:
+            await asyncio.sleep(0)
+        shards.begin(late)
+        while adapters._catching_up:
+            await asyncio.sleep(0)
+        first.may_load.set()
+        await loading
+        while adapters._catching_up:
+            await asyncio.sleep(0)
+    assert first.loaded == late.loaded == ["one"]
+
+
+async def test_a_shard_that_comes_while_the_others_unload_an_adapter_does_not_keep_it() -> None:
+    shards = FakeShards()
+    adapters = ShardedAdapters(cast(Shards, shards))
+    first, late = FakeShard(0), FakeShard(1)
+    for shard in (first, late):
+        shard.may_load.set()
+    shards.begin(first)
+    async with asyncio.timeout(20):
+        await adapters.load(pb.ControlLoadAdapterRequest(name="one", path="/one"))
+        first.may_unload.clear()
+        unloading = asyncio.create_task(adapters.unload(pb.ControlUnloadAdapterRequest(name="one")))
+        await asyncio.sleep(0)
+        shards.begin(late)
+        while adapters._catching_up:
+            await asyncio.sleep(0)
+        assert late.loaded == ["one"], "nobody has said yet that it is gone"
+        first.may_unload.set()
+        await unloading
+        while adapters._catching_up:
+            await asyncio.sleep(0)
+    assert first.loaded == late.loaded == []
