@@ -5,6 +5,7 @@ A page holds such a part between `<!-- NAME -->` and `<!-- end -->`. tests/test_
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from benchmarks import figures_page
 from octavo.serving_plan import ServeConfig
 from octavo.shared.options import Described, described
 from scheduler_svc.config import SchedulerConfig
+from tests.test_imports import ROOMS
 from worker_svc.config import WorkerConfig
 
 DOCS = Path(__file__).parent
@@ -33,10 +35,30 @@ def blocks() -> dict[str, str]:
     """Everything that is generated, by name."""
     return {
         **figures_page.blocks(),
+        "rooms": "\n\n".join(_rooms(package) for package in ROOMS),
         "serve-options": _options(ServeConfig),
         "scheduler-options": _options(SchedulerConfig),
         "worker-options": _options(WorkerConfig),
     }
+
+
+def _rooms(package: str) -> str:
+    """What each folder and file of a package is for, by their own first sentence; lowest first."""
+    lines = [
+        f"**`{package}/`**, lowest first",
+        "",
+        "| | what belongs there | and what else is to be known |",
+        "| --- | --- | --- |",
+    ]
+    for room in ROOMS[package]:
+        folder = DOCS.parent / package / room
+        source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+        first, _, rest = text.partition("\n\n")
+        name = f"`{package}/{room}/`" if folder.is_dir() else f"`{package}/{room}.py`"
+        cells = (first, rest.partition("\n\n")[0] if folder.is_dir() else "")
+        lines.append("| " + " | ".join([name, *(" ".join(cell.split()).replace("|", "\\|") for cell in cells)]) + " |")
+    return "\n".join(lines)
 
 
 def _options(cls: type) -> str:

@@ -1,4 +1,7 @@
-"""The `Control` service: what operators and grpcurl see of queues, requests and workers. Never changes a decision."""
+"""The `Control` service: shows operators queues, requests, blocks and workers; drains, flushes, loads adapters.
+
+Decodes a call, asks the engine for it, encodes the answer; what follows from it is decided there.
+"""
 
 from __future__ import annotations
 

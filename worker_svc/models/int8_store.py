@@ -33,7 +33,7 @@ _PACKED, _SCALE, _BIAS = "packed", "scale", "bias"
 
 
 class Int8Store:
-    """Made products by their name in the checkpoint; `path` None keeps nothing for later starts."""
+    """Products of 8-bit or 4-bit weights by name in the checkpoint; `path` None keeps nothing for later starts."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._started_s = path, time.monotonic()
