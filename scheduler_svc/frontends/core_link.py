@@ -16,6 +16,7 @@ from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import NotReady, RequestRefused
+from scheduler_svc.frontends.forwarding import answer_of
 from scheduler_svc.frontends.frontend_messages import (
     apply_counters,
     decode_beams,
@@ -104,7 +105,7 @@ class CoreLink:
             asked = frontend_pb2.CheckRoomRequest(
                 tenant=request.tenant, request_id=request.request_id, num_preparing=num_preparing
             )
-            response: frontend_pb2.CheckRoomResponse = await self._stub.CheckRoom(asked)
+            response: frontend_pb2.CheckRoomResponse = await answer_of(self._stub.CheckRoom(asked))
             if response.HasField("refused"):
                 raise decode_refusal(response.refused)
 
@@ -153,11 +154,15 @@ class CoreLink:
             self._outbox.put(frontend_pb2.FrontendEvent(closed=frontend_pb2.GroupClosed(number=number)))
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
-        response: pb.AbortResponse = await self._stub.Abort(pb.AbortRequest(request_id=request_id, tenant=tenant))
+        response: pb.AbortResponse = await answer_of(
+            self._stub.Abort(pb.AbortRequest(request_id=request_id, tenant=tenant))
+        )
         return response.found
 
     async def adapters(self) -> list[str]:
-        response: frontend_pb2.ListAdaptersResponse = await self._stub.ListAdapters(frontend_pb2.ListAdaptersRequest())
+        response: frontend_pb2.ListAdaptersResponse = await answer_of(
+            self._stub.ListAdapters(frontend_pb2.ListAdaptersRequest())
+        )
         return list(response.names)
 
     def finish_sequence(self, sequence: Sequence) -> None:

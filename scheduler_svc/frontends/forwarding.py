@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
+A = TypeVar("A")
 _OWN_KEYS = ("user-agent", "grpc-")  # metadata that the channel writes by itself
 
 
@@ -62,6 +64,34 @@ async def failing_alike(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         yield
     except grpc.aio.AioRpcError as error:
         await _fail_alike(context, error)
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+        await _fail_alike(context, _closed())
+
+
+async def answer_of(call: Awaitable[A]) -> A:
+    """The answer to one call. Raises AioRpcError, also where the call's channel is closed meanwhile.
+
+    For that, gRPC cancels the call, and whoever awaits it gets a CancelledError that nobody meant for him. A servicer's
+    method that ends with one sends no status: who has called it would wait for ever.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+        raise _closed() from None
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _closed() -> grpc.aio.AioRpcError:
+    none, why = grpc.aio.Metadata(), "the link to it was closed meanwhile"
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, why)
 
 
 async def _fail_alike(context: grpc.aio.ServicerContext, error: grpc.aio.AioRpcError) -> None:

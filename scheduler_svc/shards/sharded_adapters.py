@@ -9,6 +9,7 @@ import grpc
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import NotReady
+from scheduler_svc.frontends.forwarding import answer_of
 from scheduler_svc.shards.shards import LiveShard, Shards
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0  # between two attempts, for a shard that has no worker yet
@@ -32,14 +33,18 @@ class ShardedAdapters:
         lives = list(self._shards.live.values())
         if not lives:
             raise NotReady(NO_SHARD)
-        answers = await asyncio.gather(*(live.control.LoadAdapter(request) for live in lives), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(answer_of(live.control.LoadAdapter(request)) for live in lives), return_exceptions=True
+        )
         loaded = [live for live, answer in zip(lives, answers, strict=True) if not isinstance(answer, BaseException)]
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         refused = [error for error in failed if not _has_no_worker(error)] or ([] if loaded else failed)
         if refused:
             if request.name not in self._loaded:
                 undone = pb.ControlUnloadAdapterRequest(name=request.name)
-                await asyncio.gather(*(live.control.UnloadAdapter(undone) for live in loaded), return_exceptions=True)
+                await asyncio.gather(
+                    *(answer_of(live.control.UnloadAdapter(undone)) for live in loaded), return_exceptions=True
+                )
             raise refused[0]
         self._loaded[request.name] = request.path
         for live in self._shards.live.values():  # also those that came while the others loaded it
@@ -53,7 +58,9 @@ class ShardedAdapters:
         lives = list(self._shards.live.values())
         if not lives:
             raise NotReady(NO_SHARD)
-        answers = await asyncio.gather(*(live.control.UnloadAdapter(request) for live in lives), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(answer_of(live.control.UnloadAdapter(request)) for live in lives), return_exceptions=True
+        )
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if other := [error for error in failed if not _is_unknown(error)]:
             raise other[0]
@@ -77,7 +84,7 @@ class ShardedAdapters:
         while self._shards.live.get(live.index) is live and given != self._loaded:
             for name, path in list(self._loaded.items()):
                 try:
-                    await live.control.LoadAdapter(pb.ControlLoadAdapterRequest(name=name, path=path))
+                    await answer_of(live.control.LoadAdapter(pb.ControlLoadAdapterRequest(name=name, path=path)))
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -85,7 +92,7 @@ class ShardedAdapters:
                 given[name] = path
             for name in given.keys() - self._loaded.keys():
                 with contextlib.suppress(grpc.aio.AioRpcError):  # it has heard so already
-                    await live.control.UnloadAdapter(pb.ControlUnloadAdapterRequest(name=name))
+                    await answer_of(live.control.UnloadAdapter(pb.ControlUnloadAdapterRequest(name=name)))
                 del given[name]
 
 

@@ -19,7 +19,7 @@ from scheduler_svc.api.request_states import RequestPage
 from scheduler_svc.api.step_watch import MAX_WAITING
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
-from scheduler_svc.frontends.forwarding import failing_alike
+from scheduler_svc.frontends.forwarding import answer_of, failing_alike
 from scheduler_svc.shards.live_ids import LiveIds
 from scheduler_svc.shards.sharded_adapters import ShardedAdapters
 from scheduler_svc.shards.shards import LiveShard, Shards
@@ -221,7 +221,7 @@ def _add_model(whole: pb.Load, model: pb.ModelLoad) -> None:
 async def _answer(call: Awaitable[A]) -> A | None:
     """None: it does not know, or is gone."""
     try:
-        return await call
+        return await answer_of(call)
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return None
