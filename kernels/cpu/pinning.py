@@ -42,12 +42,12 @@ def pin_threads(cores: Sequence[int]) -> list[int]:
 def _pin(cores, thread_ids):  # type: ignore[no-untyped-def]
     """Index of a core on which no thread may run; -1: all is done."""
     errors = np.zeros(cores.size, dtype=np.int64)
-    for lane in prange(cores.size):
-        thread_ids[lane] = _gettid()
-        errors[lane] = _pin_this_thread(cores[lane])
-    for lane in range(cores.size):
-        if errors[lane] != 0:
-            return lane
+    for thread in prange(cores.size):
+        thread_ids[thread] = _gettid()
+        errors[thread] = _pin_this_thread(cores[thread])
+    for thread in range(cores.size):
+        if errors[thread] != 0:
+            return thread
     return -1
 
 

@@ -16,8 +16,8 @@ from multiprocessing import get_context
 import torch
 
 from kernels import cpu
-from kernels.cpu.layers.layer_room import StackShape
 from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackStep
+from kernels.cpu.layers.layer_workspace import StackShape
 from kernels.cpu.pinning import pin_threads
 from kernels.cpu.products.few_bits import GROUP
 from kernels.cpu.products.layer_product import Product

@@ -30,13 +30,13 @@ def attend_with(threads: int, case: PagedCase, **options: Any) -> torch.Tensor:
 
 
 def attend_cut(
-    lanes: int, case: PagedCase, slopes: torch.Tensor | None = None, window: int = 0, cap: float = 0.0
+    threads: int, case: PagedCase, slopes: torch.Tensor | None = None, window: int = 0, cap: float = 0.0
 ) -> torch.Tensor:
     """float32, however little there is to cut."""
     out, (_, num_kv_heads, block_size, head_size) = torch.full_like(case.query, float("nan")), case.key_cache.shape
     tables, seq_lens, starts = (t.numpy() for t in (case.block_tables, case.seq_lens, case.query_starts))
     attend_split(
-        lanes,
+        threads,
         cut(tables, seq_lens, starts, block_size, window),
         out.flatten(1).numpy(),
         case.query.flatten(1).numpy(),
@@ -69,8 +69,8 @@ def test_what_is_cut_has_the_bits_of_whole_items(seed: int) -> None:
     slopes = torch.rand(num_kv_heads * group) if rng.random() < 0.3 else None
     window, cap = rng.choice([0, 0, 1, 30, 64, 300]), rng.choice([0.0, 0.0, 0.6])
     whole = attend_with(1, case, alibi_slopes=slopes, sliding_window=window, logit_soft_cap=cap)
-    for lanes in (1, 2, 3, 5, 16):
-        assert torch.equal(attend_cut(lanes, case, slopes, window, cap), whole), (lanes, case.seq_lens)
+    for threads in (1, 2, 3, 5, 16):
+        assert torch.equal(attend_cut(threads, case, slopes, window, cap), whole), (threads, case.seq_lens)
 
 
 @pytest.mark.parametrize("context", [999, 4999])
@@ -81,8 +81,8 @@ def test_scores_that_rise_from_key_to_key(context: int) -> None:
     rising = torch.linspace(0.0, 3.0, context + 1)[:, None] ** 4 * case.query[0, ::3, :].sign()[:, None]
     case.key_cache[case.block_tables[0, positions // 16].long(), :, positions % 16] += rising.transpose(0, 1)
     whole = attend_with(1, case)
-    for lanes in (2, 16):
-        assert torch.equal(attend_cut(lanes, case), whole)
+    for threads in (2, 16):
+        assert torch.equal(attend_cut(threads, case), whole)
 
 
 def test_a_broken_key_makes_nan_and_one_that_is_not_there_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What is asked for before it is read: exactly the blocks of earlier tokens, and no result depends on it."""
+"""What is prefetched before it is read: exactly the blocks of earlier tokens, and no result depends on it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from kernels.cpu.products.int4_linear import num_asking_inputs as num_inputs_of_int4
+from kernels.cpu.products.int4_linear import num_prefetching_inputs as num_inputs_of_int4
 from kernels.cpu.products.int4_tile import TILE_ROWS
-from kernels.cpu.products.int8_rows import room_bytes
+from kernels.cpu.products.int8_rows import workspace_bytes
 from kernels.cpu.products.layer_product import PHASES, PRODUCT, Product, multiply
 from kernels.cpu.products.packed_weight import pack
-from kernels.cpu.products.streamed_panels import LEAST_ASKING_ROWS, num_asking_inputs, stream_add
+from kernels.cpu.products.streamed_panels import LEAST_PREFETCHING_ROWS, num_prefetching_inputs, stream_add
 from kernels.cpu.shared_work import counters
 from kernels.cpu.vectors.cache_prefetch import (
-    CURSOR_SIZE,
     NONE,
+    PREFETCH_CURSOR_SIZE,
     WHOLE,
-    aim,
     blocks_before,
     last_level_bytes,
+    new_places,
     next_lines,
     next_run,
-    room_for_places,
+    plan_prefetch,
 )
 from kernels.cpu.vectors.numbers import FLOAT32
 from kernels.cpu.vectors.registers import PANEL, STREAMED_ROWS
 
 LINE = 64
-_STEP = np.dtype([("room", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])
+_STEP = np.dtype([("workspace", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])
 KEYS, VALUES = 1 << 30, 1 << 40
-_BLOCK_BYTES = 48 << 10  # more than products below ask for
+_BLOCK_BYTES = 48 << 10  # more than products below prefetch
 
 
 @njit(nogil=True)
@@ -70,15 +70,15 @@ def test_what_sequences_have_in_common_comes_once() -> None:
 
 @given(
     blocks=st.lists(st.integers(0, 1000), max_size=9),
-    lanes=st.integers(1, 4),
+    threads=st.integers(1, 4),
     block_bytes=st.sampled_from([16, 64, 96, 192, 12_288]),
     tile=st.integers(1, 700),
     num_inputs=st.integers(0, 20_000),
 )
 def test_lanes_ask_for_each_line_once(
-    blocks: list[int], lanes: int, block_bytes: int, tile: int, num_inputs: int
+    blocks: list[int], threads: int, block_bytes: int, tile: int, num_inputs: int
 ) -> None:
-    asked = asked_lines(blocks, lanes, block_bytes, tile, num_inputs, room_bytes=1 << 30)
+    asked = prefetched_lines(blocks, threads, block_bytes, tile, num_inputs, budget_bytes=1 << 30)
     lines = range(0, block_bytes, LINE)
     assert sorted(asked) == sorted(
         part + block * block_bytes + line for block in blocks for part in (KEYS, VALUES) for line in lines
@@ -86,26 +86,26 @@ def test_lanes_ask_for_each_line_once(
 
 
 def test_lines_are_asked_for_evenly_until_there_are_no_more() -> None:
-    # 2 lanes, 3 blocks of 2 x 6 lines each: 36 lines of a lane for 100 inputs.
-    cursors, _places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
+    # 2 threads, 3 blocks of 2 x 6 lines each: 36 lines of a thread for 100 inputs.
+    cursors, _places = planned(list(range(6)), 2, 6 * LINE, num_inputs=100)
     of_tiles = [next_lines(cursors[0].ctypes.data, 20)[-1] for _ in range(6)]
     assert of_tiles == [8, 8, 8, 8, 4, 0]
 
 
 @given(
     blocks=st.lists(st.integers(0, 20), max_size=9),
-    lanes=st.integers(1, 4),
+    threads=st.integers(1, 4),
     block_bytes=st.sampled_from([16, 64, 96, 192, 12_288]),
     sizes=st.lists(st.integers(1, 700), min_size=1, max_size=5),
     num_inputs=st.integers(0, 20_000),
 )
 def test_runs_of_lanes_have_each_line_once(
-    blocks: list[int], lanes: int, block_bytes: int, sizes: list[int], num_inputs: int
+    blocks: list[int], threads: int, block_bytes: int, sizes: list[int], num_inputs: int
 ) -> None:
-    cursors, _places = aimed(blocks, lanes, block_bytes, num_inputs)
+    cursors, _places = planned(blocks, threads, block_bytes, num_inputs)
     asked: list[int] = []
-    for lane, cursor in enumerate(cursors):
-        share = len(blocks) * (lane + 1) // lanes - len(blocks) * lane // lanes
+    for thread, cursor in enumerate(cursors):
+        share = len(blocks) * (thread + 1) // threads - len(blocks) * thread // threads
         num_left = share * 2 * -(-block_bytes // LINE)
         for number in range(100_000):
             address, count = next_run(cursor.ctypes.data, sizes[number % len(sizes)])
@@ -122,35 +122,37 @@ def test_runs_of_lanes_have_each_line_once(
 
 
 def test_runs_wait_until_they_are_due() -> None:
-    # 36 lines of a lane in runs of 6, for 100 inputs: ten of them are worth four lines.
-    cursors, _places = aimed(list(range(6)), 2, 6 * LINE, num_inputs=100)
+    # 36 lines of a thread in runs of 6, for 100 inputs: ten of them are worth four lines.
+    cursors, _places = planned(list(range(6)), 2, 6 * LINE, num_inputs=100)
     counts = [next_run(cursors[0].ctypes.data, 10)[1] for _ in range(10)]
     assert counts == [6, 6, 6, 0, 6, 6, 0, 6, 0, 0]
 
 
 def test_no_more_is_asked_for_than_there_is_room_for() -> None:
-    asked = asked_lines(list(range(10)), 2, 640, 7, 1000, room_bytes=2 * 2 * 2 * 640)
+    asked = prefetched_lines(list(range(10)), 2, 640, 7, 1000, budget_bytes=2 * 2 * 2 * 640)
     first_of_lanes = (0, 1, 5, 6)
     assert {(address - KEYS) // 640 for address in asked if address < VALUES} == set(first_of_lanes)
-    assert asked_lines(list(range(10)), 2, 640, 7, 1000, room_bytes=0) == []
+    assert prefetched_lines(list(range(10)), 2, 640, 7, 1000, budget_bytes=0) == []
 
 
-def aimed(blocks: list[int], lanes: int, block_bytes: int, num_inputs: int, room_bytes: int = 1 << 30, start: int = 0):
-    """A cursor for each lane, and what they point at, to be kept as long as they are used."""
+def planned(
+    blocks: list[int], threads: int, block_bytes: int, num_inputs: int, budget_bytes: int = 1 << 30, start: int = 0
+):
+    """A cursor for each thread, and what they point at, to be kept as long as they are used."""
     numbers = np.array(blocks, dtype=np.int64)
-    cursors, places = np.zeros((lanes, CURSOR_SIZE), dtype=np.int64), room_for_places(numbers, block_bytes)
+    cursors, places = np.zeros((threads, PREFETCH_CURSOR_SIZE), dtype=np.int64), new_places(numbers, block_bytes)
     keys, values = (start, start + block_bytes) if start else (KEYS, VALUES)
-    for lane in range(lanes):
+    for thread in range(threads):
         caches = keys, values, block_bytes
-        aim(cursors[lane].ctypes.data, places, numbers, lane, lanes, *caches, room_bytes, num_inputs)
+        plan_prefetch(cursors[thread].ctypes.data, places, numbers, thread, threads, *caches, budget_bytes, num_inputs)
     return cursors, places
 
 
-def asked_lines(
-    blocks: list[int], lanes: int, block_bytes: int, tile: int, num_inputs: int, room_bytes: int
+def prefetched_lines(
+    blocks: list[int], threads: int, block_bytes: int, tile: int, num_inputs: int, budget_bytes: int
 ) -> list[int]:
-    """Addresses of the lines that all lanes ask for, one lane after the other, by tiles of so many inputs."""
-    cursors, places = aimed(blocks, lanes, block_bytes, num_inputs, room_bytes)
+    """Addresses of the lines that all threads prefetch, one thread after the other, by tiles of so many inputs."""
+    cursors, places = planned(blocks, threads, block_bytes, num_inputs, budget_bytes)
     first_place, asked = places.ctypes.data, []
     for cursor in cursors:
         count = 1
@@ -163,7 +165,7 @@ def asked_lines(
     return asked
 
 
-@pytest.mark.skipif(STREAMED_ROWS < 8, reason="this processor multiplies fewer rows at once, which ask for nothing")
+@pytest.mark.skipif(STREAMED_ROWS < 8, reason="this processor multiplies fewer rows at once, which prefetch nothing")
 @pytest.mark.parametrize("rows", [3, 4, 5, 6, 7, 8, 19, 20, 32])
 def test_products_that_ask_have_the_same_bits(rows: int) -> None:
     depth, generator = 70, np.random.default_rng(0)
@@ -171,8 +173,8 @@ def test_products_that_ask_have_the_same_bits(rows: int) -> None:
         generator.standard_normal(n, dtype=np.float32) for n in (rows * depth, depth * PANEL, rows * PANEL)
     )
     memory = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8)
-    num_tiles = rows // STREAMED_ROWS + (rows % STREAMED_ROWS >= LEAST_ASKING_ROWS)
-    cursors, _places = aimed([0], 1, _BLOCK_BYTES, num_tiles * depth, start=memory.ctypes.data)
+    num_tiles = rows // STREAMED_ROWS + (rows % STREAMED_ROWS >= LEAST_PREFETCHING_ROWS)
+    cursors, _places = planned([0], 1, _BLOCK_BYTES, num_tiles * depth, start=memory.ctypes.data)
     outs = []
     for where in (NONE, np.int64(cursors[0].ctypes.data)):
         out = np.zeros(rows * PANEL, dtype=np.float32)
@@ -181,12 +183,12 @@ def test_products_that_ask_have_the_same_bits(rows: int) -> None:
     assert outs[0].any()
     np.testing.assert_array_equal(outs[0], outs[1])
     *_, first, _ = next_lines(cursors[0].ctypes.data, 1)
-    assert first == num_tiles * depth, "an input asks for one line, where there are more than inputs"
+    assert first == num_tiles * depth, "an input prefetches one line, where there are more than inputs"
 
 
-@pytest.mark.skipif(STREAMED_ROWS < 8, reason="this processor multiplies fewer rows at once, which ask for nothing")
+@pytest.mark.skipif(STREAMED_ROWS < 8, reason="this processor multiplies fewer rows at once, which prefetch nothing")
 def test_the_first_tile_of_rows_is_not_counted_on() -> None:
-    of_rows = {rows: num_asking_inputs(rows, 2 * 70 * PANEL) for rows in (1, 8, 11, 12, 16, 19, 32)}
+    of_rows = {rows: num_prefetching_inputs(rows, 2 * 70 * PANEL) for rows in (1, 8, 11, 12, 16, 19, 32)}
     assert of_rows == {1: 0, 8: 0, 11: 0, 12: 140, 16: 140, 19: 140, 32: 420}
 
 
@@ -201,11 +203,15 @@ def test_int4_products_that_ask_have_the_same_bits() -> None:
     x = torch.randn(rows, num_in, generator=generator)
     memory = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8)
     num_inputs = num_inputs_of_int4(rows, num_out * num_in)
-    cursors, _places = aimed([0], 1, _BLOCK_BYTES, num_inputs, start=memory.ctypes.data)
+    cursors, _places = planned([0], 1, _BLOCK_BYTES, num_inputs, start=memory.ctypes.data)
     outs = []
     for where in (NONE, np.int64(cursors[0].ctypes.data)):
-        out, room, zeros = torch.zeros(rows, num_out), torch.zeros(room_bytes(rows, num_in)), torch.zeros(PANEL)
-        step = np.array([(room.data_ptr(), zeros.data_ptr(), 4)], dtype=_STEP)
+        out, workspace, zeros = (
+            torch.zeros(rows, num_out),
+            torch.zeros(workspace_bytes(rows, num_in)),
+            torch.zeros(PANEL),
+        )
+        step = np.array([(workspace.data_ptr(), zeros.data_ptr(), 4)], dtype=_STEP)
         record = np.array([product.record], dtype=PRODUCT)
         _multiply(record, out.data_ptr(), x.data_ptr(), rows, step, where)
         outs.append(out)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu.layers.layer_room import StackShape
 from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackStep
+from kernels.cpu.layers.layer_workspace import StackShape
 from kernels.cpu.products.layer_product import Product
 from kernels.cpu.products.packed_weight import pack
 from kernels.int8_weight import pack_int8, quantize_int8

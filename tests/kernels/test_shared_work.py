@@ -1,4 +1,4 @@
-"""Items that lanes take as they come: each is done once, whoever is slow, and no phase begins before the last ended."""
+"""Items that threads take as they come: each is done once, whoever is slow, and phases begin one after the other."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _count_shared = shared(_count)
 
 
 @njit(nogil=True, parallel=True)
-def _run(lanes: Any, num_items: Any, slow: Any, late: Any, times: Any, early: Any) -> None:
-    counts = counters(lanes, times.shape[0])
-    for lane in prange(lanes):
+def _run(threads: Any, num_items: Any, slow: Any, late: Any, times: Any, early: Any) -> None:
+    counts = counters(threads, times.shape[0])
+    for thread in prange(threads):
         turns = 1.0
-        if lane == late:
+        if thread == late:
             for _ in range(slow):
                 turns = turns * 1.0000001 + 1e-9
         for phase in range(times.shape[0]):
-            delay = slow if lane == slow % lanes and phase == 1 and turns > 0.0 else 0
-            _count_shared((counts, lane, lanes), phase, num_items, (phase, times, early, num_items, delay))
-            wait((counts, lane, lanes), phase, num_items)
+            delay = slow if thread == slow % threads and phase == 1 and turns > 0.0 else 0
+            _count_shared((counts, thread, threads), phase, num_items, (phase, times, early, num_items, delay))
+            wait((counts, thread, threads), phase, num_items)
 
 
 @pytest.mark.parametrize("slow", [0, 3_000_000], ids=["all the same", "one slow"])
 @pytest.mark.parametrize("num_items", [0, 1, 2, 17, 400])
-@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
-def test_every_item_is_done_once_and_after_the_phase_before_it(lanes: int, num_items: int, slow: int) -> None:
-    """8 lanes are more than there are threads: some run after others are through."""
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_every_item_is_done_once_and_after_the_phase_before_it(threads: int, num_items: int, slow: int) -> None:
+    """8 threads are more than there are threads: some run after others are through."""
     set_num_threads(num_threads())
-    for late in (0, lanes - 1):
+    for late in (0, threads - 1):
         times, early = np.zeros((PHASES, num_items), dtype=np.int64), np.zeros(1, dtype=np.int64)
-        _run(lanes, num_items, slow if num_items in (1, 17) else 0, late, times, early)
+        _run(threads, num_items, slow if num_items in (1, 17) else 0, late, times, early)
         assert (times == 1).all() and early[0] == 0

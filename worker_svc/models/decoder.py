@@ -19,7 +19,7 @@ from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import NoNorm, Norm, take_norm
-from worker_svc.models.norm_behind import NormBehindLayer
+from worker_svc.models.post_norm import PostNormLayer
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.weights import Weights
 
@@ -49,7 +49,7 @@ class Decoder:
         slopes = alibi_slopes(config.num_heads, device) if style.positions == "alibi" else None
         self._rotary_tables = [rotary_table(rope, config.max_model_len, device) for rope in style.ropes]
         self._layers: list[DecoderLayer] = []
-        layer_class = NormBehindLayer if style.are_norms_behind else DecoderLayer
+        layer_class = PostNormLayer if style.are_norms_behind else DecoderLayer
         for i in range(config.num_layers):
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None

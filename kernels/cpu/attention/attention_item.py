@@ -1,8 +1,8 @@
 """An item of paged attention, a tile of query tokens and a key/value head, computed from end to end.
 
 See `attention` for the sums and `attention_tiles` for the tiles. Few rows take keys and values from where they lie in
-the cache, and ask for what comes next from run to run. Many rows, of a prompt or of sequences over a common prefix,
-share a copy of them: keys transposed, values as float32; they ask for the next tile, a piece before each step. What no
+the cache, and prefetch what comes next from run to run. Many rows, of a prompt or of sequences over a common prefix,
+share a copy of them: keys transposed, values as float32; they prefetch the next tile, a piece before each step. What no
 row of a block sees yet is not multiplied.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention.attention_registers import add_scores, add_values
-from kernels.cpu.attention.attention_softmax import NO_MAXIMUM, hide, soften
+from kernels.cpu.attention.attention_softmax import NO_MAXIMUM, mask, softmax
 from kernels.cpu.attention.attention_tiles import (
     COUNT,
     KEY_TILE,
@@ -28,7 +28,7 @@ from kernels.cpu.attention.cache_reads import (
     END,
     PIECES,
     aim,
-    ask_for,
+    prefetch_lines,
     read_keys,
     read_values,
 )
@@ -41,7 +41,7 @@ FEW_ROWS = 8  # so many are quicker without a copy of keys and values, though ea
 
 
 @njit(nogil=True)
-def _ask_for_query(item, end, row, end_row, tiles, query, num_kv_heads, group, head_size):  # type: ignore[no-untyped-def]
+def _prefetch_query(item, end, row, end_row, tiles, query, num_kv_heads, group, head_size):  # type: ignore[no-untyped-def]
     """Prefetch some rows of an item that is likely to come next: they lie far apart, out of sight of the processor."""
     if item < end:
         tile, first = tiles[item // num_kv_heads], item % num_kv_heads * group * head_size
@@ -133,7 +133,7 @@ def attend(  # type: ignore[no-untyped-def]
                 # Up to the last key that any of these rows sees: weights of others are 0, and would add nothing.
                 num_keys = min(here[END], positions[row + block_rows - 1] + 1) - key
                 if phase == members and key + KEY_TILE >= end_key:
-                    _ask_for_query(item + 1, end, row, row + block_rows, tiles, query, num_kv_heads, group, head_size)
+                    _prefetch_query(item + 1, end, row, row + block_rows, tiles, query, num_kv_heads, group, head_size)
                 if num_keys <= 0:
                     continue
                 if is_in_place:
@@ -141,17 +141,17 @@ def attend(  # type: ignore[no-untyped-def]
                         block_rows, q, row * padded, head_size, key_cache, here, scores, KEY_TILE, value_cache, here
                     )
                 else:
-                    piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                    piece = prefetch_lines(piece, ahead, key_cache, value_cache, head_size)
                     width = (num_keys + LANES - 1) // LANES * LANES
                     others, sums_of = (keys_t, 0, KEY_TILE), (zeros, 0, 0, scores, 0, KEY_TILE)
                     matmul_add(block_rows, q, row * padded, padded, *others, *sums_of, head_size, width)
                 for r in range(block_rows):
                     if not is_in_place:
-                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                        piece = prefetch_lines(piece, ahead, key_cache, value_cache, head_size)
                     head = kv_head * group + (row + r) % group
                     slope = slopes[head] if slopes.size > 0 else np.float32(0.0)
-                    hide(scores, r * KEY_TILE, key - positions[row + r], slope, window, cap)
-                soften(block_rows, scores, 0, maxima, sums, row, acc, padded)
+                    mask(scores, r * KEY_TILE, key - positions[row + r], slope, window, cap)
+                softmax(block_rows, scores, 0, maxima, sums, row, acc, padded)
                 is_last = row + ROW_BLOCK >= end_row
                 if is_in_place:
                     add_values(
@@ -171,7 +171,7 @@ def attend(  # type: ignore[no-untyped-def]
                     )
                 else:
                     while is_last and piece < PIECES:
-                        piece = ask_for(piece, ahead, key_cache, value_cache, head_size)
+                        piece = prefetch_lines(piece, ahead, key_cache, value_cache, head_size)
                     added_up = acc, row * padded, padded
                     factors = scores, 0, KEY_TILE, values, 0, padded
                     matmul_add(block_rows, *factors, *added_up, *added_up, num_keys, padded)

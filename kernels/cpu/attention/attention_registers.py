@@ -10,7 +10,7 @@ order, over the head's elements and over keys, one fused multiply-add after the 
 are the same whichever computes them.
 
 Blocks lie anywhere, so the processor does not see the next one coming. While a run is worked on the lines of the one
-after the next are asked for, 16 before each block of keys and those of one key with each key of values. More at once
+after the next are prefetched, 16 before each block of keys and those of one key with each key of values. More at once
 are in vain: prefetches that find the queue of the first cache level full are dropped.
 """
 
@@ -41,7 +41,7 @@ from kernels.cpu.vectors.vector_code import (
     store,
 )
 
-_AHEAD = 2  # so many runs behind the one that is worked on are asked for
+_AHEAD = 2  # so many runs behind the one that is worked on are prefetched
 _FLAT, _PLACES = types.Array(types.float32, 1, "C"), types.Array(types.int64, 1, "C")
 
 
@@ -83,7 +83,7 @@ def _add_scores(num_rows: int, num_runs: int) -> Any:
             with cgutils.for_range_slice(builder, index(0), width, index(LANES)) as (d, _):
                 rows = [at(builder, q_start, builder.add(d, builder.mul(width, index(r)))) for r in range(num_rows)]
                 for first, ahead, of_run in zip(firsts, aheads, sums, strict=True):
-                    _ask_for(builder, at(builder, ahead, builder.mul(d, index(RUN))), RUN * LANES, after.dtype)
+                    _prefetch(builder, at(builder, ahead, builder.mul(d, index(RUN))), RUN * LANES, after.dtype)
                     lines = [at(builder, first, builder.add(d, builder.mul(width, index(key)))) for key in range(RUN)]
                     columns = columns_of(builder, [load_wide(builder, line, keys.dtype) for line in lines])
                     for i, column in enumerate(columns):
@@ -145,7 +145,7 @@ def _add_values(num_rows: int, vectors: int) -> Any:
                 asked = at(builder, _start_ahead(builder, here, ahead, run, num_runs), column)
                 with cgutils.for_range(builder, count) as loop:
                     distance = builder.mul(stride, loop.index)
-                    _ask_for(builder, at(builder, asked, distance), vectors * LANES, values.dtype)
+                    _prefetch(builder, at(builder, asked, distance), vectors * LANES, values.dtype)
                     line = at(builder, start, distance)
                     vectors_of_line = [
                         load_wide(builder, at(builder, line, index(v * LANES)), values.dtype) for v in range(vectors)
@@ -190,7 +190,7 @@ def _start_ahead(builder: Any, here: tuple[Any, Any], after: tuple[Any, Any], ru
     return _start(builder, (cache, runs), number)
 
 
-def _ask_for(builder: Any, start: Any, count: int, kind: Any) -> None:
+def _prefetch(builder: Any, start: Any, count: int, kind: Any) -> None:
     """Prefetch elements of a numba type."""
     prefetch_bytes(builder, start, count * kind.bitwidth // 8, level=1)
 

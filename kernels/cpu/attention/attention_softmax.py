@@ -29,11 +29,11 @@ _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-
 _FLAT = types.Array(types.float32, 1, "C")
 
 
-def _soften(num_rows: int) -> Any:
-    """Compiles the softmax of rows of 64 scores that lie one after the other; see `soften`."""
+def _compile_softmax(num_rows: int) -> Any:
+    """Compiles the softmax of rows of 64 scores that lie one after the other; see `softmax`."""
 
     @intrinsic
-    def soften_rows(
+    def softmax_rows(
         typing_context: Any,
         scores: Any,
         scores_offset: Any,
@@ -74,7 +74,7 @@ def _soften(num_rows: int) -> Any:
         number = types.intp
         return types.void(_FLAT, number, _FLAT, number, _FLAT, number, _FLAT, number, number), generate
 
-    return soften_rows
+    return softmax_rows
 
 
 @intrinsic
@@ -172,7 +172,7 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">=", x, number(_LOWEST)), result, zero_or_nan)
 
 
-_soften_1, _soften_2, _soften_3, _soften_4 = (_soften(rows) for rows in (1, 2, 3, 4))
+_softmax_1, _softmax_2, _softmax_3, _softmax_4 = (_compile_softmax(rows) for rows in (1, 2, 3, 4))
 
 
 @njit(nogil=True, fastmath={"contract"})
@@ -186,7 +186,7 @@ def _bias(scores, offset, distance, cap, slope):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def hide(scores, offset, distance, slope, window, cap):  # type: ignore[no-untyped-def]
+def mask(scores, offset, distance, slope, window, cap):  # type: ignore[no-untyped-def]
     """Of a row's 64 scores those of keys after its token, or before its window, become -inf; the others get soft cap
     and ALiBi. `distance` is the first key's position minus the token's."""
     if cap > np.float32(0.0) or slope != np.float32(0.0):
@@ -198,7 +198,7 @@ def hide(scores, offset, distance, slope, window, cap):  # type: ignore[no-untyp
 
 
 @njit(nogil=True)
-def soften(rows, scores, offset, maxima, sums, row, acc, width):  # type: ignore[no-untyped-def]
+def softmax(rows, scores, offset, maxima, sums, row, acc, width):  # type: ignore[no-untyped-def]
     """The scores of up to 4 rows, 64 each from `offset` on, become their weights: e^(score - maximum), 0 where hidden.
 
     Maxima and sums of rows `row` and following go on in `maxima` and `sums`, and what they have added up so far,
@@ -206,10 +206,10 @@ def soften(rows, scores, offset, maxima, sums, row, acc, width):  # type: ignore
     counted: a prompt of 1,500 tokens took a fifth longer.
     """
     if rows == 4:
-        _soften_4(scores, offset, maxima, row, sums, row, acc, row * width, width)
+        _softmax_4(scores, offset, maxima, row, sums, row, acc, row * width, width)
     elif rows == 3:
-        _soften_3(scores, offset, maxima, row, sums, row, acc, row * width, width)
+        _softmax_3(scores, offset, maxima, row, sums, row, acc, row * width, width)
     elif rows == 2:
-        _soften_2(scores, offset, maxima, row, sums, row, acc, row * width, width)
+        _softmax_2(scores, offset, maxima, row, sums, row, acc, row * width, width)
     else:
-        _soften_1(scores, offset, maxima, row, sums, row, acc, row * width, width)
+        _softmax_1(scores, offset, maxima, row, sums, row, acc, row * width, width)

@@ -4,9 +4,9 @@ A sequence that is decoded alone has an item for each key/value head: three for 
 thread gets as many whole items as all can have, and what is left is cut where no sum is: scores by keys, softmaxes by
 rows, weighted values by columns.
 
-    lane 0   item 0 | scores of keys 0 .. 127    | rows 0, 1 | columns 0 .. 31
-    lane 1   item 1 | scores of keys 128 .. 255  | row 2     | columns 32 .. 63   of item 2
-                                                 ^           ^ all lanes wait for what was begun before
+    thread 0   item 0 | scores of keys 0 .. 127    | rows 0, 1 | columns 0 .. 31
+    thread 1   item 1 | scores of keys 128 .. 255  | row 2     | columns 32 .. 63   of item 2
+                                                   ^           ^ all threads wait for what was begun before
 
 Every sum is that of `attention_item.attend` bit for bit: weights, and what sums shrink by at a new maximum, come from
 the tiles of keys in order, and a column adds its keys in order.
@@ -25,27 +25,27 @@ from numba import njit, prange
 
 from kernels.cpu.attention.attention_item import FEW_ROWS, ROW_BLOCK, attend
 from kernels.cpu.attention.attention_registers import add_scores, add_values
-from kernels.cpu.attention.attention_softmax import NO_MAXIMUM, hide, multiply_by, soften
+from kernels.cpu.attention.attention_softmax import NO_MAXIMUM, mask, multiply_by, softmax
 from kernels.cpu.attention.attention_tiles import COUNT, KEY_TILE, NUM_SEQUENCES, RUN, TOKEN, keys_of, position_of
 from kernels.cpu.attention.cache_reads import CURSOR_SIZE, END, KEY, aim
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.numbers import borrowed, exp, from_float32, keep, to_float32
 from kernels.cpu.vectors.vector_code import LANES
 
-MOST_ROUNDS = 3  # of whole items: with more a lane that is through early takes another, and little is left over
-# Bytes that each lane would be idle for in the last round. Cutting one item for two lanes took 24 us in place of 28 to
-# save 205 KB, and 19 in place of 18 to save 51.
+MOST_ROUNDS = 3  # of whole items: with more a thread that is through early takes another, and little is left over
+# Bytes that each thread would be idle for in the last round. Cutting one item for two threads took 24 us in place of 28
+# to save 205 KB, and 19 in place of 18 to save 51.
 IDLE_BYTES = 1 << 17
-CHUNKS = 8  # of units, at most, for each lane: what one is late with others take
+CHUNKS = 8  # of units, at most, for each thread: what one is late with others take
 
 
 @njit(nogil=True)
-def is_split_better(tiles, keys, layout, group, seq_lens, query_starts, window, lanes):  # type: ignore[no-untyped-def]
+def is_split_better(tiles, keys, layout, group, seq_lens, query_starts, window, threads):  # type: ignore[no-untyped-def]
     """Whether `tiles` are few enough, and long, and each the one new token of a sequence, its keys used in place."""
     num_kv_heads, block_size, head_size = layout
     num_items = tiles.shape[0] * num_kv_heads
-    left = num_items % lanes
-    if left == 0 or num_items >= MOST_ROUNDS * lanes:
+    left = num_items % threads
+    if left == 0 or num_items >= MOST_ROUNDS * threads:
         return False
     if head_size % LANES != 0 or block_size % RUN != 0 or group > FEW_ROWS:
         return False
@@ -54,12 +54,12 @@ def is_split_better(tiles, keys, layout, group, seq_lens, query_starts, window, 
             return False
     _, first_key, end_key = keys_of(tiles[-1], 1, seq_lens, query_starts, window)
     bytes_of_item = 2 * (end_key - first_key) * head_size * keys.itemsize
-    return bytes_of_item * (lanes - left) >= IDLE_BYTES * lanes
+    return bytes_of_item * (threads - left) >= IDLE_BYTES * threads
 
 
 @njit(nogil=True, parallel=True)
 def attend_split(  # type: ignore[no-untyped-def]
-    lanes,
+    threads,
     tiles,
     out,
     query,
@@ -75,29 +75,29 @@ def attend_split(  # type: ignore[no-untyped-def]
     window,
     cap,
 ):
-    """All items of `tiles`, each one token whose keys are used in place, by so many lanes; arguments as of `attend`."""
+    """All items of `tiles`, each one token whose keys are used in place; arguments as of `attend`."""
     num_kv_heads, block_size, head_size = layout
-    whole = tiles.shape[0] * num_kv_heads // lanes
-    first_units = _first_units(tiles, num_kv_heads, whole * lanes, seq_lens, query_starts, window)
+    whole = tiles.shape[0] * num_kv_heads // threads
+    first_units = _first_units(tiles, num_kv_heads, whole * threads, seq_lens, query_starts, window)
     num_cut = first_units.size - 1
     num_units, num_rows = first_units[num_cut], num_cut * group
-    chunks = max(1, min(num_units // lanes, CHUNKS))
-    num_parts = lanes * (whole + chunks)
-    columns = _cuts_of_columns(num_cut, head_size // LANES, lanes)
-    # Scores, what they shrink by, and a cache line for each maximum and sum, as lanes write them side by side.
+    chunks = max(1, min(num_units // threads, CHUNKS))
+    num_parts = threads * (whole + chunks)
+    columns = _cuts_of_columns(num_cut, head_size // LANES, threads)
+    # Scores, what they shrink by, and a cache line for each maximum and sum, as threads write them side by side.
     scratch = np.empty(num_units * group * (KEY_TILE + 1) + 2 * num_rows * LANES, dtype=np.float32)
-    counts = counters(lanes, 3)
-    for lane in prange(lanes):
+    counts = counters(threads, 3)
+    for thread in prange(threads):
         # Put together in here: a loop's threads are handed arrays and numbers, no tuples.
-        team = counts, np.int64(lane), lanes
-        heads_layout, cut = (num_kv_heads, block_size, head_size), (whole * lanes, first_units)
+        team = counts, np.int64(thread), threads
+        heads_layout, cut = (num_kv_heads, block_size, head_size), (whole * threads, first_units)
         step = tiles, heads_layout, group, tables, seq_lens, query_starts, window
-        room = borrowed(scratch)
-        scores, shrinks = room[: num_units * group * KEY_TILE], room[num_units * group * KEY_TILE :]
+        workspace = borrowed(scratch)
+        scores, shrinks = workspace[: num_units * group * KEY_TILE], workspace[num_units * group * KEY_TILE :]
         maxima, sums = shrinks[num_units * group :], shrinks[num_units * group + num_rows * LANES :]
         cache = key_cache, value_cache, heads_layout, group, tables
         rest = tiles, out, query, *cache, seq_lens, query_starts, slopes, scale, window, cap
-        _attend_or_score_shared(team, 0, num_parts, (lanes, whole, chunks, cut, step, scores, rest))
+        _attend_or_score_shared(team, 0, num_parts, (threads, whole, chunks, cut, step, scores, rest))
         wait(team, 0, num_parts)
         _weigh_shared(team, 1, num_rows, (cut, step, slopes, cap, scores, shrinks, maxima, sums))
         wait(team, 1, num_rows)
@@ -117,22 +117,22 @@ def _first_units(tiles, num_kv_heads, first_item, seq_lens, query_starts, window
 
 
 @njit(nogil=True)
-def _cuts_of_columns(num_items, vectors, lanes):  # type: ignore[no-untyped-def]
-    """Where the columns of items are cut, in vectors: between items, and into equal shares for lanes.
+def _cuts_of_columns(num_items, vectors, threads):  # type: ignore[no-untyped-def]
+    """Where the columns of items are cut, in vectors: between items, and into equal shares for threads.
 
     What lies side by side is read at once as far as it can be: lines of a page that are left out come all the same.
     """
-    cuts, num_cuts = np.zeros(num_items + lanes + 1, dtype=np.int64), 1
-    item, lane = 1, 1
+    cuts, num_cuts = np.zeros(num_items + threads + 1, dtype=np.int64), 1
+    item, thread = 1, 1
     while item <= num_items:
-        of_item, of_lane = item * vectors, num_items * vectors * lane // lanes
-        if min(of_item, of_lane) > cuts[num_cuts - 1]:
-            cuts[num_cuts] = min(of_item, of_lane)
+        of_item, of_thread = item * vectors, num_items * vectors * thread // threads
+        if min(of_item, of_thread) > cuts[num_cuts - 1]:
+            cuts[num_cuts] = min(of_item, of_thread)
             num_cuts += 1
-        if of_item <= of_lane:
+        if of_item <= of_thread:
             item += 1
         else:
-            lane += 1
+            thread += 1
     return cuts[:num_cuts]
 
 
@@ -147,15 +147,15 @@ def _aim_at(cursor, unit, i, cut, step):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _attend_or_score(part, end, lanes, whole, chunks, cut, step, scores, rest):  # type: ignore[no-untyped-def]
-    """Of each lane's parts the first are whole items, then come chunks of units."""
-    lane, place = divmod(part, whole + chunks)
+def _attend_or_score(part, end, threads, whole, chunks, cut, step, scores, rest):  # type: ignore[no-untyped-def]
+    """Of each thread's parts the first are whole items, then come chunks of units."""
+    thread, place = divmod(part, whole + chunks)
     if place < whole:
-        attend(lane * whole + place, (lane + 1) * whole, *rest)
+        attend(thread * whole + place, (thread + 1) * whole, *rest)
     else:
-        num_units, chunk, next_lane = cut[1][-1], lane * chunks + place - whole, (lane + 1) * chunks
-        first, end_unit = num_units * chunk // (lanes * chunks), num_units * (chunk + 1) // (lanes * chunks)
-        _score(first, end_unit, num_units * next_lane // (lanes * chunks), cut, step, scores, rest)
+        num_units, chunk, next_thread = cut[1][-1], thread * chunks + place - whole, (thread + 1) * chunks
+        first, end_unit = num_units * chunk // (threads * chunks), num_units * (chunk + 1) // (threads * chunks)
+        _score(first, end_unit, num_units * next_thread // (threads * chunks), cut, step, scores, rest)
 
 
 @njit(nogil=True)
@@ -199,9 +199,9 @@ def _weigh(row, end, cut, step, slopes, cap, scores, shrinks, maxima, sums):  # 
     last = maxima[row * LANES] = NO_MAXIMUM
     sums[row * LANES] = np.float32(0.0)
     for place in range(first_units[i] * group + r, first_units[i + 1] * group, group):
-        hide(scores, place * KEY_TILE, distance, slope, window, cap)
+        mask(scores, place * KEY_TILE, distance, slope, window, cap)
         # Nothing of the values is added up yet: a sum of no width to scale.
-        soften(1, scores, place * KEY_TILE, maxima, sums, row * LANES, sums, 0)
+        softmax(1, scores, place * KEY_TILE, maxima, sums, row * LANES, sums, 0)
         maximum = maxima[row * LANES]
         shrinks[place] = exp(last - maximum) if maximum > last else np.float32(1.0)
         last = maximum

@@ -18,7 +18,7 @@ from kernels.cpu.vectors.registers import prefetch, transpose
 from kernels.cpu.vectors.vector_code import LANES
 
 NUM_RUNS = KEY_TILE // RUN
-PIECES = 2 * NUM_RUNS  # in which a tile is asked for
+PIECES = 2 * NUM_RUNS  # in which a tile is prefetched
 # Of a cursor, i64[CURSOR_SIZE]: where each run begins; then what is pointed at, keys KEY : END of a sequence, one head.
 HEAD, SEQUENCE, KEY, END = range(NUM_RUNS, NUM_RUNS + 4)
 CURSOR_SIZE = NUM_RUNS + 4
@@ -46,11 +46,11 @@ def aim(cursor, kv_head, sequence, key, end, tables, layout):  # type: ignore[no
 
 
 @njit(nogil=True)
-def ask_for(piece, cursor, keys, values, head_size):  # type: ignore[no-untyped-def]
+def prefetch_lines(piece, cursor, keys, values, head_size):  # type: ignore[no-untyped-def]
     """Prefetch one of the cursor's PIECES, keys and values of half a run; returns the next piece's number.
 
-    A few lines between each two steps of work: a tile's 512 asked for at once fill the queues, and nothing goes on.
-    Where a run lies in several blocks some are asked for in vain.
+    A few lines between each two steps of work: a tile's 512 prefetched at once fill the queues, and nothing goes on.
+    Where a run lies in several blocks some are prefetched in vain.
     """
     run, first = piece // 2, piece % 2 * (RUN // 2)
     num_keys = min(cursor[END] - cursor[KEY] - run * RUN - first, RUN // 2)

@@ -4,7 +4,7 @@
     residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
 
 The kernels are those of the single operations, bit for bit. What is saved is the way from Python to each of them, and
-that of the threads into and out of a parallel loop for each: `layer_lanes`.
+that of the threads into and out of a parallel loop for each: `layer_threads`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from kernels.cpu.layers.layer_lanes import LAYER, STEP, run_layers
-from kernels.cpu.layers.layer_room import LayerRoom, LayerRooms, StackShape
+from kernels.cpu.layers.layer_threads import LAYER, STEP, run_layers
+from kernels.cpu.layers.layer_workspace import LayerWorkspace, LayerWorkspaces, StackShape
 from kernels.cpu.products.int8_linear import OUTPUTS_OF_ITEM
 from kernels.cpu.products.layer_product import Product
 from kernels.cpu.rows.rotary import check_positions
@@ -73,7 +73,7 @@ class LayerStack:
             record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
         alike = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
         self._fields = alike | {"zeros": self._zeros.data_ptr()}  # of `STEP`, the same in all passes
-        self._rooms = LayerRooms(shape)
+        self._workspaces = LayerWorkspaces(shape)
         # The caches of the call before, of which the first and the last stand for all, and records of layers with them.
         self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], np.ndarray] | None = None
 
@@ -93,16 +93,16 @@ class LayerStack:
         self._check_call(residual, step)
         layers = self._with_caches(caches)
         update = torch.zeros_like(residual)
-        room = self._rooms.take(rows, residual.dtype)
+        workspace = self._workspaces.take(rows, residual.dtype)
         # Behind the last attention no row meets another: of a prompt's only those go on whose results are asked for.
         is_cut = rows - wanted.shape[0] >= _ROWS_WORTH_A_CUT
         last = num_layers if is_cut else num_layers + 1
-        self._run(range(last), layers, caches[0], step, room, (residual, update, room.attended))
+        self._run(range(last), layers, caches[0], step, workspace, (residual, update, workspace.attended))
         residual, update = residual.index_select(0, wanted), update.index_select(0, wanted)
         if is_cut and len(wanted) > 0:
             behind = range(num_layers, num_layers + 1)
-            self._run(behind, layers, caches[0], step, room, (residual, update, room.attended[wanted]))
-        self._rooms.give_back(room)
+            self._run(behind, layers, caches[0], step, workspace, (residual, update, workspace.attended[wanted]))
+        self._workspaces.give_back(workspace)
         return residual, update
 
     def _run(
@@ -111,14 +111,14 @@ class LayerStack:
         layers: np.ndarray,
         cache: tuple[torch.Tensor, torch.Tensor],
         step: StackStep,
-        room: LayerRoom,
+        workspace: LayerWorkspace,
         between: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
         residual, update, attended = between
-        fields = self._fields | room.addresses
+        fields = self._fields | workspace.addresses
         fields |= {"rows": residual.shape[0], "element_bytes": residual.element_size()}
-        fields["prefetch_bytes"] = cache_prefetch.ROOM_BYTES
+        fields["prefetch_bytes"] = cache_prefetch.BUDGET_BYTES
         fields |= {"num_blocks": cache[0].shape[0], "block_size": cache[0].shape[2]}
         fields |= {"num_sequences": step.seq_lens.shape[0], "tables_stride": step.block_tables.stride(0)}
         given = {"update": update, "residual": residual, "attended": attended}

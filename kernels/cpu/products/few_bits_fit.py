@@ -68,19 +68,19 @@ def _pack(  # type: ignore[no-untyped-def]
     num_threads,
 ):
     num_panels = (out_features + PANEL - 1) // PANEL
-    lanes = min(num_threads, num_panels)
-    fits, scratch = np.empty(lanes, dtype=np.bool_), np.empty((lanes, 3 * GROUP), dtype=np.int32)
-    for lane in prange(lanes):
-        fits[lane] = _pack_panels(
-            scratch[lane],
+    threads = min(num_threads, num_panels)
+    fits, scratch = np.empty(threads, dtype=np.bool_), np.empty((threads, 3 * GROUP), dtype=np.int32)
+    for thread in prange(threads):
+        fits[thread] = _pack_panels(
+            scratch[thread],
             packed_address,
             weight_address,
             row_stride,
             column_stride,
             out_features,
             in_features,
-            num_panels * lane // lanes,
-            num_panels * (lane + 1) // lanes,
+            num_panels * thread // threads,
+            num_panels * (thread + 1) // threads,
             bits,
             least,
             most,

@@ -42,8 +42,8 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
     """Compiles C[rows, 48] = S + A[rows, 32 groups] . W[32 groups, 48] with C in registers.
 
     A, S and C are float32; S may be one line whose stride is 0. Memory is given by its address, strides in bytes, and
-    so is `ahead`: what lies so far behind each record is asked for meanwhile, for the first cache level. One that
-    `writes` leaves W at `out` as f32[32 groups, 48], and asks for the second level: it is long until the next record.
+    so is `ahead`: what lies so far behind each record is prefetched meanwhile, for the first cache level. One that
+    `writes` leaves W at `out` as f32[32 groups, 48], and prefetches the second level: it is long until the next record.
     """
 
     @intrinsic
@@ -117,7 +117,7 @@ def _numbers(
     """The float32 numbers of a record: an input's number in the group, and 16 outputs a vector.
 
     What the caller emits for each of the `STEP` inputs becomes the body of a loop over the group. In it the lines that
-    lie `ahead` bytes behind are asked for, some a turn: all at once they made a row of 8 bits 1.7 times slower. Where
+    lie `ahead` bytes behind are prefetched, some a turn: all at once they made a row of 8 bits 1.7 times slower. Where
     registers are `is_full` of sums, scales and minima are read from memory for each input, and so are the integers if
     the caller has `pinned` what it computed from the last ones.
     """
@@ -135,7 +135,7 @@ def _numbers(
     with cgutils.for_range(builder, index(GROUP // STEP)) as step:
         num_bytes = few.record_bytes // (GROUP // STEP)
         distance = builder.add(ahead, builder.mul(step.index, index(num_bytes)))
-        _ask_for(builder, builder.add(record, distance), num_bytes, level)
+        _prefetch(builder, builder.add(record, distance), num_bytes, level)
         offset = builder.add(builder.mul(step.index, index(PANEL * STEP * few.bits // 8)), index(few.integers_offset))
         place = builder.add(record, offset)
         places = [builder.add(place, index(v * vector_bytes)) for v in range(STREAMED_VECTORS)]
@@ -209,7 +209,7 @@ def _spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(nothing, number, _INTEGER(0)), nothing, _constant(0))
 
 
-def _ask_for(builder: Any, address: Any, num_bytes: int, level: int) -> None:
+def _prefetch(builder: Any, address: Any, num_bytes: int, level: int) -> None:
     """Have the lines of so many bytes brought to this cache level, 1 or 2."""
     function = cgutils.get_or_insert_function(
         builder.module,

@@ -33,7 +33,7 @@ from numba import njit, prange
 from kernels.cpu.products.few_bits import FORMATS
 from kernels.cpu.products.int4_tile import TILE_ROWS, multiply_tile
 from kernels.cpu.products.int8_linear import DOT_KIND
-from kernels.cpu.products.int8_rows import bytes_of_groups, items_of_rows, quantize_rows, room_bytes, rows_in
+from kernels.cpu.products.int8_rows import bytes_of_groups, items_of_rows, quantize_rows, rows_in, workspace_bytes
 from kernels.cpu.products.packed_weight import packed_shape
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
@@ -48,7 +48,7 @@ _SYMMETRIC_BYTES, _WITH_MINIMUM_BYTES = _SYMMETRIC.record_bytes, _WITH_MINIMUM.r
 # as all integers are `least` more than they are stored.
 _OF_MINIMA, _OF_SCALES = np.float32(-1 / ZERO), np.float32(-_SYMMETRIC.least / ZERO)
 _QUANTIZING, _MULTIPLYING = np.arange(2)  # phases
-_LINES_A_GROUP = 16  # the most that a tile asks for on behalf of a cursor
+_LINES_A_GROUP = 16  # the most that a tile prefetches on behalf of a cursor
 
 
 def int4_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -117,14 +117,14 @@ def _int4_linear(  # type: ignore[no-untyped-def]
     bias_address,
     num_threads,
 ):
-    room = np.empty(room_bytes(num_rows, num_in), dtype=np.uint8)
+    workspace = np.empty(workspace_bytes(num_rows, num_in), dtype=np.uint8)
     no_bias = np.zeros(PANEL, dtype=np.float32)
     quantizing, multiplying = items_of_rows(num_rows), items_of_panels(num_out)
-    lanes = min(num_threads, multiplying)
-    counts = counters(lanes, 2)
-    for lane in prange(lanes):
+    threads = min(num_threads, multiplying)
+    counts = counters(threads, 2)
+    for thread in prange(threads):
         # Signed, as where a whole stack of layers calls these: what is compiled for that serves here.
-        team, rows = (counts, np.int64(lane), lanes), rows_in(np.int64(room.ctypes.data), num_rows, num_in)
+        team, rows = (counts, np.int64(thread), threads), rows_in(np.int64(workspace.ctypes.data), num_rows, num_in)
         quantize_rows(team, _QUANTIZING, quantizing, (FLOAT32, x_address, np.int64(x_stride * 4), num_in, rows))
         wait(team, _QUANTIZING, quantizing)
         weight = weight_address, has_minimum, bias_address, np.int64(no_bias.ctypes.data), num_out
@@ -139,8 +139,8 @@ def items_of_panels(num_out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
-    """See `streamed_panels.num_asking_inputs`; by weights of four bits, of which a group asks for several lines."""
+def num_prefetching_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
+    """See `streamed_panels.num_prefetching_inputs`; a group of four-bit weights prefetches several lines."""
     return max(rows // TILE_ROWS - 1, 0) * num_weights // (PANEL * GROUP) * _LINES_A_GROUP
 
 
@@ -150,7 +150,7 @@ def multiply_panel(item, end, kind, out, out_row, rows, weight, cursor):  # type
 
     out: address, `out_row` bytes a row. weight: the address of the records, whether they have minima; addresses of
     the bias (or 0) and of as many zeros as a panel has outputs; the number of all outputs. `cursor`, of
-    `cache_prefetch` or NONE: what whole tiles but the first ask for meanwhile.
+    `cache_prefetch` or NONE: what whole tiles but the first prefetch meanwhile.
     """
     packed, has_minimum, bias, zeros, num_out = weight
     first, panel_bytes = item * PANEL, rows[4] * _record_bytes(has_minimum)
@@ -179,7 +179,7 @@ def _multiply_rows(kind, out, out_row, rows, panel, added, cursor):  # type: ign
     minima, minimum_factor = (PANEL * 2, _OF_MINIMA) if has_minimum else (0, _OF_SCALES)
     q_row, group_row = num_groups * GROUP, bytes_of_groups(num_groups)
     num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    # What comes next is asked for by whole tiles meanwhile, so many lines a group.
+    # What comes next is prefetched by whole tiles meanwhile, so many lines a group.
     num_whole = max(num_rows // TILE_ROWS, 1)
     lines_a_group = (next_lines + num_whole * num_groups - 1) // (num_whole * num_groups)
     lines_a_tile = lines_a_group * num_groups

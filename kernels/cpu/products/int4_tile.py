@@ -24,12 +24,12 @@ from kernels.cpu.products.int8_vectors import (
     FLOATS,
     INTEGER,
     INTEGERS,
-    ask_for,
     dot,
     fma,
     integers,
     load,
     load_halves,
+    prefetch_lines,
     spread,
     spread_value,
     store,
@@ -52,8 +52,8 @@ def _tile(rows: int) -> Any:
 
     `steps` (float32) and `sums` (int32, -128 times a group's sum of q) have one number a row and group. What lies at
     `minima` in a record are 48 float16 that `minimum_factor` makes minima over -128. With each group, `ahead_lines`
-    cache lines from `ahead` on are asked for, and `other_lines` from `other` on; tiles of fewer rows, which are alone
-    with a panel or the last to read it, ask for what lies shortly behind their record instead.
+    cache lines from `ahead` on are prefetched, and `other_lines` from `other` on; tiles of fewer rows, which are alone
+    with a panel or the last to read it, prefetch what lies shortly behind their record instead.
     """
 
     @intrinsic
@@ -115,9 +115,11 @@ def _tile(rows: int) -> Any:
                 record = builder.add(weight_start, builder.mul(loop.index, record_bytes))
                 if rows == TILE_ROWS:
                     for start, num_lines in ((ahead_start, ahead_lines), (other_start, other_lines)):
-                        ask_for(builder, start, builder.mul(loop.index, num_lines), num_lines)
+                        prefetch_lines(builder, start, builder.mul(loop.index, num_lines), num_lines)
                 else:
-                    ask_for(builder, builder.add(record, index(_AHEAD_BYTES)), index(0), index(_RECORD_LINES), level=1)
+                    prefetch_lines(
+                        builder, builder.add(record, index(_AHEAD_BYTES)), index(0), index(_RECORD_LINES), level=1
+                    )
                 words = builder.add(record, builder.sub(record_bytes, index(PANEL * GROUP // 2)))
                 first_input = builder.mul(loop.index, index(GROUP))
                 chains = {cell: [integers(0)] * num_chains for cell in cells}

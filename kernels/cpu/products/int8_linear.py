@@ -6,7 +6,7 @@ Sources: Dettmers et al. 2022 (arXiv:2208.07339) for a scale an output channel a
 First rows are quantised, group by group of 32 inputs (`int8_rows`). Then a thread takes three panels of weights at a
 time, and multiplies all rows by them:
 
-    3 panels of weights -> first cache level       27 KiB for 576 inputs; what comes next is asked for meanwhile
+    3 panels of weights -> first cache level       27 KiB for 576 inputs; what comes next is prefetched meanwhile
       4 rows at a time  -> registers               `int8_tile`, from the first group to the number that is written
 
 Fewer than 8 rows go through the weights panel by panel, one stream of memory a thread.
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kernels.cpu.products.int8_rows import bytes_of_groups, items_of_rows, quantize_rows, room_bytes, rows_in
+from kernels.cpu.products.int8_rows import bytes_of_groups, items_of_rows, quantize_rows, rows_in, workspace_bytes
 from kernels.cpu.products.int8_tile import TILE_PANELS, TILE_ROWS, multiply_tile
 from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.cpu.runtime import num_threads
@@ -118,14 +118,14 @@ def _int8_linear(  # type: ignore[no-untyped-def]
     num_threads,
 ):
     element_bytes = lines(x_address, element, 1, 1).itemsize
-    room = np.empty(room_bytes(num_rows, num_in), dtype=np.uint8)
+    workspace = np.empty(workspace_bytes(num_rows, num_in), dtype=np.uint8)
     no_bias = np.zeros(OUTPUTS_OF_ITEM, dtype=np.float32)
     quantizing, multiplying = items_of_rows(num_rows), items_of_outputs(num_out)
-    lanes = min(num_threads, multiplying)
-    counts = counters(lanes, 2)
-    for lane in prange(lanes):
+    threads = min(num_threads, multiplying)
+    counts = counters(threads, 2)
+    for thread in prange(threads):
         # Signed, as where a whole stack of layers calls these: what is compiled for that serves here.
-        team, rows = (counts, np.int64(lane), lanes), rows_in(np.int64(room.ctypes.data), num_rows, num_in)
+        team, rows = (counts, np.int64(thread), threads), rows_in(np.int64(workspace.ctypes.data), num_rows, num_in)
         quantize_rows(
             team, _QUANTIZING, quantizing, (element, x_address, np.int64(x_stride * element_bytes), num_in, rows)
         )
@@ -177,7 +177,7 @@ def _multiply_rows(element, kind, out, out_row, rows, panels, factors, added):  
     weight, panel_bytes, width, next_lines = panels
     q_row, group_row = num_groups * GROUP, bytes_of_groups(num_groups)
     num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    # What comes next is asked for by whole tiles meanwhile, so many lines a group.
+    # What comes next is prefetched by whole tiles meanwhile, so many lines a group.
     num_whole = max(num_rows // TILE_ROWS, 1)
     lines_a_group = (next_lines + num_whole * num_groups - 1) // (num_whole * num_groups)
     lines_a_tile = lines_a_group * num_groups

@@ -51,7 +51,7 @@ _ORDER = ir.Constant(INTEGERS, [first + i for first in range(0, LANES, len(QUAD_
 
 
 @njit(nogil=True)
-def room_bytes(num_rows, num_in):  # type: ignore[no-untyped-def]
+def workspace_bytes(num_rows, num_in):  # type: ignore[no-untyped-def]
     """Bytes of so many quantised rows with what is known of their groups."""
     num_groups = (num_in + GROUP - 1) // GROUP
     return num_rows * (num_groups * GROUP + 2 * bytes_of_groups(num_groups))
@@ -64,14 +64,14 @@ def bytes_of_groups(num_groups):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def rows_in(room, num_rows, num_in):  # type: ignore[no-untyped-def]
-    """Quantised rows in `room_bytes` at an address: the addresses of q, scales and sums, and how many rows and groups.
+def rows_in(workspace, num_rows, num_in):  # type: ignore[no-untyped-def]
+    """Quantised rows in the workspace at an address: the addresses of q, scales, sums, and how many rows and groups.
 
     q int8 [num_rows, 32 num_groups], scales float32 and sums (-128 times a group's sum of q) int32 [num_rows, groups].
     """
     num_groups = (num_in + GROUP - 1) // GROUP
-    sums = room + num_rows * bytes_of_groups(num_groups)
-    return sums + num_rows * bytes_of_groups(num_groups), room, sums, num_rows, num_groups
+    sums = workspace + num_rows * bytes_of_groups(num_groups)
+    return sums + num_rows * bytes_of_groups(num_groups), workspace, sums, num_rows, num_groups
 
 
 @njit(nogil=True)
@@ -104,7 +104,7 @@ quantize_rows = shared(quantize_some)
 
 @njit(nogil=True)
 def _quantize_row(element, x, size, q, scales, sums, factors, tail):  # type: ignore[no-untyped-def]
-    """`size` elements; room for as many float32 as a row has in `scales`, and for 32 that are zero past the last group.
+    """`size` elements. `factors` has space for as many float32 as a row has scales, `tail` for 32 that end in zeros.
 
     All are addresses: making an array of each row took as long as quantising 50 groups.
     """

@@ -28,12 +28,12 @@ from kernels.cpu.products.int8_vectors import (
     FLOATS,
     INTEGER,
     INTEGERS,
-    ask_for,
     dot,
     floats,
     fma,
     integers,
     load,
+    prefetch_lines,
     spread,
     store_elements,
 )
@@ -54,8 +54,8 @@ def _tile(rows: int, panels: int) -> Any:
     """Compiles the product of a tile. Memory is given by its address, and the bytes from one row or panel to the next.
 
     `scales` (float32) and `sums` (int32, where a group's sums start) have one number a row and group, `factors` and
-    `bias` (float32) one an output. With each group, `ahead_lines` cache lines from `ahead` on are asked for; tiles of
-    fewer rows, which are alone with a panel or the last to read it, ask for what lies shortly behind instead.
+    `bias` (float32) one an output. With each group, `ahead_lines` cache lines from `ahead` on are prefetched; tiles of
+    fewer rows, which are alone with a panel or the last to read it, prefetch what lies shortly behind instead.
     """
 
     @intrinsic
@@ -112,12 +112,12 @@ def _tile(rows: int, panels: int) -> Any:
                 first_input = builder.mul(loop.index, index(GROUP))
                 first_weight = builder.mul(loop.index, index(GROUP * PANEL))
                 if rows == TILE_ROWS:
-                    ask_for(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
+                    prefetch_lines(builder, ahead_start, builder.mul(loop.index, ahead_lines), ahead_lines)
                 else:
                     num_lines = index(GROUP * PANEL // CACHE_LINE_BYTES)
                     offset = builder.add(first_weight, index(_AHEAD_BYTES))
                     for start in weight_panels:
-                        ask_for(builder, builder.add(start, offset), index(0), num_lines, level=1)
+                        prefetch_lines(builder, builder.add(start, offset), index(0), num_lines, level=1)
                 begin = [spread(builder, builder.add(start, number), INTEGER) for start in sum_rows]
                 chains = {(r, p): [begin[r], *[integers(0)] * (num_chains - 1)] for r, p in cells}
                 for quad in range(GROUP // QUAD):

@@ -102,7 +102,7 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
-def ask_for(builder: Any, start: Any, first_line: Any, num_lines: Any, *, level: int = 2) -> None:
+def prefetch_lines(builder: Any, start: Any, first_line: Any, num_lines: Any, *, level: int = 2) -> None:
     """Has cache lines brought to this cache level, 1 or 2; they need not exist."""
     pointer, index = ir.IntType(8).as_pointer(), num_lines.type
     with cgutils.for_range(builder, num_lines) as loop:

@@ -1,7 +1,7 @@
-"""Dense layers within a compiled pass: each says itself how its weight is kept, and the lanes of a loop share it.
+"""Dense layers within a compiled pass: each says itself how its weight is kept, and the threads of a loop share it.
 
 A record of `PRODUCT` holds what `matmul`, `int8_linear` or `int4_linear` would be told. Weights of one model may be
-kept in several ways, so which of them it is is asked at run time, once a product.
+kept in several ways, so its kind is looked up at run time, once a product.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numba import extending, njit, types
 from kernels.cpu.products.int4_linear import check_weight as check_int4_weight
 from kernels.cpu.products.int4_linear import items_of_panels
 from kernels.cpu.products.int4_linear import multiply_panels as multiply_int4_panels
-from kernels.cpu.products.int4_linear import num_asking_inputs as num_inputs_of_int4
+from kernels.cpu.products.int4_linear import num_prefetching_inputs as num_inputs_of_int4
 from kernels.cpu.products.int8_linear import DOT_KIND, check_weight, items_of_outputs
 from kernels.cpu.products.int8_linear import multiply_panels as multiply_int8_panels
 from kernels.cpu.products.int8_rows import items_of_rows, quantize_rows, rows_in
 from kernels.cpu.products.matmul import items_of, multiply_panels
 from kernels.cpu.products.packed_weight import ELEMENTS, packed_shape
-from kernels.cpu.products.streamed_panels import num_asking_inputs as num_inputs_of_floats
+from kernels.cpu.products.streamed_panels import num_prefetching_inputs as num_inputs_of_floats
 from kernels.cpu.shared_work import wait
 
 PRODUCT = np.dtype(
@@ -74,8 +74,8 @@ class Product:
 
 
 @njit(nogil=True)
-def num_asking_inputs(product: Any, rows: Any) -> Any:
-    """How many inputs ask for what a cursor says while so many rows are multiplied; see `cache_prefetch.aim`."""
+def num_prefetching_inputs(product: Any, rows: Any) -> Any:
+    """How many inputs prefetch what a cursor says while so many rows are multiplied; see `plan_prefetch`."""
     num_weights = product.num_in * product.num_out
     if product.kind >= 0:
         return num_inputs_of_floats(rows, num_weights)
@@ -89,8 +89,8 @@ def multiply(
     """out [rows, num_out] = x [rows, num_in] W^T + bias in phases `phase : phase + PHASES`.
 
     element: of the rows, `out` and x, which are contiguous and given by their addresses. Of `step`: the bytes of an
-    element, and for INT8 and INT4 `room` for quantised rows (`int8_rows.room_bytes`) and `zeros` of a missing bias.
-    `cursor`, of `cache_prefetch`: what all but those of INT8 ask for meanwhile.
+    element, and for INT8 and INT4 a `workspace` of `int8_rows.workspace_bytes` and the `zeros` of a missing bias.
+    `cursor`, of `cache_prefetch`: what all but those of INT8 prefetch meanwhile.
     """
     if product.kind == INT8:
         quantized = _quantize(team, phase, element, product, x, rows, step)
@@ -106,7 +106,7 @@ def multiply(
 def _quantize(team, phase, element, product, x, rows, step):  # type: ignore[no-untyped-def]
     """The rows of x; see `int8_rows.rows_in`."""
     num_items, row_bytes = items_of_rows(rows), product.num_in * step.element_bytes
-    quantized = rows_in(step.room, rows, product.num_in)
+    quantized = rows_in(step.workspace, rows, product.num_in)
     quantize_rows(team, phase, num_items, (element, x, row_bytes, product.num_in, quantized))
     wait(team, phase, num_items)
     return quantized

@@ -161,8 +161,10 @@ def _matmul(  # type: ignore[no-untyped-def]
     num_threads,
 ):
     num_items = items_of(count, size, depth)
-    lanes = min(num_threads, num_items)
-    counts = counters(lanes, 1)
-    for lane in prange(lanes):
+    threads = min(num_threads, num_items)
+    counts = counters(threads, 1)
+    for thread in prange(threads):
         product = element, out_address, out_stride, x_address, x_stride, packed_address, bias_address
-        multiply_panels((counts, np.int64(lane), lanes), np.int64(0), num_items, (*product, count, size, depth, NONE))
+        multiply_panels(
+            (counts, np.int64(thread), threads), np.int64(0), num_items, (*product, count, size, depth, NONE)
+        )

@@ -32,7 +32,7 @@ def add_panel(  # type: ignore[no-untyped-def]
     """Multiplies by a panel; for compiled code alone.
 
     element: how the weight is kept (`element_of_packed`); x, packed, start [48] and sums [rows, 48]: addresses, strides
-    in numbers. `has_next`: the thread goes on with the panel that comes next, which is asked for meanwhile; so is what
+    in numbers. `has_next`: the thread goes on with the panel that comes next, which is prefetched meanwhile; so is what
     `cursor` says (`cache_prefetch`), where there are more rows than a tile has.
     """
     raise NotImplementedError

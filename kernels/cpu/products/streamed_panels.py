@@ -21,18 +21,22 @@ from kernels.cpu.vectors.registers import (
     STREAMED_ROWS,
     STREAMED_VECTORS,
     compile_multiply_add,
-    compile_multiply_add_and_ask,
+    compile_multiply_add_and_prefetch,
 )
 
-LEAST_ASKING_ROWS = 4  # of a tile, and it is not the first: that one waits for the weight's own bytes
+LEAST_PREFETCHING_ROWS = 4  # of a tile, and it is not the first: that one waits for the weight's own bytes
 _NARROW_ROWS = 6
 
 _stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6, _stream_7, _stream_8 = (
     compile_multiply_add(rows, STREAMED_VECTORS, is_streamed=True) for rows in range(1, 9)
 )
-_stream_and_ask_4, _stream_and_ask_5, _stream_and_ask_6, _stream_and_ask_7, _stream_and_ask_8 = (
-    compile_multiply_add_and_ask(rows, STREAMED_VECTORS) for rows in range(LEAST_ASKING_ROWS, 9)
-)
+(
+    _stream_and_prefetch_4,
+    _stream_and_prefetch_5,
+    _stream_and_prefetch_6,
+    _stream_and_prefetch_7,
+    _stream_and_prefetch_8,
+) = (compile_multiply_add_and_prefetch(rows, STREAMED_VECTORS) for rows in range(LEAST_PREFETCHING_ROWS, 9))
 _narrow_3, _narrow_4, _narrow_6 = (compile_multiply_add(rows, 1, is_streamed=True) for rows in (3, 4, _NARROW_ROWS))
 
 
@@ -42,7 +46,7 @@ def _stream_wide(  # type: ignore[no-untyped-def]
 ):
     """C[rows, 48] = S + A[rows, depth] . panel[depth, 48]; S as in `compile_multiply_add`.
 
-    The first rows ask for what lies `ahead` elements further, the others for what the cursor of `cache_prefetch` says.
+    The first rows prefetch what lies `ahead` elements further, the others what the cursor of `cache_prefetch` says.
     """
     row, whole = 0, rows // 8 * 8
     while row < whole:  # by itself: together with the smaller tiles below each began 150 cycles later
@@ -50,7 +54,7 @@ def _stream_wide(  # type: ignore[no-untyped-def]
         start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
         lines = next_lines(cursor, depth) if cursor != NONE and (row > 0 or ahead == 0) else (0, 0, 0, 0, 0)
         if lines[-1] > 0:
-            _stream_and_ask_8(*factors, *weight, *start, *sums, depth, *lines)
+            _stream_and_prefetch_8(*factors, *weight, *start, *sums, depth, *lines)
         else:
             _stream_8(*factors, *weight, *start, *sums, depth, ahead)
         row += 8
@@ -60,17 +64,17 @@ def _stream_wide(  # type: ignore[no-untyped-def]
     factors, weight = (a, a_offset + row * a_stride, a_stride), (panel, offset, PANEL)
     start, sums = (s, s_offset + row * s_stride, s_stride), (c, c_offset + row * c_stride, c_stride)
     lines = (0, 0, 0, 0, 0)
-    if cursor != NONE and left >= LEAST_ASKING_ROWS and (row > 0 or ahead == 0):
+    if cursor != NONE and left >= LEAST_PREFETCHING_ROWS and (row > 0 or ahead == 0):
         lines = next_lines(cursor, depth)
     if lines[-1] > 0:
         if left == 7:
-            _stream_and_ask_7(*factors, *weight, *start, *sums, depth, *lines)
+            _stream_and_prefetch_7(*factors, *weight, *start, *sums, depth, *lines)
         elif left == 6:
-            _stream_and_ask_6(*factors, *weight, *start, *sums, depth, *lines)
+            _stream_and_prefetch_6(*factors, *weight, *start, *sums, depth, *lines)
         elif left == 5:
-            _stream_and_ask_5(*factors, *weight, *start, *sums, depth, *lines)
+            _stream_and_prefetch_5(*factors, *weight, *start, *sums, depth, *lines)
         else:
-            _stream_and_ask_4(*factors, *weight, *start, *sums, depth, *lines)
+            _stream_and_prefetch_4(*factors, *weight, *start, *sums, depth, *lines)
     elif left == 7:
         _stream_7(*factors, *weight, *start, *sums, depth, ahead)
     elif left == 6:
@@ -91,7 +95,7 @@ def _stream_wide(  # type: ignore[no-untyped-def]
 def _stream_narrow(  # type: ignore[no-untyped-def]
     rows, a, a_offset, a_stride, panel, offset, s, s_offset, s_stride, c, c_offset, c_stride, depth, ahead, cursor
 ):
-    """The same with fewer registers; nothing is asked for but what lies `ahead`."""
+    """The same with fewer registers; nothing is prefetched but what lies `ahead`."""
     row = 0
     while row < rows:
         left = rows - row
@@ -123,9 +127,9 @@ stream_add: Any = _stream_wide if HAS_WIDE_REGISTERS else _stream_narrow
 
 
 @njit(nogil=True)
-def num_asking_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
-    """How many inputs of tiles ask for something, while so many rows are multiplied by so many float weights."""
+def num_prefetching_inputs(rows, num_weights):  # type: ignore[no-untyped-def]
+    """How many inputs of tiles prefetch something, while so many rows are multiplied by so many float weights."""
     if not HAS_WIDE_REGISTERS:
         return 0
-    num_tiles = rows // STREAMED_ROWS - 1 + (1 if rows % STREAMED_ROWS >= LEAST_ASKING_ROWS else 0)
+    num_tiles = rows // STREAMED_ROWS - 1 + (1 if rows % STREAMED_ROWS >= LEAST_PREFETCHING_ROWS else 0)
     return max(num_tiles, 0) * num_weights // PANEL

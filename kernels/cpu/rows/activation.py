@@ -16,11 +16,11 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 @njit(nogil=True, fastmath={"contract"}, error_model="numpy")
-def activate_rows(lane, lanes, element, out_address, x_address, count, size):  # type: ignore[no-untyped-def]
+def activate_rows(thread, threads, element, out_address, x_address, count, size):  # type: ignore[no-untyped-def]
     # numpy's errors: a division that may raise is not vectorised, 32 rows of 1,536 then take 140 us in place of 10.
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, 2 * size)
-    for t in range(lane, count, lanes):
+    for t in range(thread, count, threads):
         target, gate, up = out[t], x[t, :size], x[t, size:]
         for i in range(size):
             g = to_float32(gate[i])
@@ -29,9 +29,9 @@ def activate_rows(lane, lanes, element, out_address, x_address, count, size):  #
 
 @njit(nogil=True, parallel=True)
 def _together(element, out_address, x_address, count, size, num_threads):  # type: ignore[no-untyped-def]
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
-        activate_rows(lane, lanes, element, out_address, x_address, count, size)
+    threads = min(num_threads, count)
+    for thread in prange(threads):
+        activate_rows(thread, threads, element, out_address, x_address, count, size)
 
 
 @njit(nogil=True, cache=True)

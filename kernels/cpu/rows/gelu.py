@@ -40,10 +40,10 @@ def _gelu(  # type: ignore[no-untyped-def]
     width = 2 * size if is_gated else size
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, width)
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
         activated = np.empty(size, dtype=np.float32)
-        for t in range(lane, count, lanes):
+        for t in range(thread, count, threads):
             target, gate, up = out[t], x[t, :size], x[t, width - size :]
             if is_approximate:
                 for i in range(size):

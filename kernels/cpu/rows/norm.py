@@ -49,14 +49,14 @@ def _sum_of_squares(y):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def norm_rows(  # type: ignore[no-untyped-def]
-    lane, lanes, element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset
+    thread, threads, element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset
 ):
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, size)
     residual = lines(residual_address, element, count, size)
     weight = lines(weight_address, element, 1, size)[0]
     y = np.empty(size, dtype=np.float32)
-    for t in range(lane, count, lanes):
+    for t in range(thread, count, threads):
         row, target = x[t], out[t]
         if residual_address != 0:
             rest = residual[t]
@@ -81,11 +81,11 @@ def norm_rows(  # type: ignore[no-untyped-def]
 def _together(  # type: ignore[no-untyped-def]
     element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset, num_threads
 ):
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
         norm_rows(
-            lane,
-            lanes,
+            thread,
+            threads,
             element,
             out_address,
             x_address,

@@ -53,8 +53,8 @@ def _rotate(line, num_heads, head_size, angles):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def rotate_rows(  # type: ignore[no-untyped-def]
-    lane,
-    lanes,
+    thread,
+    threads,
     element,
     query_address,
     query_stride,
@@ -71,7 +71,7 @@ def rotate_rows(  # type: ignore[no-untyped-def]
     key = lines(key_address, element, num_tokens, key_stride)
     positions = lines(positions_address, INT64, 1, num_tokens)[0]
     cos_sin = lines(table_address, FLOAT32, table_shape[0], table_shape[1])
-    for t in range(lane, num_tokens, lanes):
+    for t in range(thread, num_tokens, threads):
         angles = cos_sin[positions[t]]
         _rotate(query[t], num_heads, head_size, angles)
         _rotate(key[t], num_kv_heads, head_size, angles)
@@ -91,11 +91,11 @@ def _together(  # type: ignore[no-untyped-def]
     table_shape,
     num_threads,
 ):
-    lanes = min(num_threads, query_shape[0])
-    for lane in prange(lanes):
+    threads = min(num_threads, query_shape[0])
+    for thread in prange(threads):
         rotate_rows(
-            lane,
-            lanes,
+            thread,
+            threads,
             element,
             query_address,
             query_stride,

@@ -38,9 +38,9 @@ def has_nan(x):  # type: ignore[no-untyped-def]
 def _chunk_maxima(out, logits, num_threads):  # type: ignore[no-untyped-def]
     count, vocab_size = logits.shape
     num_whole = vocab_size // CHUNK_SIZE
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
-        for row in range(lane, count, lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
+        for row in range(thread, count, threads):
             x, maxima = logits[row], out[row]
             for chunk in range(num_whole):
                 maxima[chunk] = largest_of_chunk(x, chunk * CHUNK_SIZE)

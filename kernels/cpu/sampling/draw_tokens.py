@@ -52,10 +52,10 @@ def _draw_tokens(  # type: ignore[no-untyped-def]
     num_threads,
 ):
     count = logits.shape[0]
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
         sums = np.empty(maxima.shape[1])
-        for row in range(lane, count, lanes):
+        for row in range(thread, count, threads):
             first, last = starts[row], starts[row + 1]
             best = largest[row]
             if first == last:

@@ -43,12 +43,12 @@ def _kept_range(  # type: ignore[no-untyped-def]
     smallest, logits, maxima, largest, temperature, min_p, top_k, top_p, num_threads
 ):
     count, vocab_size = logits.shape
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
         candidates, keys = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.int64)
         of_chunks = np.empty(maxima.shape[1], np.float32)
         bins = np.empty(_BINS)
-        for row in range(lane, count, lanes):
+        for row in range(thread, count, threads):
             best = largest[row]
             smallest[row] = -np.inf
             if temperature[row] == 0 or not np.isfinite(best):

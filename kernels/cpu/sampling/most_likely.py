@@ -42,21 +42,21 @@ def _first_largest(x):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _rows(lane, lanes, token_ids, largest, logits):  # type: ignore[no-untyped-def]
-    for row in range(lane, logits.shape[0], lanes):
+def _rows(thread, threads, token_ids, largest, logits):  # type: ignore[no-untyped-def]
+    for row in range(thread, logits.shape[0], threads):
         token_ids[row], largest[row] = _first_largest(logits[row])
 
 
 @njit(nogil=True, parallel=True)
-def _together(token_ids, largest, logits, lanes):  # type: ignore[no-untyped-def]
-    for lane in prange(lanes):
-        _rows(lane, lanes, token_ids, largest, logits)
+def _together(token_ids, largest, logits, threads):  # type: ignore[no-untyped-def]
+    for thread in prange(threads):
+        _rows(thread, threads, token_ids, largest, logits)
 
 
 @njit(nogil=True, cache=True)
 def _most_likely(token_ids, largest, logits, num_threads):  # type: ignore[no-untyped-def]
-    lanes = min(num_threads, logits.shape[0])
-    if lanes <= 1:
+    threads = min(num_threads, logits.shape[0])
+    if threads <= 1:
         _rows(0, 1, token_ids, largest, logits)
     else:
-        _together(token_ids, largest, logits, lanes)
+        _together(token_ids, largest, logits, threads)

@@ -36,7 +36,7 @@ def _penalize_row(x, counts, repetition, frequency, presence):  # type: ignore[n
 
 @njit(nogil=True, parallel=True, cache=True)
 def _penalize(logits, rows, counts, count_rows, repetition, frequency, presence, num_threads):  # type: ignore[no-untyped-def]
-    lanes = min(num_threads, rows.size)
-    for lane in prange(lanes):
-        for i in range(lane, rows.size, lanes):
+    threads = min(num_threads, rows.size)
+    for thread in prange(threads):
+        for i in range(thread, rows.size, threads):
             _penalize_row(logits[rows[i]], counts[count_rows[i]], repetition[i], frequency[i], presence[i])

@@ -46,9 +46,9 @@ def _num_above(x, value):  # type: ignore[no-untyped-def]
 @njit(nogil=True, parallel=True, cache=True)
 def _token_logprobs(logprobs, ranks, log_sums, logits, largest, rows, token_ids, num_threads):  # type: ignore[no-untyped-def]
     count, vocab_size = rows.size, logits.shape[1]
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
-        for sample in range(lane, count, lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
+        for sample in range(thread, count, threads):
             x, best = logits[rows[sample]], largest[rows[sample]]
             if not np.isfinite(best):
                 logprobs[sample], log_sums[sample], ranks[sample] = np.nan, np.nan, 1

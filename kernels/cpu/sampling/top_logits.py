@@ -25,10 +25,10 @@ def top_logits(
 @njit(nogil=True, parallel=True, cache=True)
 def _top_logits(token_ids, values, logits, maxima, rows, num_threads):  # type: ignore[no-untyped-def]
     (count, k), vocab_size, num_chunks = token_ids.shape, logits.shape[1], maxima.shape[1]
-    lanes = min(num_threads, count)
-    for lane in prange(lanes):
+    threads = min(num_threads, count)
+    for thread in prange(threads):
         keys, bounds = np.empty(vocab_size, np.int64), np.empty(num_chunks, np.float32)
-        for sample in range(lane, count, lanes):
+        for sample in range(thread, count, threads):
             x, of_chunks = logits[rows[sample]], maxima[rows[sample]]
             if np.isnan(of_chunks).any():
                 token_ids[sample], values[sample] = 0, np.nan

@@ -1,8 +1,8 @@
-"""Keys and values that the next attention will read, asked for while the products before it compute.
+"""Keys and values that the next attention will read, prefetched while the products before it compute.
 
-Attention waits for memory. Products wait for the multipliers, and leave memory idle most of the time: so they ask for
+Attention waits for memory. Products wait for the multipliers, and leave memory idle most of the time: so they prefetch
 blocks of the cache, evenly, at most a line with each input that they multiply by, and attention finds them in the last
-cache level. No more than that level has room for beside other things is asked for, and nothing where its size is not
+cache level. No more than that level has room for beside other things is prefetched, and nothing where its size is not
 known.
 
 `docs/cpu-performance.md` says what that gains.
@@ -20,12 +20,12 @@ from kernels.cpu.vectors.numbers import INT32, INT64, lines
 from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 
 NONE = np.int64(0)  # in place of a cursor's address
-# Of a cursor, i64[CURSOR_SIZE], what a lane has not asked for yet: lines _NEXT to _END of its share. 2^_SHIFT of them
-# lie one after the other in memory, from each of the addresses that begin at _PLACES on. _RATE of `WHOLE` inputs ask.
-# Who asks for whole runs may still ask for `_DUE` lines, in parts of `WHOLE`; less than 0: has asked for too many.
+# A cursor is i64[PREFETCH_CURSOR_SIZE]: lines _NEXT to _END of a thread's share are not prefetched yet. 2^_SHIFT of
+# them lie side by side in memory, from each of the addresses that begin at _PLACES. _RATE of `WHOLE` inputs prefetch.
+# Who prefetches whole runs may still prefetch `_DUE` lines, in parts of `WHOLE`; less than 0: has prefetched too many.
 _PLACES, _SHIFT, _RATE, _NEXT, _END, _DUE = range(6)
 WHOLE = 1 << 8
-CURSOR_SIZE = 16  # no cache line holds two: lanes that wrote to the same one made a pass 12 ms longer
+PREFETCH_CURSOR_SIZE = 16  # no cache line holds two: threads that wrote to the same one made a pass 12 ms longer
 
 
 def last_level_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
@@ -34,7 +34,7 @@ def last_level_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
     return max((int(size[1]) << 10 for size in sizes if size), default=0)
 
 
-ROOM_BYTES = last_level_bytes() // 2  # what a pass may ask for before an attention
+BUDGET_BYTES = last_level_bytes() // 2  # what a pass may prefetch before an attention
 
 
 @njit(nogil=True)
@@ -69,22 +69,22 @@ def _runs_of(block_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def room_for_places(blocks, block_bytes):  # type: ignore[no-untyped-def]
-    """i64[N] for what `aim` writes, of all lanes."""
+def new_places(blocks, block_bytes):  # type: ignore[no-untyped-def]
+    """i64[N] for what `aim` writes, of all threads."""
     return np.empty(blocks.size * 2 * _runs_of(block_bytes)[0], dtype=np.int64)
 
 
 @njit(nogil=True)
-def aim(cursor, places, blocks, lane, lanes, keys, values, block_bytes, room_bytes, num_inputs):  # type: ignore[no-untyped-def]
-    """Point a lane's cursor, given by its address, at its share of blocks, or what of it fits `room_bytes` of all.
+def plan_prefetch(cursor, places, blocks, thread, threads, keys, values, block_bytes, budget_bytes, num_inputs):  # type: ignore[no-untyped-def]
+    """Point a thread's cursor, given by its address, at its share of blocks, or what of it fits `budget_bytes` of all.
 
-    keys, values: where all of them begin. `places`, of `room_for_places`, gets the lane's own. `num_inputs`: how many
-    can ask before the attention. They do so evenly: one after the other they took all that memory gives, and made the
+    keys, values: where all of them begin. `places`, of `new_places`, gets the thread's own. `num_inputs`: how many
+    prefetch before the attention, evenly: one after the other they took all that memory gives, and made the
     products that came first 8 to 20% slower.
     """
-    fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
-    first, end = blocks.size * lane // lanes, blocks.size * (lane + 1) // lanes
-    end = min(end, first + room_bytes // lanes // (2 * block_bytes))
+    fields = lines(cursor, INT64, 1, PREFETCH_CURSOR_SIZE)[0]
+    first, end = blocks.size * thread // threads, blocks.size * (thread + 1) // threads
+    end = min(end, first + budget_bytes // threads // (2 * block_bytes))
     num_runs, shift = _runs_of(block_bytes)
     own = places[first * 2 * num_runs : end * 2 * num_runs]
     i = 0
@@ -99,12 +99,12 @@ def aim(cursor, places, blocks, lane, lanes, keys, values, block_bytes, room_byt
 
 @njit(nogil=True)
 def next_lines(cursor, num_inputs):  # type: ignore[no-untyped-def]
-    """(places, shift, rate, first, count): what so many inputs ask for, `count` lines from number `first` on.
+    """(places, shift, rate, first, count): what so many inputs prefetch, `count` lines from number `first` on.
 
-    Input i asks for line first + i * rate // `WHOLE`. Line n lies n % 2^shift lines behind the address that is number
+    Input i prefetches line first + i * rate // `WHOLE`. Line n lies n % 2^shift lines behind the address that is number
     n // 2^shift of those at the address `places`.
     """
-    fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
+    fields = lines(cursor, INT64, 1, PREFETCH_CURSOR_SIZE)[0]
     first = fields[_NEXT]
     count = min((num_inputs - 1) * fields[_RATE] // WHOLE + 1, fields[_END] - first)
     fields[_NEXT] = first + count
@@ -114,8 +114,8 @@ def next_lines(cursor, num_inputs):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def next_run(cursor, num_inputs):  # type: ignore[no-untyped-def]
     """(address, count): lines that lie one after the other, at most one for each of so many inputs; none where those
-    before them have asked for what will be theirs."""
-    fields = lines(cursor, INT64, 1, CURSOR_SIZE)[0]
+    before them have prefetched what will be theirs."""
+    fields = lines(cursor, INT64, 1, PREFETCH_CURSOR_SIZE)[0]
     fields[_DUE] += num_inputs * fields[_RATE]
     first, left = fields[_NEXT], min(fields[_END] - fields[_NEXT], num_inputs)
     if fields[_DUE] <= 0 or left <= 0:

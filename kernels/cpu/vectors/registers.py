@@ -51,7 +51,7 @@ def compile_multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) 
 
     The function takes each matrix as (flat array, offset, row stride), S before C, then depth, then `ahead`. S may be
     C, or one line whose row stride is 0. Where B is streamed out of memory, the elements that lie so far behind each
-    row of it are asked for meanwhile.
+    row of it are prefetched meanwhile.
     """
 
     @intrinsic
@@ -75,12 +75,12 @@ def compile_multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             count, distance = arguments[12:]
 
-            def ask(number: Any, b_line: Any) -> None:
+            def prefetch(number: Any, b_line: Any) -> None:
                 if is_streamed:
                     line_bytes = vectors * LANES * b.dtype.bitwidth // 8
                     prefetch_bytes(builder, at(builder, b_line, distance), line_bytes)
 
-            _sum_products(context, builder, signature, arguments, rows, vectors, count, ask)
+            _sum_products(context, builder, signature, arguments, rows, vectors, count, prefetch)
             return context.get_dummy_value()
 
         number = types.intp
@@ -89,8 +89,8 @@ def compile_multiply_add(rows: int, vectors: int, *, is_streamed: bool = False) 
     return add_product
 
 
-def compile_multiply_add_and_ask(rows: int, vectors: int) -> Any:
-    """As `compile_multiply_add`, but what is asked for are lines of `cache_prefetch.next_lines`."""
+def compile_multiply_add_and_prefetch(rows: int, vectors: int) -> Any:
+    """As `compile_multiply_add`, but what is prefetched are lines of `cache_prefetch.next_lines`."""
 
     @intrinsic
     def add_product(
@@ -116,13 +116,13 @@ def compile_multiply_add_and_ask(rows: int, vectors: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             count = arguments[12]
-            asked = AskedLines(builder, *arguments[13:])
+            lines = PrefetchedLines(builder, *arguments[13:])
 
-            def ask(number: Any, b_line: Any) -> None:
-                asked.ask_for(number)
+            def prefetch(number: Any, b_line: Any) -> None:
+                lines.prefetch_lines(number)
 
             is_full = HAS_WIDE_REGISTERS and rows > 6
-            _sum_products(context, builder, signature, arguments, rows, vectors, count, ask, is_full=is_full)
+            _sum_products(context, builder, signature, arguments, rows, vectors, count, prefetch, is_full=is_full)
             return context.get_dummy_value()
 
         number = types.intp
@@ -131,7 +131,7 @@ def compile_multiply_add_and_ask(rows: int, vectors: int) -> Any:
     return add_product
 
 
-class AskedLines:
+class PrefetchedLines:
     """Appends prefetches of the lines of `cache_prefetch.next_lines`, of which there is at least one."""
 
     def __init__(self, builder: Any, places: Any, shift: Any, rate: Any, first: Any, count: Any) -> None:
@@ -140,7 +140,7 @@ class AskedLines:
         self._last = builder.sub(builder.add(first, count), one)
         self._within = builder.sub(builder.shl(one, shift), one)
 
-    def ask_for(self, number: Any) -> None:
+    def prefetch_lines(self, number: Any) -> None:
         """The one of the input with this number. Behind the last it is the last once more, which costs less than to ask
         whether there is another."""
         builder, index = self._builder, number.type
@@ -167,11 +167,11 @@ def _sum_products(
     rows: int,
     vectors: int,
     depth: Any,
-    ask: Callable[[Any, Any], None],
+    prefetch: Callable[[Any, Any], None],
     *,
     is_full: bool = False,
 ) -> None:
-    """Appends the loop over inputs; `ask` appends what is asked for with an input, given its number and line of B.
+    """Appends the loop over inputs; `prefetch` appends the prefetches of an input, given its number and line of B.
 
     Where it leaves registers too `is_full` of sums, these are `pinned`: LLVM kept some in memory, and the loop took
     2.4 times as long.
@@ -195,7 +195,7 @@ def _sum_products(
     with cgutils.for_range(builder, depth) as loop:
         b_line = at(builder, b_start, builder.mul(b_row, loop.index))
         b_values = [load_wide(builder, at(builder, b_line, index(v * LANES)), kind) for v in range(vectors)]
-        ask(loop.index, b_line)
+        prefetch(loop.index, b_line)
         for r in range(rows):
             a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
             a_value = splat(builder, builder.load(a_place))

@@ -1,7 +1,7 @@
 """What a thread does in the layers of a Llama-like model; see `layer_stack` for the formula.
 
-All between two attentions is one parallel loop. Its lanes go through the phases together: `shared_work` says how. Its
-products ask for what the second of them reads: `cache_prefetch`.
+All between two attentions is one parallel loop. Its threads go through the phases together: `shared_work` says how. Its
+products prefetch what the second of them reads: `cache_prefetch`.
 
     of layer i - 1   product with W_out, residual and norm; of 256 rows at a time product with W_inner, gate, W_down
     of layer i       residual and norm, product with W_qkv, rotary and cache
@@ -16,13 +16,13 @@ from numba import njit, prange
 
 from kernels.cpu.attention.attention import _paged_attention
 from kernels.cpu.products.layer_product import PHASES as PRODUCT_PHASES
-from kernels.cpu.products.layer_product import PRODUCT, multiply, num_asking_inputs
+from kernels.cpu.products.layer_product import PRODUCT, multiply, num_prefetching_inputs
 from kernels.cpu.rows.activation import activate_rows
 from kernels.cpu.rows.cache import store_token
 from kernels.cpu.rows.norm import norm_rows
 from kernels.cpu.rows.rotary import rotate_rows
 from kernels.cpu.shared_work import counters, shared, wait
-from kernels.cpu.vectors.cache_prefetch import CURSOR_SIZE, aim, blocks_before, room_for_places
+from kernels.cpu.vectors.cache_prefetch import PREFETCH_CURSOR_SIZE, blocks_before, new_places, plan_prefetch
 from kernels.cpu.vectors.numbers import lines
 
 _ADDRESS = _COUNT = np.int64
@@ -43,7 +43,7 @@ LAYER = np.dtype(
         ("mlp_out", PRODUCT),
     ]
 )
-# Of a pass: sizes, the step's tensors and room for what passes between operations; `LayerStack` says which is which.
+# Of a pass: sizes, the step's tensors and a workspace between operations; `LayerStack` says which is which.
 STEP = np.dtype(
     [
         *[(name, _COUNT) for name in ("rows", "num_sequences", "tables_stride", "element_bytes")],
@@ -51,7 +51,7 @@ STEP = np.dtype(
         ("prefetch_bytes", _COUNT),  # of keys and values, at most, while the products before an attention compute
         *[(name, _ADDRESS) for name in ("positions", "slots", "block_tables", "seq_lens", "query_starts")],
         *[(name, _ADDRESS) for name in ("update", "residual", "normed", "qkv", "attended", "inner", "activated")],
-        *[(name, _ADDRESS) for name in ("room", "zeros")],  # see `layer_product.multiply`
+        *[(name, _ADDRESS) for name in ("workspace", "zeros")],  # see `layer_product.multiply`
         *[(name, np.float64) for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap")],
     ]
 )
@@ -60,7 +60,7 @@ STEP = np.dtype(
 # 456 ms in place of 942, half of which went into pages of memory that the system made and took back.
 MLP_ROWS = 256
 
-# Of one type, as lanes are: numba compiles a function again for every constant, and for a number without a sign.
+# Of one type, as threads are: numba compiles a function again for every constant, and for a number without a sign.
 _INPUT_NORM, _MLP_NORM, _ROTARY = np.arange(3)
 _QKV, _OUT, _MLP = np.arange(3, 3 + 3 * PRODUCT_PHASES, PRODUCT_PHASES)
 _GATE, _MLP_OUT, _MLP_PHASES = PRODUCT_PHASES, PRODUCT_PHASES + 1, 2 * PRODUCT_PHASES + 1  # of the MLP's, for some rows
@@ -109,17 +109,17 @@ def run_layers(
 def _between_attentions(
     element: Any, stored_element: Any, layers: Any, steps: Any, index: Any, num_threads: Any
 ) -> None:
-    blocks, cursors = np.empty(0, dtype=np.int64), np.zeros((num_threads, CURSOR_SIZE), dtype=np.int64)
+    blocks, cursors = np.empty(0, dtype=np.int64), np.zeros((num_threads, PREFETCH_CURSOR_SIZE), dtype=np.int64)
     places = blocks
     if index < layers.size:
         blocks = _blocks_before(layers[index], steps[0])
-        places = room_for_places(blocks, _block_bytes(stored_element, layers[index], steps[0]))
+        places = new_places(blocks, _block_bytes(stored_element, layers[index], steps[0]))
     counts = counters(num_threads, _MLP + (steps[0].rows + MLP_ROWS - 1) // MLP_ROWS * _MLP_PHASES)
-    for lane in prange(num_threads):
-        team = counts, np.int64(lane), num_threads
-        cursor = cursors[lane].ctypes.data
+    for thread in prange(num_threads):
+        team = counts, np.int64(thread), num_threads
+        cursor = cursors[thread].ctypes.data
         if index < layers.size:
-            _aim(cursor, places, blocks, lane, num_threads, stored_element, layers[index], steps[0])
+            _plan_prefetch(cursor, places, blocks, thread, num_threads, stored_element, layers[index], steps[0])
         if index > 0:
             _after_attention(team, element, layers[index - 1], steps[0], cursor)
         if index < layers.size:
@@ -140,22 +140,22 @@ def _block_bytes(stored_element: Any, layer: Any, step: Any) -> Any:
 
 
 @njit(nogil=True)
-def _aim(
-    cursor: Any, places: Any, blocks: Any, lane: Any, lanes: Any, stored_element: Any, layer: Any, step: Any
+def _plan_prefetch(
+    cursor: Any, places: Any, blocks: Any, thread: Any, threads: Any, stored_element: Any, layer: Any, step: Any
 ) -> None:
     caches = layer.key_cache, layer.value_cache, _block_bytes(stored_element, layer, step)
     num_inputs = 0
     for product in (layer.attention_out, layer.mlp_in, layer.mlp_out, layer.qkv):
-        num_inputs += num_asking_inputs(product, step.rows)
-    aim(
+        num_inputs += num_prefetching_inputs(product, step.rows)
+    plan_prefetch(
         cursor,
         places,
         blocks,
-        lane,
-        lanes,
+        thread,
+        threads,
         *caches,
         step.prefetch_bytes,
-        num_inputs // lanes,
+        num_inputs // threads,
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.layers.layer_lanes import MLP_ROWS
-from kernels.cpu.products.int8_rows import room_bytes
+from kernels.cpu.layers.layer_threads import MLP_ROWS
+from kernels.cpu.products.int8_rows import workspace_bytes
 
 _KEPT_ROWS = 256  # those of a prompt need memory that other steps can use: 26 MB for 2,048 of SmolLM2-135M
 
@@ -30,12 +30,12 @@ class StackShape:
     logit_soft_cap: float
 
 
-class LayerRoom:
+class LayerWorkspace:
     """For a pass of up to `rows` rows of `dtype`; one pass at a time.
 
     Attributes:
         attended: [rows, heads], what attention gives.
-        addresses: of the fields of `layer_lanes.STEP` that lie in this room.
+        addresses: of the fields of `layer_threads.STEP` that lie in this workspace.
     """
 
     def __init__(self, shape: StackShape, rows: int, dtype: torch.dtype) -> None:
@@ -48,31 +48,33 @@ class LayerRoom:
             "qkv": torch.empty(rows, heads + 2 * shape.num_kv_heads * shape.head_size, dtype=dtype),
             "inner": torch.empty(mlp_rows, 2 * shape.intermediate, dtype=dtype),
             "activated": torch.empty(mlp_rows, shape.intermediate, dtype=dtype),
-            "room": torch.empty(room_bytes(rows, widest), dtype=torch.uint8),  # quantised rows of any of the products
+            "workspace": torch.empty(
+                workspace_bytes(rows, widest), dtype=torch.uint8
+            ),  # quantised rows of any of the products
         }
         self.addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
 
-class LayerRooms:
-    """Rooms that no pass is in; may be used by several threads."""
+class LayerWorkspaces:
+    """Workspaces that no pass is in; may be used by several threads."""
 
     def __init__(self, shape: StackShape) -> None:
         self._shape = shape
-        self._free: list[LayerRoom] = []
+        self._free: list[LayerWorkspace] = []
 
-    def take(self, rows: int, dtype: torch.dtype) -> LayerRoom:
+    def take(self, rows: int, dtype: torch.dtype) -> LayerWorkspace:
         """For the caller alone until it is given back."""
         try:
-            room = self._free.pop()
+            workspace = self._free.pop()
         except IndexError:
-            return LayerRoom(self._shape, rows, dtype)
-        if room.rows >= rows and room.dtype == dtype:
-            return room
+            return LayerWorkspace(self._shape, rows, dtype)
+        if workspace.rows >= rows and workspace.dtype == dtype:
+            return workspace
         if rows > _KEPT_ROWS:
-            self._free.append(room)
-        return LayerRoom(self._shape, rows, dtype)
+            self._free.append(workspace)
+        return LayerWorkspace(self._shape, rows, dtype)
 
-    def give_back(self, room: LayerRoom) -> None:
+    def give_back(self, workspace: LayerWorkspace) -> None:
         """For a later pass, unless it is larger than what a decode step needs."""
-        if room.rows <= _KEPT_ROWS:
-            self._free.append(room)
+        if workspace.rows <= _KEPT_ROWS:
+            self._free.append(workspace)

@@ -12,7 +12,7 @@ import torch
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 
 
-class NormBehindLayer(DecoderLayer):
+class PostNormLayer(DecoderLayer):
     """Hands on an update of nothing: a sum cannot wait for the next norm where that norm is its own layer's."""
 
     def __call__(
