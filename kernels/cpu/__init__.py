@@ -1,7 +1,8 @@
 """Compiled kernels for CPUs, behind the signatures of `kernels.oracles.reference`; float32 and bfloat16.
 
-Each file holds one operation: a launcher that passes addresses and strides on, and the numba code that does the work
-without the interpreter's lock. Results of a row depend on that row (and its sequence's cache) alone.
+An operation is a launcher, which passes addresses and strides on, and numba code, which does the work without the
+interpreter's lock; the folders below hold them by kind. Results of a row depend on that row (and its sequence's cache)
+alone.
 """
 
 from __future__ import annotations

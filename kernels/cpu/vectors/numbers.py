@@ -2,8 +2,7 @@
 
 Launchers hand a tensor over as its address and the distance between its rows, in elements: a part of a fused projection
 needs no copy, and a kernel is compiled once a type, not once a layout. numba knows neither bfloat16 nor float16 on a
-CPU; such elements are uint16 and int16 here. Compiled code is cached by the files of the kernels: after a change here
-remove `kernels/cpu/__pycache__`.
+CPU; such elements are uint16 and int16 here.
 """
 
 from __future__ import annotations
