@@ -355,9 +355,14 @@ async def test_a_shard_that_comes_back_has_the_adapters_and_sigterm_lets_request
                 await both.until("both workers", lambda load: _num_serving(load) == 2)
                 load = pb.ControlLoadAdapterRequest(name="one", path="/adapters/one")
                 await both.control.LoadAdapter(load)
-                both.shards()[0].kill()
-                await both.until("one away", lambda load: _num_serving(load) == 1)
-                has_it = lambda load: [list(worker.adapters) for worker in load.workers] == [["one"]] * 2  # noqa: E731
+                killed = both.shards()[0]
+                killed.kill()
+                # Whether its worker is seen to be away depends on who had it: a shard that is slow to start has none.
+                has_it = lambda load: (  # noqa: E731
+                    killed not in both.shards()
+                    and len(both.shards()) == 2
+                    and [list(worker.adapters) for worker in load.workers] == [["one"]] * 2
+                )
                 await both.until("the adapter at both", has_it)
                 requests = [
                     pb.GenerateRequest(prompt=f"{n}|" + "y" * 100, adapter="one", sampling_params=params)
