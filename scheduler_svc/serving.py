@@ -7,7 +7,9 @@ from typing import Protocol
 
 from protos import worker_pb2
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine.engine import Engine, EngineSettings, OutputSink
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.engine_settings import EngineSettings
+from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.turn_watch import TurnWatch
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.requests.frontend import Frontend

@@ -89,13 +89,13 @@ class ControlService(inference_pb2_grpc.ControlServicer):
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
         page, engine = BlockPage.asked(request), self._serving.engine
-        pools = await self._between_steps(lambda: page.copy(engine.workers_at(request.worker)))
+        pools = await self._between_steps(lambda: page.copy(engine.joined.at(request.worker)))
         return await asyncio.to_thread(page.message, pools)
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        await self._between_steps(lambda: self._serving.engine.workers_at(request.worker))
+        await self._between_steps(lambda: self._serving.engine.joined.at(request.worker))
         async for summary in self._step_watchers.watch(request.worker):
             yield summary
 

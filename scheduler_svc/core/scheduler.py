@@ -32,6 +32,7 @@ from scheduler_svc.core.step_plan import (
     SchedulerOutputs,
     SchedulingBudget,
     StepPlan,
+    groups_of,
 )
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.worker_groups import WorkerGroups
@@ -177,7 +178,7 @@ class Scheduler:
         """
         tokens = self._answers.process(rows, answer)
         self._delay.ended(rows)
-        if self.groups.suspects and self.groups.suspects[0] in _groups_of(rows):
+        if self.groups.suspects and self.groups.suspects[0] in groups_of(rows):
             self.groups.suspects.popleft()
         return tokens
 
@@ -206,7 +207,7 @@ class Scheduler:
             self._delay.ended(rows)
         for group in self.groups.running:
             self._answers.forget(group)
-        groups = (group for group in _groups_of(failed) if group in self.groups.running)
+        groups = (group for group in groups_of(failed) if group in self.groups.running)
         self.groups.suspects = deque(sorted(groups, key=self.settings.policy.key))
 
     def take_back(self, rows: ScheduledRows) -> None:
@@ -222,7 +223,3 @@ class Scheduler:
     def check_integrity(self, part: slice = slice(None)) -> None:
         """Raises AssertionError when queues, columns and blocks (see `BlockAllocator`) contradict one another."""
         self.groups.check_integrity(part)
-
-
-def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
-    return {sequence.group for sequence in rows.sequences}

@@ -57,6 +57,11 @@ class ScheduledRows:
         return len(self.slots)
 
 
+def groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
+    """Who has a row in the step."""
+    return {sequence.group for sequence in rows.sequences}
+
+
 @dataclass(frozen=True, slots=True)
 class CacheNews:
     """What the worker is to remember of its blocks for a later lease.

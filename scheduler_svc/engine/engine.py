@@ -9,33 +9,36 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from octavo.shared.log import trace
 from protos import worker_pb2
-from scheduler_svc.core.beam_search import BeamHypothesis
 from scheduler_svc.core.before_answer import BeforeAnswer
 from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.group_fault import GroupFault
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.served_tokens import ServedTokens
-from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs, WrongAnswer
+from scheduler_svc.core.step_plan import Answer, SchedulerOutputs, WrongAnswer, groups_of
 from scheduler_svc.engine.adapters import Adapters
+from scheduler_svc.engine.engine_settings import EngineSettings
+from scheduler_svc.engine.failures import FAULTS_OVER, Failures
+from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.engine.model_metrics import ModelMetrics
+from scheduler_svc.engine.output_sink import OutputSink
+from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.engine.step_encoder import UnsendableGroup, decode, encode_request
+from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
-from scheduler_svc.errors import NotReady, RequestRefused, UnknownName
+from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.leases.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.leases.worker_claims import check_result
 from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
@@ -47,43 +50,7 @@ from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
 
-CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an idle worker's state
-CHECK_SPACING_NS = 100_000_000  # between those at two workers: 64 of them together would hold up the loop for 0.2 s
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
-MAX_FAULTS_IN_A_ROW = 16  # of our own over one worker's groups; then it may be the worker after all
-FAULTS_OVER = "the scheduler failed over it, or a worker was lost, {} times"
-LOSSES_IN_ALL = 4  # times --max-worker-losses: who was there each time ends, whatever trials it has passed
-MAX_LOGGED = 8  # request ids of one fault
-STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
-WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
-
-
-class OutputSink(Protocol):
-    """Where tokens and ends go, in order. Called on the step loop's thread: must not block."""
-
-    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None: ...
-
-    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None: ...
-
-    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None: ...
-
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    scheduling_policy: str = "fcfs"
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    tenants_are_known: bool = False  # their names do not come from clients, see `ServedTokens.share_of`
-    preemption_mode: str = "auto"
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    scheduler_delay_factor: float = 0.0
-    steps_in_flight: int = 2
-    max_waiting_requests: int = 4096
-    max_waiting_tokens: int = 4_194_304
-    worker_wait_timeout_s: float = 120.0
-    max_worker_losses: int = 3
 
 
 class Engine:
@@ -99,9 +66,10 @@ class Engine:
         """`clock`: nanoseconds, that of `arrival_ns` of groups and of `last_heard_ns` of links."""
         self.settings = settings
         self._clock = clock
-        self.sink = sink
+        self._sink = sink
         self.metrics = ModelMetrics(counts_prefixes=settings.enable_prefix_caching)
-        self.workers: list[WorkerHandle] = []
+        self.joined = JoinedWorkers()
+        self.workers = self.joined.workers
         self._served = served = ServedTokens(settings.tenant_weights)
         self._scheduler_settings = SchedulerSettings(
             policy=POLICIES[settings.scheduling_policy],
@@ -115,9 +83,6 @@ class Engine:
         self._rebinding = Rebinding(self.router, clock)
         self._waiting = self.router.queues
         self._stranded = StrandedGroups(self._waiting.unbound, self.workers)
-        self._by_link: dict[int, WorkerHandle] = {}  # by `id`
-        self._due: dict[WorkerHandle, None] = {}  # something has happened that a step may come of
-        self._idle: dict[WorkerHandle, None] = {}  # nothing in flight, in turn for what others have to spare
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         vital = vital or VitalParts()
         self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
@@ -125,12 +90,32 @@ class Engine:
         self._has_stopped = False
         self._step_observers: list[StepObserver] = []
         self.on_wanted: Callable[[WorkerHandle], None] = lambda worker: None  # another scheduler asks for its lease
-        self._watched_ns = self._watched_all_ns = self._awake_since_ns = self._clock()
-        self._to_watch: Iterator[WorkerHandle] = iter(())
-        self._checked_ns = 0  # when the integrity of any worker's state was looked at last
-        self._last_lost_ns: int | None = None  # when the last worker was lost, while there is none
-        self.adapters = Adapters(self._inbox.put, self._wake, self._on_adapter_loaded)
+        self.adapters = Adapters(self._inbox.put, self.joined.wake, self._on_adapter_loaded)
         self.live = LiveRequests(self._waiting, settings.max_waiting_requests, settings.max_waiting_tokens)
+        self._placement = Placement(
+            self.joined, self.router, self._stranded, self.live, self.adapters, self.metrics, sink, clock
+        )
+        self._failures = Failures(
+            settings,
+            self.joined,
+            self._placement,
+            self.router,
+            self._rebinding,
+            self._stranded,
+            self.adapters,
+            self.metrics,
+            clock,
+        )
+        self.time_limits = TimeLimits(
+            settings.worker_wait_timeout_s,
+            self.joined,
+            self._placement,
+            self._failures,
+            self._waiting,
+            self._stranded,
+            self._rebinding,
+            clock,
+        )
 
     # ---- from any thread --------------------------------------------------------------------------------------------
 
@@ -180,13 +165,13 @@ class Engine:
         self.abort_group(group)
 
     def abort_group(self, group: SequenceGroup) -> None:
-        self._inbox.put(partial(self._on_end, group, FinishReason.ABORT, ""))
+        self._inbox.put(partial(self._placement.end, group, FinishReason.ABORT, ""))
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The layer above found the end of a sequence's text: it wants no more tokens of it."""
         if sequence.group.unfinished() == [sequence]:
             self.live.free(sequence.group)  # the client may use it again as soon as it has read the end
-        self._inbox.put(partial(self._on_finished_above, sequence))
+        self._inbox.put(partial(self._placement.finish_sequence, sequence))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
@@ -254,7 +239,7 @@ class Engine:
         self._inbox.put(partial(self._on_message, link, data))
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
-        self._inbox.put(partial(self._on_lost, link, reason))
+        self._inbox.put(partial(self._failures.lose, link, reason))
 
     # ---- the step loop ----------------------------------------------------------------------------------------------
 
@@ -276,7 +261,7 @@ class Engine:
                 self._take(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
-            self._watch()
+            self.time_limits.watch()
 
     def _take(self, event: Callable[[], None]) -> None:
         try:
@@ -287,32 +272,25 @@ class Engine:
     def send_steps(self) -> None:
         """Fills every worker that something has happened to, and no other."""
         self._wake_one_idle()
-        due, self._due = self._due, {}
-        for worker in due:
-            if self._worker_of(worker.link) is not worker:
+        for worker in self.joined.take_due():
+            if not self.joined.has(worker):
                 continue  # it was lost meanwhile
             self._fill(worker)
-            if self._worker_of(worker.link) is not worker:
+            if not self.joined.has(worker):
                 continue
             self.router.touch(worker)
             if worker.in_flight:
-                self._idle.pop(worker, None)
+                self.joined.idle.pop(worker, None)
             elif worker.is_leaving or (worker.is_finishing and not worker.has_something_to_do):
                 worker.is_draining = True
-                self._on_lost(worker.link, "it is drained")
+                self._failures.lose(worker.link, "it is drained")
             else:
-                self._idle[worker] = None
-
-    def _wake(self, worker: WorkerHandle) -> None:
-        self._due[worker] = None
+                self.joined.idle[worker] = None
 
     def _wake_one_idle(self) -> None:
         """Somebody waits, and not for want of workers: the next one that has nothing to do looks whom it can take."""
-        if self._idle and len(self.workers) > 1 and self.router.has_some_to_spare:
-            worker = next(iter(self._idle))
-            del self._idle[worker]
-            self._idle[worker] = None
-            self._wake(worker)
+        if self.joined.idle and len(self.workers) > 1 and self.router.has_some_to_spare:
+            self.joined.wake_next_idle()
 
     def _fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
@@ -341,17 +319,17 @@ class Engine:
                 return None  # whose rows must be the only ones in flight
             is_deciding = True
             outputs = scheduler.schedule(view, now_ns, is_quiet=not worker.in_flight)
-            self._move_outgrown(worker)
+            self._failures.move_outgrown(worker)
             # The watchdog: whoever runs must get on, or a step that brings them on must be in flight.
             stands_still = outputs is None and not worker.in_flight and scheduler.groups.has_work
             assert not stands_still, "work is there, and no step can be made of it"
             return outputs
         except Exception as fault:
             if is_deciding or not isinstance(fault, GroupFault):
-                self._start_over(worker, fault, {*scheduler.groups_at_work(), *view.taken}, besides=view.taken)
+                self._failures.start_over(worker, fault, {*scheduler.groups_at_work(), *view.taken}, besides=view.taken)
             else:  # nothing was changed, only asked
                 log.error("a fault over a request", request_id=fault.group.request_id, exception=trace(fault))
-                self._queue_again((), {fault.group}, FAULTS_OVER)
+                self._failures.queue_again((), {fault.group}, FAULTS_OVER)
             return None
 
     def _send(self, worker: WorkerHandle, outputs: SchedulerOutputs, started_ns: int) -> bool:
@@ -364,12 +342,12 @@ class Engine:
             request_id, where = fault.group.request_id, trace(fault)
             log.error("a step cannot be sent", worker=worker.link.address, request_id=request_id, exception=where)
             worker.unsent = outputs.rows
-            self._on_end(fault.group, FinishReason.ERROR, f"no step with it can be sent: {fault}")
-            self._take_back_unsent(worker)
+            self._placement.end(fault.group, FinishReason.ERROR, f"no step with it can be sent: {fault}")
+            self._failures.take_back_unsent(worker)
             return False
         except Exception as fault:
             introduced = {introduction.sequence.group for introduction in outputs.introductions}
-            self._start_over(worker, fault, introduced | _groups_of(outputs.rows))
+            self._failures.start_over(worker, fault, introduced | groups_of(outputs.rows))
             return False
         sent_ns = self._clock()
         sent = worker.sent(step.step_id, outputs, sent_ns)
@@ -380,117 +358,11 @@ class Engine:
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
-    def _fence(self, worker: WorkerHandle) -> None:
-        """What a worker says is broken: that costs this worker, not the loop. Its groups start over elsewhere.
-
-        To be called while the exception is handled.
-        """
-        log.exception("a worker's messages are broken", worker=worker.link.address)
-        worker.link.distrust()
-        self._on_lost(worker.link, "what it said is broken")
-
-    def _start_over(
-        self,
-        worker: WorkerHandle,
-        fault: Exception,
-        at_work: AbstractSet[SequenceGroup],
-        before: BeforeAnswer | None = None,
-        besides: Iterable[SequenceGroup] = (),
-    ) -> None:
-        """A fault of our own over a worker's groups costs what is known of it here, and not the worker.
-
-        Its groups begin anew, on it or elsewhere. The one whom the fault names, or else all who may have been the
-        reason, are charged as if a worker was lost over them: they are tried apart from others soon, and end before
-        long where they bring the fault along. To be called while the exception is handled.
-
-        Args:
-            at_work: who may have been the reason.
-            before: puts back what was taken of an answer that nobody has been told of.
-            besides: groups that were on their way from the queue to the worker.
-        """
-        charged = {fault.group} if isinstance(fault, GroupFault) else at_work
-        requests = sorted(group.request_id for group in charged)
-        where = trace(fault)
-        log.error("a fault over requests", worker=worker.link.address, requests=requests[:MAX_LOGGED], exception=where)
-        worker.num_faults += 1
-        if worker.num_faults > MAX_FAULTS_IN_A_ROW:
-            self._on_lost(worker.link, f"{worker.num_faults} faults in a row over its requests", before)
-            return
-        self._move_outgrown(worker)
-        groups = self._evacuate(worker, before, [*at_work, *charged, *besides])
-        self.router.forget_cache(worker)
-        worker.start_over()
-        self.router.watch_cache(worker)
-        self._wake(worker)
-        self.adapters.step_answered(worker, is_rolled_back=True)
-        self._queue_again(groups, charged, FAULTS_OVER)
-
-    def _take_back_unsent(self, worker: WorkerHandle) -> None:
-        try:
-            worker.take_back_unsent()
-        except Exception as fault:
-            self._start_over(worker, fault, set())
-
-    def _evacuate(
-        self, worker: WorkerHandle, before: BeforeAnswer | None, besides: Iterable[SequenceGroup] = ()
-    ) -> list[SequenceGroup]:
-        """A worker's unfinished groups, with the tokens that their clients were told of, and those of `besides` that
-        are nowhere. Who cannot be brought to that ends here."""
-        scheduler = worker.scheduler
-        held = scheduler.groups.all()
-        try:
-            groups = scheduler.evacuate()
-            broken = before.restore() if before is not None else set()
-        except Exception as fault:
-            what, where = "requests cannot be taken back from a worker", trace(fault)
-            log.error(what, worker=worker.link.address, requests=len(held), exception=where)
-            groups, broken = [], set(held)
-        for group in {*held, *besides} - broken:
-            is_elsewhere = group in self._waiting or any(other.scheduler.groups.holds(group) for other in self.workers)
-            if not (group.is_finished or group in groups or is_elsewhere):
-                groups.append(group)
-        for group in broken:
-            for sequence in group.sequences:
-                sequence.status = SequenceStatus.FINISHED
-            self._end(group, FinishReason.ERROR, "the scheduler failed over it, and cannot tell where it was")
-        return [group for group in groups if group not in broken]
-
-    def _queue_again(
-        self, groups: Iterable[SequenceGroup], charged: AbstractSet[SequenceGroup], why_ended: str
-    ) -> None:
-        """Groups go back to the queue, at the places they had. `why_ended`: of who has been charged too often."""
-        for group in charged:
-            if not group.is_finished:
-                group.lost_worker(self.settings.steps_in_flight + 1)
-        for group in {**dict.fromkeys(groups), **dict.fromkeys(charged)}:
-            most, most_in_all = self.settings.max_worker_losses, LOSSES_IN_ALL * self.settings.max_worker_losses
-            if group.num_worker_losses >= most or group.num_losses_in_all >= most_in_all:
-                num_losses = group.num_worker_losses if group.num_worker_losses >= most else group.num_losses_in_all
-                self._on_end(group, FinishReason.ERROR, why_ended.format(num_losses))
-        for group in groups:
-            if not group.is_finished:
-                self._move(group)
-
-    def _move_outgrown(self, worker: WorkerHandle) -> None:
-        for group in worker.scheduler.take_outgrown():
-            self._move(group)
-
-    def _move(self, group: SequenceGroup) -> None:
-        """As `_place`, for a group that a worker had, which one that finishes takes back where nobody else can."""
-        group.num_moves += 1
-        self._place(group)
-        if group in self._waiting.unbound:
-            for worker in self.workers:
-                if worker.is_finishing and worker.can_ever_run(group):
-                    self.router.bind(group, worker, group.num_tokens_to_compute)
-                    self._wake(worker)
-                    return
-
     def _on_message(self, link: WorkerLink, data: bytes) -> None:
-        worker = self._worker_of(link)
+        worker = self.joined.of(link)
         if worker is None:
             return
-        self._wake(worker)
+        self.joined.wake(worker)
         try:
             received_ns = self._clock()
             response = worker_pb2.StepResponse.FromString(data)
@@ -502,7 +374,7 @@ class Engine:
             elif kind == "notice":
                 self._on_notice(worker, response.notice)
         except Exception:
-            self._fence(worker)
+            self._failures.fence(worker)
 
     def _on_notice(self, worker: WorkerHandle, notice: worker_pb2.Notice) -> None:
         kind = notice.WhichOneof("notice")
@@ -525,7 +397,7 @@ class Engine:
         check_result(result)
         if not worker.in_flight or worker.in_flight[0].step_id != result.step_id:
             worker.link.distrust()
-            self._on_lost(worker.link, f"answered step {result.step_id}, which was not next")
+            self._failures.lose(worker.link, f"answered step {result.step_id}, which was not next")
             return
         sent = worker.in_flight[0]
         if sent.is_void:
@@ -535,7 +407,7 @@ class Engine:
         if is_to_be_skipped is not (result.status == worker_pb2.STEP_STATUS_SKIPPED):
             status = worker_pb2.StepStatus.Name(result.status)
             worker.link.distrust()
-            self._on_lost(worker.link, f"answered step {result.step_id} with {status}, which cannot be")
+            self._failures.lose(worker.link, f"answered step {result.step_id} with {status}, which cannot be")
             return
         is_ok, before = result.status == worker_pb2.STEP_STATUS_OK, None
         answer = decode(result.outputs, sent.rows.num_answers, worker.info.vocab_size) if is_ok else None
@@ -554,11 +426,11 @@ class Engine:
         except Exception as fault:
             if worker.in_flight and worker.in_flight[0] is sent:
                 worker.in_flight.popleft()
-            groups = _groups_of(sent.rows)
-            self._start_over(worker, fault, groups, before)
+            groups = groups_of(sent.rows)
+            self._failures.start_over(worker, fault, groups, before)
             for group in groups:
                 if group.is_finished and self.live.has(group):  # who waits for its end may not have been told of it
-                    self._end(group, FinishReason.ERROR, "the scheduler failed over its last token")
+                    self._placement.tell_end(group, FinishReason.ERROR, "the scheduler failed over its last token")
 
     def _take_answer(
         self,
@@ -574,24 +446,24 @@ class Engine:
         metrics = self.metrics.of(worker.model)
         metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs, worker.info.vocab_size):
-            self.sink.put_prompt_logprobs(group, logprobs)
+            self._sink.put_prompt_logprobs(group, logprobs)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
         worker.in_flight.popleft()
         if len(tokens.sequences):
-            self.sink.put_tokens(tokens, result.outputs)
+            self._sink.put_tokens(tokens, result.outputs)
         before.was_told()
         metrics.generated(sent.rows, tokens)
         for group, hypotheses in tokens.beams:
             metrics.begun(group, decoded_ns)
-            self._forget(group, hypotheses[0].finish_reason)
-            self.sink.put_beams(group, hypotheses)
+            self._placement.forget(group, hypotheses[0].finish_reason)
+            self._sink.put_beams(group, hypotheses)
         # By group, of which several sequences may end at once.
         ended = {tokens.sequences[entry].group: entry for entry in tokens.finish_reasons.nonzero()[0]}
         for group, message in tokens.errors:
             ended.pop(group, None)
-            self._end(group, FinishReason.ERROR, message)
+            self._placement.tell_end(group, FinishReason.ERROR, message)
         for group, entry in ended.items():
-            self._forget(group, FinishReason(tokens.finish_reasons[entry]))
+            self._placement.forget(group, FinishReason(tokens.finish_reasons[entry]))
         answered = AnsweredStep.of(
             sent,
             result.timings,
@@ -614,59 +486,41 @@ class Engine:
             log.warning(
                 "step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message
             )
-            groups = _groups_of(sent.rows)
+            groups = groups_of(sent.rows)
             is_smaller = result.error.code == worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY and worker.shrink_budget()
             if len(groups) == 1 and not is_smaller:
-                self._on_end(groups.pop(), FinishReason.ERROR, f"the worker could not run it: {result.error.message}")
+                message = f"the worker could not run it: {result.error.message}"
+                self._placement.end(groups.pop(), FinishReason.ERROR, message)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _on_submitted(self, group: SequenceGroup) -> None:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
-            self._forget(group, FinishReason.STOP)
+            self._placement.forget(group, FinishReason.STOP)
         else:
-            self._place(group)
+            self._placement.place(group)
         self.live.arrived(group)
 
-    def _place(self, group: SequenceGroup) -> None:
-        """Binds a group to a worker, or has it wait for one that can take it. One that brings a fault ends."""
-        try:
-            worker = self.router.place(group)
-        except Exception as fault:
-            log.error("a fault over a request", request_id=group.request_id, exception=trace(fault))
-            self._on_end(group, FinishReason.ERROR, f"the scheduler failed over it: {type(fault).__name__}")
-            return
-        if worker is None:
-            self._stranded.look([group], self._clock())
-        else:
-            self._wake(worker)
-
-    def _place_unbound(self) -> None:
-        unbound = self._waiting.unbound
-        for group in unbound.in_order():
-            self._place(group)
-
     def _on_adapter_loaded(self, worker: WorkerHandle) -> None:
-        self._place_unbound()
-        self._wake(worker)
+        self._placement.place_unbound()
+        self.joined.wake(worker)
 
     def _on_closed(self, worker: WorkerHandle) -> None:
         """It takes no more groups: those that wait for it wait for others."""
         self.adapters.worker_left(worker)
         for group in self.router.close(worker):
-            self._place(group)
+            self._placement.place(group)
 
     def _on_joined(self, worker: WorkerHandle) -> None:
         for other in self.workers:
             if other.is_finishing and other.model == worker.model:
                 self.give_back(other)
-        self.workers.append(worker)
-        self._by_link[id(worker.link)] = worker
+        self.joined.add(worker)
         self.router.join(worker)
-        self._last_lost_ns = None
-        self._wake(worker)
+        self.joined.last_lost_ns = None
+        self.joined.wake(worker)
         self._stranded.look(self._waiting.unbound.all(), self._clock())
-        self._place_unbound()
+        self._placement.place_unbound()
         self.adapters.worker_joined(worker)
         log.info(
             "worker joined",
@@ -677,69 +531,8 @@ class Engine:
             cached_blocks=worker.num_adopted,
         )
 
-    def _on_lost(self, link: WorkerLink, reason: str, before: BeforeAnswer | None = None) -> None:
-        """Its groups go back to the queue, at the places they had, with every token that has arrived."""
-        worker = self._worker_of(link)
-        if worker is None:
-            return
-        self.workers.remove(worker)
-        del self._by_link[id(link)]
-        self._due.pop(worker, None)
-        self._idle.pop(worker, None)
-        self._to_watch = iter(())  # which may hold it, and all that is known of it
-        self._rebinding.start_over()
-        waiting = self.router.leave(worker)
-        self.metrics.of(worker.model).num_worker_losses += not worker.is_draining
-        self._last_lost_ns = None if self.workers else self._clock()
-        self.adapters.worker_left(worker)
-        link.close()
-        charged = {group for step in worker.in_flight for group in _groups_of(step.rows)}
-        if worker.is_draining:
-            charged.clear()  # it went because it was told to
-        groups = self._evacuate(worker, before)
-        log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
-        self._queue_again(groups, charged & set(groups), "{} workers were lost while running it")
-        for group in waiting:
-            self._place(group)
-        self._stranded.look(self._waiting.unbound.all(), self._clock())
-
-    def _on_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        """Ends a group that has not ended by itself, wherever it is."""
-        if group.is_finished:
-            return
-        self._release(group)
-        self._end(group, reason, message)
-
-    def _on_finished_above(self, sequence: Sequence) -> None:
-        if sequence.status is not SequenceStatus.FINISHED:
-            self._release(sequence.group, only=sequence)
-            self._forget(sequence.group, FinishReason.STOP)
-            if sequence.group in self._waiting.unbound:
-                self._place(sequence.group)  # what is left of it may fit a worker that the whole did not
-
-    def _release(self, group: SequenceGroup, only: Sequence | None = None) -> None:
-        worker = self.router.worker_of(group)
-        is_held = worker is not None and worker.scheduler.groups.holds(group)
-        for sequence in [only] if only else group.unfinished():
-            if worker is not None and is_held:
-                worker.scheduler.finish(sequence)
-                self._wake(worker)
-            sequence.status = SequenceStatus.FINISHED
-
-    def _end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        self._forget(group, reason)
-        self.sink.put_end(group, reason, message)
-
-    def _forget(self, group: SequenceGroup, reason: FinishReason) -> None:
-        """A sequence of the group has ended; when it was the last, so has the request."""
-        if group.is_finished:
-            self.router.ended(group)
-            self.live.free(group)
-            self.adapters.release(group)
-            self.metrics.of(group.model).ended(group, reason, self._clock())
-
     def _drain(self, address: str, may_finish: bool = False) -> int:
-        (worker,) = self.workers_at(address)
+        (worker,) = self.joined.at(address)
         return self._drain_worker(worker, may_finish)
 
     def _drain_worker(self, worker: WorkerHandle, may_finish: bool) -> int:
@@ -748,7 +541,7 @@ class Engine:
             return self.give_back(worker)
         worker.is_finishing = True
         self.router.loads.close(worker)
-        self._wake(worker)
+        self.joined.wake(worker)
         where, num_running = worker.link.address, worker.num_running
         log.info("worker is drained, and ends its requests first", worker=where, requests=num_running)
         return _num_held(worker)
@@ -758,103 +551,25 @@ class Engine:
         worker.is_draining = worker.is_leaving = True
         worker.is_finishing = False
         self._on_closed(worker)
-        self._wake(worker)
+        self.joined.wake(worker)
         log.info("worker is drained", worker=worker.link.address, requests=worker.num_running)
         return _num_held(worker)
 
     def _flush(self, address: str) -> int:
-        workers = self.workers_at(address)
-        self._due.update(dict.fromkeys(workers))
+        workers = self.joined.at(address)
+        self.joined.due.update(dict.fromkeys(workers))
         return sum(worker.flush() for worker in workers)
 
     def _on_stop(self) -> None:
         for group in self.live.all():
-            self._on_end(group, FinishReason.ABORT, "the server is shutting down")
-        for worker in self.workers:
-            worker.link.close()
-        self.workers.clear()
-        self._by_link.clear()
-        self._due.clear()
-        self._idle.clear()
+            self._placement.end(group, FinishReason.ABORT, "the server is shutting down")
+        self.joined.close()
         self.adapters.close()
         self._has_stopped = True
-
-    def _watch(self) -> None:
-        now_ns = self._clock()
-        if now_ns - self._watched_ns > STALL_NS:
-            log.warning("this process was stopped or starved", seconds=round((now_ns - self._watched_ns) / 1e9, 1))
-            self._awake_since_ns = now_ns  # what workers said meanwhile waits to be read
-        self._watched_ns = now_ns
-        for worker in self._workers_to_watch(now_ns):
-            if (reason := worker.problem(now_ns, self._awake_since_ns)) is not None:
-                self._on_lost(worker.link, reason)
-        for worker in self._rebinding.look_at_late():
-            self._wake(worker)
-        self._check_one_idle(now_ns)
-        if self._last_lost_ns is not None:
-            self._time_out_waiting(now_ns, self._last_lost_ns)
-        timeout_s = self.settings.worker_wait_timeout_s
-        for group in self._stranded.overdue(now_ns - int(timeout_s * 1e9)):
-            message = f"{self._stranded.why(group)}; no other came within {timeout_s:g} s (--worker-wait-timeout)"
-            self._on_end(group, FinishReason.ERROR, message)
-
-    def _workers_to_watch(self, now_ns: int) -> list[WorkerHandle]:
-        """All a few times a second, and one in turn whenever the loop turns: a step costs the same however many there
-        are. None of those waits for what nobody would have told the loop of."""
-        if now_ns - self._watched_all_ns >= WATCH_INTERVAL_S * 1e9 or len(self.workers) == 1:
-            self._watched_all_ns = now_ns
-            self._due.update(dict.fromkeys(self.workers))
-            return list(self.workers)
-        worker = next(self._to_watch, None)
-        if worker is None:
-            self._to_watch = iter(list(self.workers))
-            worker = next(self._to_watch, None)
-        return [worker] if worker is not None and self._by_link.get(id(worker.link)) is worker else []
-
-    def _check_one_idle(self, now_ns: int) -> None:
-        """Looks at the integrity of one idle worker's state, which takes milliseconds, and then at none for a while."""
-        if now_ns - self._checked_ns < CHECK_SPACING_NS:
-            return
-        self._checked_ns = now_ns  # also where nobody is due: the next look is as far away
-        due = [each for each in self.workers if each.is_idle and now_ns - each.checked_ns > CHECK_INTERVAL_NS]
-        if not due:
-            return
-        worker = min(due, key=lambda each: each.checked_ns)
-        worker.checked_ns = now_ns
-        try:
-            worker.check_integrity()
-        except Exception as fault:
-            self._start_over(worker, fault, set())
-
-    def _time_out_waiting(self, now_ns: int, last_lost_ns: int) -> None:
-        """Each request has the whole time: from its arrival, or from the loss where it was there already."""
-        timeout_s = self.settings.worker_wait_timeout_s
-        latest_ns = now_ns - int(timeout_s * 1e9)
-        if last_lost_ns > latest_ns:
-            return
-        for group in self._waiting.unbound.arrived_until(latest_ns):
-            message = f"all workers are lost, and none came back within {timeout_s:g} s (--worker-wait-timeout)"
-            self._on_end(group, FinishReason.ERROR, message)
-
-    def workers_at(self, address: str) -> list[WorkerHandle]:
-        """The worker of an address; all of them for "". Raises UnknownName."""
-        workers = [worker for worker in self.workers if address in ("", worker.link.address)]
-        if address and not workers:
-            known = ", ".join(worker.link.address for worker in self.workers) or "none"
-            raise UnknownName(f"no worker {address!r}; there are: {known}")
-        return workers
-
-    def _worker_of(self, link: WorkerLink) -> WorkerHandle | None:
-        worker = self._by_link.get(id(link))
-        return worker if worker is not None and worker.link is link else None
 
 
 def _num_held(worker: WorkerHandle) -> int:
     return len(worker.scheduler.groups.all())
-
-
-def _groups_of(rows: ScheduledRows) -> set[SequenceGroup]:
-    return {sequence.group for sequence in rows.sequences}
 
 
 def _begin(future: Future[int], begin: Callable[[Future[int]], None]) -> None:

@@ -14,7 +14,8 @@ from scheduler_svc.core.beam_search import BeamHypothesis
 from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine.engine import Engine, EngineSettings
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.leases.worker_handle import AdapterRequest
 
 

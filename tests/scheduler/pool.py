@@ -6,14 +6,16 @@ logged (an event that failed, a worker that was given up for a fault of the sche
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -23,7 +25,9 @@ from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import Sequence as SchedulerSequence
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
-from scheduler_svc.engine.engine import Engine, EngineSettings
+from scheduler_svc.engine import engine, failures, placement, time_limits
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.errors import RequestRefused
 from scheduler_svc.leases.worker_claims import check_cached
 from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
@@ -49,6 +53,15 @@ class Faults:
     def warning(self, *_: Any, **__: Any) -> None: ...
 
     info = warning
+
+
+@contextlib.contextmanager
+def heard_by(faults: Faults) -> Iterator[None]:
+    """What the engine would have logged comes to `faults`."""
+    with contextlib.ExitStack() as patches:
+        for module in (engine, failures, placement, time_limits):
+            patches.enter_context(mock.patch.object(module, "log", faults))
+        yield
 
 
 class Ticks:
@@ -362,7 +375,7 @@ class Pool:
         for group in self.unfinished():
             can_run = any(handle.can_ever_run(group) for handle in self.engine.workers)
             assert not can_run and group in self.engine._waiting, f"stuck: {self._places()}"
-        self.engine.settings = replace(self.engine.settings, worker_wait_timeout_s=0.0)
+        self.engine.time_limits.worker_wait_timeout_s = 0.0
 
     def _places(self) -> dict[str, str]:
         places = {}

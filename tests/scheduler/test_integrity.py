@@ -116,15 +116,15 @@ def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> No
     loop.turn()
     worker.checked_ns = 0  # long ago
     worker.scheduler.blocks.allocator.ref_counts[31] += 1
-    loop.engine._watch()
+    loop.engine.time_limits.watch()
     assert loop.engine.workers == [worker], "it is busy"
     loop.engine.abort("one")
     loop.turn()
     while worker.in_flight:
         loop.answer(link)
         loop.turn()
-    loop.engine._checked_ns = 0
-    loop.engine._watch()
+    loop.engine.time_limits._checked_ns = 0
+    loop.engine.time_limits.watch()
     assert loop.engine.workers == [worker] and not link.is_closed
     worker.scheduler.check_integrity()
     loop.submit("two")
@@ -148,6 +148,6 @@ def test_idle_workers_are_looked_at_one_after_the_other(monkeypatch: pytest.Monk
             link.last_heard_ns = now_ns
         before = len(checked)
         for _ in range(5):  # a loop that is woken often
-            loop.engine._watch()
+            loop.engine.time_limits.watch()
         assert len(checked) <= before + 1
     assert len(set(map(id, checked))) == 64, "each has its turn"

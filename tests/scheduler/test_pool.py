@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.engine import engine
 from scheduler_svc.routing import worker_queue
 from tests.scheduler.fake_language import EOS, expected_tokens
-from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
+from tests.scheduler.pool import Faults, Pool, PoolWorker, Size, heard_by
 
 SMALL = Size(num_slots=4, num_blocks=8, num_host_blocks=0, max_num_batched_tokens=32, max_model_len=64)
 LARGE = Size(num_slots=4, num_blocks=40, num_host_blocks=0, max_num_batched_tokens=32, max_model_len=64)
@@ -22,7 +20,7 @@ LARGE = Size(num_slots=4, num_blocks=40, num_host_blocks=0, max_num_batched_toke
 @pytest.fixture
 def faults() -> Iterator[Faults]:
     found = Faults()
-    with mock.patch.object(engine, "log", found):
+    with heard_by(found):
         yield found
 
 

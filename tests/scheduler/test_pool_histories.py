@@ -18,10 +18,9 @@ import pytest
 from scheduler_svc.core import sequence
 from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.engine import engine
 from scheduler_svc.routing import rebinding, router, worker_queue
 from tests.scheduler.fake_language import VOCAB_SIZE, expected_tokens
-from tests.scheduler.pool import Faults, Pool, PoolWorker, Size
+from tests.scheduler.pool import Faults, Pool, PoolWorker, Size, heard_by
 
 SHARED = [(7 * position) % VOCAB_SIZE for position in range(24)]  # what prompts begin with
 MAX_MODEL_LEN = 64
@@ -205,7 +204,7 @@ def run_history(seed: int) -> None:
     # Half of them think a move cheap, so that there are many.
     eager = {"PAUSE_NS": 0, "CHEAPER": 0.2, "MUCH_CHEAPER": 0.5} if seed % 2 else {"PAUSE_NS": 0}
     with (
-        mock.patch.object(engine, "log", faults),
+        heard_by(faults),
         mock.patch.object(worker_queue, "LOOK_AHEAD", 3),
         mock.patch.multiple(rebinding, **eager),
         mock.patch.object(router, "OVERRUN_NS", 0),

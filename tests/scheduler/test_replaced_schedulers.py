@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 
-from scheduler_svc.engine import engine
 from scheduler_svc.routing import worker_queue
-from tests.scheduler.pool import Faults, Pool, Size
+from tests.scheduler.pool import Faults, Pool, Size, heard_by
 from tests.scheduler.test_pool_histories import History
 
 NUM_SHORT, NUM_LONG = 60, 2_000
@@ -42,7 +41,7 @@ class ReplacedHistory(History):
 def run_history(seed: int) -> int:
     """Blocks that were told of."""
     faults = Faults()
-    with mock.patch.object(engine, "log", faults), mock.patch.object(worker_queue, "LOOK_AHEAD", 3):
+    with heard_by(faults), mock.patch.object(worker_queue, "LOOK_AHEAD", 3):
         try:
             history = ReplacedHistory(seed, faults)
             history.run()

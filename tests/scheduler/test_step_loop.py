@@ -12,7 +12,7 @@ import pytest
 
 from protos import worker_pb2
 from scheduler_svc.core.finish_reason import FinishReason
-from scheduler_svc.engine.engine import LOSSES_IN_ALL
+from scheduler_svc.engine.failures import LOSSES_IN_ALL
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.leases.step_statistics import AnsweredStep
 from tests.scheduler.hand_turned_loop import FakeLink, Loop

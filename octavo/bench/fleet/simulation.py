@@ -62,7 +62,8 @@ class Simulation:
         num_shards: int = 1,
         **settings: Any,
     ) -> None:
-        from scheduler_svc.engine.engine import Engine, EngineSettings
+        from scheduler_svc.engine.engine import Engine
+        from scheduler_svc.engine.engine_settings import EngineSettings
 
         self._pool = pool
         self._now_ns = 0

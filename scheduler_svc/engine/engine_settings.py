@@ -1,0 +1,22 @@
+"""How the step loop schedules, and when it gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    scheduling_policy: str = "fcfs"
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tenants_are_known: bool = False  # their names do not come from clients, see `ServedTokens.share_of`
+    preemption_mode: str = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduler_delay_factor: float = 0.0
+    steps_in_flight: int = 2
+    max_waiting_requests: int = 4096
+    max_waiting_tokens: int = 4_194_304
+    worker_wait_timeout_s: float = 120.0
+    max_worker_losses: int = 3

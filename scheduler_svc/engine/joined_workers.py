@@ -1,0 +1,90 @@
+"""The workers that are joined, by the stream to each, and who of them has something to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.errors import UnknownName
+from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
+
+
+class JoinedWorkers:
+    """Changed by the step loop alone.
+
+    Attributes:
+        workers: all, in the order in which they came.
+        due: something has happened that a step may come of.
+        idle: nothing in flight, in turn for what others have to spare.
+        last_lost_ns: when the last one was lost, while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerHandle] = []
+        self.due: dict[WorkerHandle, None] = {}
+        self.idle: dict[WorkerHandle, None] = {}
+        self.last_lost_ns: int | None = None
+        self._by_link: dict[int, WorkerHandle] = {}  # by `id`
+        self._turns: Iterator[WorkerHandle] = iter(())
+
+    def add(self, worker: WorkerHandle) -> None:
+        self.workers.append(worker)
+        self._by_link[id(worker.link)] = worker
+
+    def remove(self, worker: WorkerHandle) -> None:
+        self.workers.remove(worker)
+        del self._by_link[id(worker.link)]
+        self.due.pop(worker, None)
+        self.idle.pop(worker, None)
+        self._turns = iter(())  # which may hold it, and all that is known of it
+
+    def close(self) -> None:
+        """Closes every stream."""
+        for worker in self.workers:
+            worker.link.close()
+        self.workers.clear()
+        self._by_link.clear()
+        self.due.clear()
+        self.idle.clear()
+
+    def wake(self, worker: WorkerHandle) -> None:
+        """The loop is to look at it before it waits again."""
+        self.due[worker] = None
+
+    def wake_next_idle(self) -> None:
+        worker = next(iter(self.idle))
+        del self.idle[worker]
+        self.idle[worker] = None
+        self.wake(worker)
+
+    def take_due(self) -> dict[WorkerHandle, None]:
+        due, self.due = self.due, {}
+        return due
+
+    def next_in_turn(self) -> WorkerHandle | None:
+        """Each of them in turn; None after each that has been lost since, and where there is none."""
+        worker = next(self._turns, None)
+        if worker is None:
+            self._turns = iter(list(self.workers))
+            worker = next(self._turns, None)
+        return worker if worker is not None and self.has(worker) else None
+
+    def of(self, link: WorkerLink) -> WorkerHandle | None:
+        """The worker of a stream, if it has not been lost."""
+        worker = self._by_link.get(id(link))
+        return worker if worker is not None and worker.link is link else None
+
+    def has(self, worker: WorkerHandle) -> bool:
+        return self._by_link.get(id(worker.link)) is worker
+
+    def holder_of(self, group: SequenceGroup) -> WorkerHandle | None:
+        """The worker that has the group running, or waiting to come back."""
+        return next((worker for worker in self.workers if worker.scheduler.groups.holds(group)), None)
+
+    def at(self, address: str) -> list[WorkerHandle]:
+        """The worker of an address; all of them for "". Raises UnknownName."""
+        workers = [worker for worker in self.workers if address in ("", worker.link.address)]
+        if address and not workers:
+            known = ", ".join(worker.link.address for worker in self.workers) or "none"
+            raise UnknownName(f"no worker {address!r}; there are: {known}")
+        return workers

@@ -1,0 +1,23 @@
+"""What the step loop hands upwards."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from protos import worker_pb2
+from scheduler_svc.core.beam_search import BeamHypothesis
+from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step_plan import NewTokens
+
+
+class OutputSink(Protocol):
+    """Where tokens and ends go, in order. Called on the step loop's thread: must not block."""
+
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None: ...
+
+    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None: ...
+
+    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None: ...
+
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None: ...
