@@ -38,7 +38,7 @@ demo: model
 	@PORT=$(DEMO_PORT) MODEL=$(MODEL) QUESTION='$(subst ','\'',$(DEMO_QUESTION))' BIN=$(BIN) bash deploy/demo.sh
 
 test: model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --durations=20 $(PYTEST_ARGS)
 
 # The tests of numbers as other processors would compute them, as far as this one can: about ten minutes each.
 isa: model

