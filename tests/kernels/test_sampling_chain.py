@@ -67,7 +67,7 @@ def test_the_chain_draws_what_the_cpu_draws_and_each_row_what_it_draws_alone(mon
     states, slots = states_of(num_rows, seed=2), np.arange(num_rows)
     expected = drawn(logits, states, slots)
     for user in ("logit_adjustments", "row_maxima", "sampler", "token_logprobs"):
-        monkeypatch.setattr(f"worker_svc.{user}.kernels_for", lambda device: gpu)
+        monkeypatch.setattr(f"worker_svc.sampling.{user}.kernels_for", lambda device: gpu)
     found = drawn(logits.to(DEVICE), states, slots)
     assert found.bad_rows.tolist() == expected.bad_rows.tolist() == [5, 6]
     assert found.token_ids.tolist() == expected.token_ids.tolist(), "a draw at a border, or a defect"
