@@ -40,6 +40,7 @@ _WORKLOAD_OF = {_OF_BANDWIDTH: "W1", _AS_KEPT: "W1", _OF_PRODUCTS: "W2"}  # whic
 
 
 def main() -> int:
+    """Prints the table; keeps every round in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures the workloads on a CPU and what --batch-invariant costs.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=3)

@@ -40,6 +40,7 @@ _LAST_LINES = 8  # of what a section that failed printed
 
 
 def main() -> int:
+    """Prints figures as they come and keeps them in DIR; exit code 1 where a section failed or something is missing."""
     parser = argparse.ArgumentParser(description="Measures everything that needs a GPU.")
     parser.add_argument("--check", action="store_true", help="list what is missing on this machine, and end")
     parser.add_argument("--dry-run", action="store_true", help="every section on the CPU, at sizes that mean nothing")

@@ -35,6 +35,7 @@ ONE_MORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, ignore
 
 
 def main() -> int:
+    """Prints both perplexities and agreements; keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures what int8 costs in quality.")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder (default: %(default)s)")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, metavar="FILE")

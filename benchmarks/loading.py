@@ -85,12 +85,14 @@ def measure(model: str, kind: str, is_cold: bool, paths: list[Path]) -> dict[str
 
 
 def weight_files(folder: Path) -> list[Path]:
+    """The files that a worker would load from this folder."""
     from worker_svc.models.checkpoint_files import checkpoint_paths, detect_format
 
     return checkpoint_paths(folder, detect_format(folder))
 
 
 def main() -> None:
+    """Prints seconds and peak memory; keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

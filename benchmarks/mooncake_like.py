@@ -96,6 +96,7 @@ def statistics(trace: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
+    """A JSON line an entry to standard output, what they are on average to standard error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=12_031)
     parser.add_argument("--seed", type=int, default=0)

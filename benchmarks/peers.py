@@ -31,6 +31,7 @@ EIGHT_BIT = ("octavo-int8", "openvino-int8", "llamacpp-q8_0")
 
 
 def main() -> int:
+    """Prints the table; keeps every round in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Runs the same token ids through Octavo and other engines, in turns.")
     parser.add_argument("--environments", type=Path, metavar="DIR", help="folder of the virtual environments")
     parser.add_argument("--model", default="smollm2-135m-instruct")

@@ -30,6 +30,7 @@ _BUSY_PHASES = ("cache_ops", "prepare", "forward", "sample")
 
 
 def main() -> int:
+    """Prints the report; keeps every round in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures every figure of the README.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=3)
@@ -141,6 +142,7 @@ def report(
     steps: Sequence[dict[str, Any]],
     agreement: dict[str, str],
 ) -> str:
+    """Markdown: medians of `rows` by workload and engine, costs of steps, where tokens agree with `transformers`."""
     seconds = statistics.median(start["first_token_s"] for start in starts)
     lines = [
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; torch {facts['packages'].get('torch')}",

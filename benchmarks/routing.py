@@ -40,6 +40,8 @@ SHOWN = ("ttft_mean_ms", "ttft_p99_ms", "cache_hit_rate", "balance", "tokens_per
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """What comes to which pool, and which of its workers are lost meanwhile."""
+
     what: str
     requests: Callable[[int], list[Request]]  # of a seed
     pool: tuple[WorkerKind, ...] = (KIND,) * NUM_WORKERS
@@ -103,6 +105,7 @@ def play(workload: Workload, rule: str, seed: int) -> FleetFigures:
 
 
 def medians(figures: list[FleetFigures]) -> dict[str, float]:
+    """Over seeds, of each figure that is shown."""
     return {name: statistics.median(getattr(each, name) for each in figures) for name in SHOWN}
 
 
@@ -118,6 +121,7 @@ def table(workload: str, found: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
+    """Prints a table a workload; keeps the medians in benchmarks/results/."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workload", choices=WORKLOADS, action="append")

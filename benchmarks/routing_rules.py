@@ -50,6 +50,7 @@ class RoundRobin:
         self._next = 0
 
     def __call__(self, asked: Asked, workers: list[Seen]) -> list[Any]:
+        """False for the worker whose turn it is, True for all others: the least cost wins."""
         numbers = sorted(worker.number for worker in workers)
         self._next += 1
         chosen = numbers[self._next % len(numbers)]

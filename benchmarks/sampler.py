@@ -102,6 +102,7 @@ class Batch:
 
 
 def main() -> int:
+    """Prints microseconds by kind of row; keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures adjusting logits and sampling.")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=128_256)

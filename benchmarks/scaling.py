@@ -44,15 +44,18 @@ NUM_WORKERS_OF_LOSS, WINDOW_S = 8, 1.0
 
 
 def load(requests: int, rate: float | None = None) -> Load:
+    """Prompts of 256 tokens and outputs around MEAN_OUTPUT; `rate` None: all at once."""
     return Load(requests, prompt_tokens=256, output_tokens=MEAN_OUTPUT, spread=0.5, rate=rate)
 
 
 def play(num_workers: int, asked: Load, seed: int, *losses: Loss) -> tuple[FleetFigures, Run]:
+    """A pool of equal workers; the run itself has what became of each request."""
     run = Simulation([KIND] * num_workers, asked.arrivals(seed), losses, seed).run()
     return measure(run, num_workers), run
 
 
 def backlog(num_workers: int, seed: int) -> FleetFigures:
+    """320 requests a worker, all there from the beginning."""
     return play(num_workers, load(320 * num_workers), seed)[0]
 
 
@@ -91,11 +94,13 @@ def _by_second(run: Run) -> list[float | None]:
 
 
 def medians(rows: list[FleetFigures]) -> dict[str, Any]:
+    """Over runs of one size, of each figure."""
     names = rows[0].as_dict()
     return {name: statistics.median(getattr(row, name) for row in rows) for name in names}
 
 
 def measure_backlog(seeds: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a size of pool."""
     return [_said("backlog", medians([backlog(size, seed) for seed in range(seeds)])) for size in SIZES]
 
 
@@ -106,11 +111,13 @@ def measure_arrivals(seeds: int, known: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure_decisions(seeds: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a size of pool, while 10,000 requests wait."""
     rows = [medians([decisions(size, seed) for seed in range(seeds)]) for size in SIZES_OF_DECISIONS]
     return [_said("10,000 wait", row) for row in rows]
 
 
 def measure_loss(seeds: int, known: dict[str, Any]) -> dict[str, Any]:
+    """At 80 % of what the pool does with a backlog, which must have been measured."""
     return loss(0.8 * known["backlog"][0]["tokens_per_s"] / MEAN_OUTPUT, 0)
 
 
@@ -136,6 +143,7 @@ def _said(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(scaling: dict[str, Any], routing: dict[str, Any]) -> None:
+    """Writes the three pictures of docs/scaling.md."""
     PICTURES.mkdir(exist_ok=True)
     picture.write(PICTURES / "pool-sizes.svg", sizes_of_pool(scaling))
     picture.write(PICTURES / "worker-loss.svg", [lost_worker(scaling["loss"])])
@@ -143,6 +151,7 @@ def draw(scaling: dict[str, Any], routing: dict[str, Any]) -> None:
 
 
 def sizes_of_pool(scaling: dict[str, Any]) -> list[Chart]:
+    """Throughput with a backlog, and times to the first token at 80 % of it."""
     rows, arrivals = scaling["backlog"], scaling["at_80_percent"]
     first = rows[0]["tokens_per_s"]
     speed = Chart(
@@ -170,6 +179,7 @@ def sizes_of_pool(scaling: dict[str, Any]) -> list[Chart]:
 
 
 def lost_worker(found: dict[str, Any]) -> Chart:
+    """By second of arrival, with a loss and without."""
     by_second = found["ttft_p99_ms_by_second"]
     names = {"with": "one of 8 is away from 20 s to 40 s", "without": "nothing happens"}
     return Chart(
@@ -184,6 +194,7 @@ def lost_worker(found: dict[str, Any]) -> Chart:
 
 
 def routing_rules(routing: dict[str, Any]) -> Chart:
+    """A point a rule and workload."""
     by_workload = routing["medians"]
     rules = [rule for rule in next(iter(by_workload.values())) if rule != OWN_BOUND_ONCE]
     beside = [0.09 * (place - (len(rules) - 1) / 2) for place in range(len(rules))]  # so that none hides another
@@ -241,6 +252,7 @@ def newest(kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measures part by part and keeps each when it is done; with --draw only draws and prints tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--part", choices=PARTS, action="append", help="measure only that (needs a backlog of the day)")

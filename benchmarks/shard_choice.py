@@ -31,6 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
+    """Prints a row a number of workers; with --save keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures the choice among shards.")
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 256, 1000])
     parser.add_argument("--blocks", type=int, default=20_000, help="of each worker's cache")

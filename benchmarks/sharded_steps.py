@@ -37,6 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
+    """Prints a row a number of shards; with --save keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures processor time for 1,000 steps by the number of shards.")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--step-ms", type=float, default=50.0, help="how long a worker takes for a step")

@@ -76,6 +76,7 @@ def least_s(model: ServedModel, requests: Iterable[bytes], rounds: int) -> list[
 
 
 def main() -> None:
+    """Prints a row a regular expression."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m-instruct", help="a name, or a folder")
     tokenizer = Tokenizer.from_folder(resolve_model(parser.parse_args().model))

@@ -27,6 +27,7 @@ POINTS: list[dict[str, int]] = [
 
 
 def main() -> int:
+    """Prints medians by point; keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures what a step costs the scheduler.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-results", action="store_true", help="print only")

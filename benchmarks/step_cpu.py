@@ -34,12 +34,14 @@ class ThreadUse:
     num_waits: int  # how often it gave its core up by itself
 
     def since(self, before: ThreadUse | None) -> ThreadUse:
+        """What was used in between; None: the thread is new."""
         if before is None:
             return self
         return ThreadUse(self.name, self.cpu_ns - before.cpu_ns, self.num_waits - before.num_waits)
 
 
 def main() -> int:
+    """Prints a table for each number of requests."""
     parser = argparse.ArgumentParser(description="Shows the processor time of a decode step by thread.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--quantization", default="none")
@@ -114,6 +116,7 @@ def least(runs: list[dict[tuple[str, str], tuple[float, float]]]) -> dict[tuple[
 
 
 def table(run: Mapping[tuple[str, str], tuple[float, float]]) -> str:
+    """`run`: by process and thread, microseconds and waits of one step; threads below _LEAST_US are left out."""
     lines = ["| process | thread | µs | waits |", "| --- | --- | --- | --- |"]
     for (process, name), (us, waits) in sorted(run.items(), key=lambda entry: (entry[0][0], -entry[1][0])):
         if us >= _LEAST_US:

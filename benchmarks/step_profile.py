@@ -71,6 +71,7 @@ class Profiler:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Within, models made or used are timed call by call; one at a time in a process."""
         kernels = SimpleNamespace(**{name: self._kernel(name) for name in cpu.__all__})
         with (
             mock.patch("worker_svc.models.decoder.kernels_for", lambda _: kernels),
@@ -84,6 +85,7 @@ class Profiler:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
+        """Sets the counts of all operators to zero, and times what runs within as one pass."""
         for operator in self.operators.values():
             operator.num_bytes = operator.float32_bytes = operator.num_flops = operator.num_calls = 0
             operator.seconds.append(0.0)
@@ -210,6 +212,7 @@ def weights(profiler: Profiler) -> str:
 
 
 def main() -> int:
+    """Prints the operators of a pass beside their limits, as a table or JSON."""
     parser = argparse.ArgumentParser(description="Profiles a decode step, operator by operator, against the limits.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--quantization", choices=["none", "int8"], default="none")

@@ -36,6 +36,7 @@ SETTINGS = {
 
 
 def main() -> int:
+    """Prints medians by setting; keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Compares thread counts and ways of waiting.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--vocab-size", type=int, default=49152)

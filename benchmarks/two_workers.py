@@ -31,6 +31,7 @@ MAX_MODEL_LEN = 1024
 
 
 def main() -> None:
+    """Prints the median ratio; keeps all pairs in benchmarks/results/."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=256)

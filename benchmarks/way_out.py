@@ -32,6 +32,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
+    """Prints a table a part; keeps them in benchmarks/results/."""
     parser = argparse.ArgumentParser(description="Measures what reaches clients.")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--no-results", action="store_true", help="print only")

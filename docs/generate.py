@@ -28,6 +28,7 @@ def page(text: str, made: dict[str, str]) -> str:
 
 
 def names_of_blocks(text: str) -> list[str]:
+    """Of the generated parts of a page, in their order."""
     return [found["name"] for found in _BLOCK.finditer(text)]
 
 
@@ -76,6 +77,7 @@ def _row(each: Described) -> str:
 
 
 def main() -> None:
+    """Rewrites every page and the plot in place."""
     figures_page.draw(PLOT)
     made = blocks()
     for path in PAGES:

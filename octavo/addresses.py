@@ -71,6 +71,7 @@ class Servers:
 
     @property
     def current(self) -> Server:
+        """The one to ask next."""
         return self.all[self._at]
 
     def failed(self, server: Server) -> None:

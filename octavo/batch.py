@@ -30,10 +30,12 @@ class Callers:
         self._lock = threading.Lock()
 
     def add(self, request_ids: list[str], inbox: Inbox) -> None:
+        """What belongs to these requests goes to `inbox` from now on."""
         with self._lock:
             self._inboxes.update(dict.fromkeys(request_ids, inbox))
 
     def remove(self, request_ids: list[str]) -> None:
+        """What still comes for these requests is dropped; ids that are not here are ignored."""
         with self._lock:
             for request_id in request_ids:
                 self._inboxes.pop(request_id, None)
@@ -64,6 +66,7 @@ class Batch:
         self.gathered: dict[str, GatheredOutput] = {}
 
     def add(self, group: SequenceGroup, gathered: GatheredOutput) -> None:
+        """Adds a request behind the others; `gathered` collects its outputs."""
         self.groups.append(group)
         self.gathered[group.request_id] = gathered
 

@@ -156,6 +156,7 @@ class AsyncClient(_Settings):
         return list((await self._unary(lambda at: at.inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
+        """The text of these ids, by the server's tokenizer."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._unary(lambda at: at.inference.Detokenize, request)).text
 
@@ -205,6 +206,7 @@ class AsyncClient(_Settings):
         return answers
 
     async def close(self) -> None:
+        """Closes all connections; calls that are open end with an error."""
         for server in self._servers.all:
             await server.channel.close()
 
@@ -295,6 +297,7 @@ class Client(_Settings):
         return list(self._unary(lambda at: at.inference.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
+        """The text of these ids, by the server's tokenizer."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._unary(lambda at: at.inference.Detokenize, request).text
 
@@ -339,6 +342,7 @@ class Client(_Settings):
         return answers
 
     def close(self) -> None:
+        """Closes all connections; calls that are open end with an error."""
         for server in self._servers.all:
             server.channel.close()
 

@@ -101,6 +101,7 @@ class Embedded:
 
     @property
     def model(self) -> ServedModel:
+        """The one that is served. Raises what has ended worker or scheduler, if anything has."""
         self.check()
         return self.frontend.model()
 

@@ -16,6 +16,8 @@ _NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_por
 
 
 class EmbeddedOptions(NamedTuple):
+    """What `LLM` was given, sorted by who it is for."""
+
     worker: WorkerConfig
     scheduler: SchedulerConfig
     seed: int | None  # of draws; None: each request draws its own

@@ -110,6 +110,7 @@ class LLM:
         return gathered.output
 
     def get_tokenizer(self) -> Tokenizer:
+        """The scheduler's own, which every prompt goes through; it is not a `transformers` tokenizer."""
         return self._embedded.model.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:

@@ -93,9 +93,11 @@ class LLMEngine:
         return [gathered.snapshot() for gathered in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do."""
         return bool(self._requests.unfinished)
 
     def get_num_unfinished_requests(self) -> int:
+        """Those that were added and whose last output `step` has not returned yet."""
         return len(self._requests.unfinished)
 
     def get_model_config(self) -> ServedModel:

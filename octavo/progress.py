@@ -41,6 +41,7 @@ class Progress:
             self._show()
 
     def close(self) -> None:
+        """Shows the last speeds, and leaves the bar where it is."""
         if self._bar is not None:
             self._show()
             self._bar.close()

@@ -102,6 +102,7 @@ class Outages:
         self._first: RequestFailed | None = None
 
     def admitted(self, now_s: float) -> None:
+        """Some scheduler has taken the request: the outage, if there was one, is over."""
         self._was_admitted = self._is_admitted = True
         if self._began_s is not None:
             self._ended_s += now_s - self._began_s

@@ -54,6 +54,7 @@ class WorkerProcess:
         return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
     def stop(self) -> None:
+        """Ends the process, by force after STOP_TIMEOUT_S; does nothing to one that has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:

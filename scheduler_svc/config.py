@@ -202,6 +202,7 @@ class SchedulerConfig:
             )
 
     def text_settings(self) -> TextSettings:
+        """What checking and tokenising a request depends on, for processes that do only that."""
         from scheduler_svc.requests.request_checks import TextSettings  # and much with it, which no command line needs
 
         return TextSettings(

@@ -23,9 +23,11 @@ SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a b
 class Outputs(OutputSink, Protocol):
     """An `OutputSink` that begins before the engine does, and ends after it."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Before the first `put`."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """After the last `put`; what has been put is delivered first."""
 
 
 class Serving:
@@ -86,6 +88,7 @@ class Serving:
         )
 
     def start(self) -> None:
+        """Starts the threads and connects to workers, in the order in which they need each other."""
         self.outputs.start()
         self.engine.start()
         self._watch.start()
@@ -100,6 +103,7 @@ class Serving:
 
     @property
     def is_ready(self) -> bool:
+        """Whether a request could be served now: nothing has failed, and some worker takes new ones."""
         if self.vital.failure or not self.pool.models.known:
             return False
         return any(not worker.is_closing for worker in list(self.engine.workers))

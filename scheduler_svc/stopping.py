@@ -23,13 +23,16 @@ class Stopping:
             loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
 
     def drain(self) -> None:
+        """To stop once live requests have ended."""
         self._told.set()
 
     def stop(self) -> None:
+        """To stop now."""
         self._told.set()
         self._now.set()
 
     async def told(self) -> None:
+        """Returns when either has been called."""
         await self._told.wait()
 
     async def wait_no_longer(self, seconds: float) -> None:
@@ -44,6 +47,7 @@ class Stopping:
 
     @property
     def is_urgent(self) -> bool:
+        """Whether live requests are not to be waited for."""
         return self._now.is_set()
 
     def _on_sigterm(self) -> None:

@@ -92,6 +92,7 @@ class BareWorker:
         return [(later - earlier) / 1e3 for earlier, later in pairwise(times)]
 
     def close(self) -> None:
+        """Ends the worker's thread; its memory is free then."""
         self._worker.end().result()
         self._worker.thread.stop(timeout_s=5.0)
 

@@ -28,6 +28,7 @@ _RESULT_TIMEOUT_S = 120.0
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
+    """Two speeds and their ratio."""
     dtype, device = ("float32", "cpu") if is_dry_run else ("bfloat16", "cuda")
     requests = workload(4, (3, 12)) if is_dry_run else workload(_REQUESTS, _LENGTHS)
     tokens = sum(request.max_tokens for request in requests)

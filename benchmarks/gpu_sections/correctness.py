@@ -21,6 +21,7 @@ _NOT_OF_A_GPU = ("--ignore-glob=*/test_cpu_*", "--ignore=tests/kernels/test_comp
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
+    """How many tests passed and were skipped; raises RuntimeError where pytest does not run."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         # The project's own settings name plugins that a machine with a GPU may not have.

@@ -26,6 +26,7 @@ _OVER_FLOOR, _GAPS = 1.15, 0.03
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
+    """The sum over operations, the step itself, their ratio, and the share of the step in which nothing runs."""
     device, dtype = ("cpu", torch.float32) if is_dry_run else ("cuda", torch.bfloat16)
     batch, context = (3, 40) if is_dry_run else (BATCH, CONTEXT)
     with tempfile.TemporaryDirectory() as folder:

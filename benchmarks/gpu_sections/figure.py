@@ -11,6 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Figure:
+    """A number with its unit; `goal` in words, `is_goal_met` None where there is none."""
+
     section: str
     name: str
     value: float | None  # None: it could not be measured, and `detail` says why

@@ -20,6 +20,7 @@ _SHARE = 0.92
 
 
 def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
+    """Speed over Generate, and its ratio to the bare worker's among the `earlier` figures."""
     batch, context, output_tokens = (3, 40, 24) if is_dry_run else (BATCH, CONTEXT, _OUTPUT_TOKENS)
     dtype, device = ("float32", "cpu") if is_dry_run else ("bfloat16", "cuda")
     rng = random.Random(0)

@@ -19,6 +19,7 @@ TOKENS_A_SLOT = 1024
 
 
 def main() -> None:
+    """Starts the server and answers workloads over this process's pipes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--binary", required=True, help="llama-server")

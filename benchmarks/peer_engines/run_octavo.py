@@ -11,6 +11,7 @@ from octavo import LLM, SamplingParams
 
 
 def main() -> None:
+    """Answers workloads over this process's pipes; greedy, exactly as many tokens as asked for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of LLM")

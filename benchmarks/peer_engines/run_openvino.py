@@ -12,6 +12,7 @@ from line_protocol import Request, serve
 
 
 def main() -> None:
+    """Answers workloads over this process's pipes; float32 products and cache."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()

@@ -44,6 +44,7 @@ def continuous(model: transformers.PreTrainedModel) -> Generate:
 
 
 def main() -> None:
+    """Answers workloads over this process's pipes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--continuous", action="store_true")

@@ -13,6 +13,7 @@ from line_protocol import Request, serve
 
 
 def main() -> None:
+    """Answers workloads over this process's pipes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--eager", action="store_true")

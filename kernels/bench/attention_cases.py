@@ -27,6 +27,7 @@ _PRODUCT = (4096, 4096, 4096)  # whose rate stands for the card's matrix units
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    """One decode step a context and batch, then prompts with and without a cached beginning."""
     for num_seqs, context in ((3, 40),) if setting.is_tiny else _DECODES:
         yield _decode(setting, num_seqs, context)
     for prefill in ((2, 20, 0), (1, 7, 13)) if setting.is_tiny else _PREFILLS:

@@ -18,6 +18,7 @@ _POSITIONS = 8192
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    """By number of tokens, and of block pairs copied."""
     for num_tokens in (5,) if setting.is_tiny else _TOKENS:
         yield _reshape_and_cache(setting, num_tokens)
     for num_tokens in (5,) if setting.is_tiny else _TOKENS:

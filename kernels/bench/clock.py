@@ -41,9 +41,11 @@ class GraphClock:
         self._cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
     def num_sets(self, num_bytes: int) -> int:
+        """As many as exceed the second-level cache three times, at least two."""
         return max(2, min(_MAX_SETS, -(-_ROTATED_CACHES * self._cache_bytes // max(1, num_bytes))))
 
     def time_us(self, calls: Sequence[Call]) -> float:
+        """See `Clock`; by CUDA events around replays of one graph."""
         for call in calls:  # compiles, and allocates what libraries keep
             call()
         once_us = max(1.0, self._between_events(calls))
@@ -75,9 +77,11 @@ class HostClock:
     device = torch.device("cpu")
 
     def num_sets(self, num_bytes: int) -> int:
+        """Two: this clock measures nothing that caches would matter to."""
         return 2
 
     def time_us(self, calls: Sequence[Call]) -> float:
+        """See `Clock`; one round."""
         started_ns = time.perf_counter_ns()
         for call in calls:
             call()

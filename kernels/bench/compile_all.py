@@ -24,6 +24,7 @@ Job = tuple[str, Variant, Target]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns the exit code; `argv` None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="octavo bench kernels --compile-only", description=__doc__)
     parser.add_argument("--target", default=",".join(targets.DEFAULT))
     parser.add_argument("--op")

@@ -17,6 +17,7 @@ _ADAPTERS, _RANK = 16, 16
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    """By number of tokens; rank and number of adapters are fixed."""
     size = 40 if setting.is_tiny else HIDDEN
     for num_tokens in (5,) if setting.is_tiny else _TOKENS:
         yield _lora(setting, num_tokens, size)

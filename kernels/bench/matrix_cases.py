@@ -20,6 +20,7 @@ _EXPERT_TOKENS = (16, 256, 4096)
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    """A layer's two products by rows, then experts by tokens."""
     shapes = ((40, 48),) if setting.is_tiny else ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
     for outputs, size in shapes:
         for rows in (3,) if setting.is_tiny else _ROWS:

@@ -19,6 +19,7 @@ _EPS = 1e-5
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    """Every operation by number of tokens."""
     hidden, intermediate = (40, 48) if setting.is_tiny else (HIDDEN, INTERMEDIATE)
     # Operation, width of its rows, how many of them are read and written for a token, its calls.
     operations: tuple[tuple[str, int, int, Callable[[Setting, int, int], Calls]], ...] = (

@@ -43,6 +43,7 @@ _KINDS = (
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    """Every kind of sampling by number of rows."""
     vocab_size = 203 if setting.is_tiny else VOCAB_SIZE
     for kind in _KINDS:
         for rows in (3,) if setting.is_tiny else _ROWS:

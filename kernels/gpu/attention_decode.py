@@ -57,6 +57,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFT_CAP: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
+    """One program a share of tiles: unnormalised sums, maxima and totals of each segment, to be joined."""
     TILES: tl.constexpr = SEGMENT // KEY_TILE
     all_tiles = tl.zeros([], tl.int64)
     for chunk in range(0, num_sequences, CHUNK):

@@ -50,6 +50,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFT_CAP: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
+    """One program a tile of rows and key head; writes `out` itself."""
     num_tiles = 0
     for chunk in range(0, num_sequences, CHUNK):
         num_tiles += tl.sum(

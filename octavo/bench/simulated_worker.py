@@ -49,11 +49,13 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         )
 
     def GetInfo(self, request: worker_pb2.GetInfoRequest, context: grpc.ServicerContext) -> worker_pb2.WorkerInfo:
+        """A model called "simulated" whose tokenizer knows bytes."""
         return self._info
 
     def GetTokenizer(
         self, request: worker_pb2.GetTokenizerRequest, context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.TokenizerChunk]:
+        """The files of a tokenizer of bytes, a chunk each."""
         files, sha256 = byte_tokenizer_files(VOCAB_SIZE)
         for name, data in files.items():
             yield worker_pb2.TokenizerChunk(file_name=name, data=data, sha256=sha256)
@@ -61,6 +63,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     def Initialize(
         self, request: worker_pb2.InitializeRequest, context: grpc.ServicerContext
     ) -> worker_pb2.InitializeResponse:
+        """Takes whatever bounds it is asked for."""
         return worker_pb2.InitializeResponse(
             num_device_blocks=self._num_blocks,
             prefill_tokens_per_s=1e6,
@@ -73,6 +76,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     def Execute(
         self, request_iterator: Iterator[worker_pb2.StepRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.StepResponse]:
+        """Grants the lease at once and answers each step after `step_s`, counted from the answer before."""
         self._epoch += 1
         epoch = self._epoch
         lease = worker_pb2.LeaseGranted(instance_id=self._info.instance_id, epoch=epoch)
@@ -101,6 +105,7 @@ def answer(step: worker_pb2.Step) -> worker_pb2.StepResult:
 
 
 def main() -> int:
+    """Serves on loopback until it is killed."""
     parser = argparse.ArgumentParser(description="A worker without a model, for measuring what is around workers.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, default=1024)

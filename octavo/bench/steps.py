@@ -37,6 +37,7 @@ class StepTimes:
     us: dict[str, np.ndarray]  # phases and their total, [steps]
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON: the setting, and mean, median and 99th percentile of each phase in microseconds."""
         return {
             "sequences": self.sequences,
             "workers": self.workers,

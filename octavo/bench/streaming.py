@@ -56,6 +56,7 @@ class StreamingFigures:
     admission_p99_ms: float
 
     def as_dict(self) -> dict[str, Any]:
+        """Every field by its name, for JSON."""
         return asdict(self)
 
 

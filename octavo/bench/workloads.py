@@ -24,16 +24,20 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class Workload:
+    """Requests that are handed to an engine at once, known by their name in tables."""
+
     name: str
     description: str
     requests: tuple[BenchRequest, ...]
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Over all requests."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
+        """Over all requests; each generates exactly as many as it asks for."""
         return sum(request.max_tokens for request in self.requests)
 
 

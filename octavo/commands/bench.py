@@ -19,6 +19,7 @@ _DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of all kinds; what a kind needs is imported when it is run."""
     from octavo.bench.workloads import WORKLOADS
 
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|steps|fleet|kernels")
@@ -66,6 +67,7 @@ def _counts(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Prints a table or JSON; exit code 1 where a kernel fails to compile, 2 where flags contradict each other."""
     if arguments.kind == "serve" and arguments.simulated_worker:
         return _streaming(arguments)
     if arguments.kind == "steps":

@@ -30,6 +30,7 @@ _OF_LOAD = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the pool, of its load and of what is printed; defaults are those of `WorkerKind` and `Load`."""
     from octavo.bench.fleet.requests import Load
     from octavo.bench.fleet.worker import WorkerKind
 
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Prints a row for each size of pool, or JSON; raises OptionError, and CommandError for a run that never ends."""
     from octavo.bench import picture
     from octavo.bench.fleet.figures import table
     from octavo.bench.fleet.pictures import sizes_of_pool

@@ -10,6 +10,7 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of compiling and of measuring; `run` refuses those of the one with the other."""
     parser.add_argument(
         "--compile-only",
         action="store_true",
@@ -31,6 +32,7 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Exit code 1 where a kernel does not compile, spills and may not, or does not fit. Measuring needs a GPU."""
     return _compile(arguments) if arguments.compile_only else _measure(arguments)
 
 

@@ -23,6 +23,7 @@ _LEAVING = frozenset({"/bye", "/exit", "/quit", "exit", "quit", "bye"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The question, how to sample, and where the server is."""
     parser.add_argument("question", nargs="?", help="ask only this; without it and at a terminal: a conversation")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error after answers")
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Answers one question, or talks until the end of input."""
     from octavo.commands.conversation import Conversation
     from octavo.commands.terminal import read_prompt
     from octavo.shared.options import OptionError

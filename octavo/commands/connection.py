@@ -23,6 +23,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """For commands that send requests: addresses, how long to go on trying, TLS."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--address",
@@ -52,6 +53,7 @@ def add_optional_address(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_address(group: argparse._ActionsContainer) -> None:
+    """For commands that ask one server and do not try again."""
     group.add_argument(
         "--address", type=address, default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="default: %(default)s"
     )
@@ -102,6 +104,7 @@ def _tell(waiting: Waiting) -> None:
 
 
 def add_tls_arguments(group: argparse._ActionsContainer) -> None:
+    """Of `credentials`."""
     group.add_argument("--tls", action="store_true", help="use TLS, trusting the system's authorities")
     group.add_argument("--tls-ca-file", metavar="FILE", help="use TLS, trusting these authorities (PEM)")
     group.add_argument("--tls-client-cert-file", metavar="FILE", help="show this certificate to the server (PEM)")

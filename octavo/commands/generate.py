@@ -10,6 +10,7 @@ from octavo.shared.options import OptionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The prompt, how to sample, and where the server is."""
     parser.add_argument("prompt", nargs="?", help="the text to go on from; `-` or a pipe: standard input")
     parser.add_argument("--chat", action="store_true", help="ask it as a question, in the model's chat template")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error at the end")
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Streams the text to standard output; raises OptionError for an empty prompt."""
     from octavo.commands.terminal import Answer, Answers, read_prompt
 
     params = sampling.sampling_params(arguments)

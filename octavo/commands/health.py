@@ -15,6 +15,7 @@ READINESS = "octavo.v1.Inference"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The address, as a position or a flag, and which service is asked for."""
     parser.epilog = "exit codes: 0 serving, 1 not serving or no such service, 3 unreachable"
     parser.add_argument("position", nargs="?", type=connection.address, metavar="ADDRESS", help="in place of --address")
     connection.add_address(parser)
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Asks once; the exit codes are in the module's docstring."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -19,6 +19,7 @@ _NAME = "a name that `octavo model list` shows, OWNER/NAME[@REVISION][:QUANTISAT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A parser for each action."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|list|show|rm")
     fetch = actions.add_parser("fetch", help="get a model by name, or convert a GGUF file")
     fetch.add_argument("name", metavar="NAME", help=f"{_NAME}, or the path of a .gguf file")
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Prints the folder of what was fetched, or a table; raises FetchError and ModelNotFound."""
     if arguments.action == "fetch":
         from octavo.models.fetch import fetch
 

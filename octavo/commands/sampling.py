@@ -24,6 +24,7 @@ _NUMBERS = (
 
 
 def add_model(group: argparse._ActionsContainer) -> None:
+    """Which of a server's models; empty: the one that it takes for such requests."""
     group.add_argument(
         "--model",
         default="",
@@ -33,6 +34,7 @@ def add_model(group: argparse._ActionsContainer) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """For one output; `max_tokens` is the default, there being no bound in the API."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help="at most so many tokens (default: %(default)s)"

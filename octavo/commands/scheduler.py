@@ -9,6 +9,7 @@ from octavo.shared.options import from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The fields of `SchedulerConfig`."""
     from scheduler_svc.config import SchedulerConfig
 
     parser.usage = "octavo scheduler [options]"
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Serves until it is told to stop; exit code 0 then."""
     from scheduler_svc.config import SchedulerConfig
 
     config = from_namespace(SchedulerConfig, arguments)

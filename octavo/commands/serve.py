@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The fields of all three configurations, but for those that the command itself decides."""
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Starts workers and scheduler, and serves until it is told to stop or one of them fails for good."""
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 

@@ -18,6 +18,7 @@ SHOWN_DIGITS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How often to look, and at which server."""
     parser.add_argument(
         "--interval", type=connection.seconds, default=1.0, metavar="SECONDS", help="default: %(default)s"
     )
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Draws the state again and again until interrupted; raises CommandError where no server answers."""
     import grpc
 
     from octavo.cli import CommandError

@@ -11,6 +11,7 @@ from octavo.shared.options import add_position, from_namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The fields of `WorkerConfig`; the model may be a position, too."""
     from worker_svc.config import WorkerConfig
 
     parser.usage = "octavo worker [MODEL] [options]"
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Loads the model and serves until it is told to stop."""
     from octavo.serving_plan import waiting_threads
     from worker_svc.config import WorkerConfig
 

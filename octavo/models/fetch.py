@@ -38,6 +38,7 @@ _PIP_TIMEOUT_S = 1800
 
 
 def to_stderr(line: str) -> None:
+    """One line, shown at once: standard output is for the model's path."""
     print(line, file=sys.stderr, flush=True)
 
 

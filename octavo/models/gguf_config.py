@@ -58,6 +58,7 @@ class Metadata:
         return self._values[f"{self.name}.{key}"]
 
     def get(self, key: str, default: Any) -> Any:
+        """The value of `ARCHITECTURE.key`, of whatever type the file gives it."""
         return self._values.get(f"{self.name}.{key}", default)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -72,10 +73,12 @@ class Metadata:
         return float(str(np.float32(self[key] if default is None else self.get(key, default))))
 
     def token_id(self, key: str) -> int | None:
+        """None where the file names no such token."""
         return self._values.get(f"tokenizer.ggml.{key}_token_id")
 
 
 def family_of(metadata: Metadata) -> GgufFamily:
+    """Raises KeyError for an architecture that is not in FAMILIES. A "llama" with experts is a Mixtral."""
     return MIXTRAL if metadata.name == "llama" and metadata.get("expert_count", 0) else FAMILIES[metadata.name]
 
 

@@ -23,9 +23,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        """Prints one line to standard error and exits with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse's; what it does not know is an error that names the nearest flag or command."""
         # One signature in place of the base's overloads.
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:

@@ -100,6 +100,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
+        """The status at this moment; NOT_FOUND, with the names that there are, for a service that is not here."""
         if request.service not in self._statuses:
             known = ", ".join(sorted(filter(None, self._statuses)))
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}; there are {known}")
@@ -108,6 +109,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The status now and whenever it changes; SERVICE_UNKNOWN for one that may still come."""
         status, closed = self._status(request.service), self._closed
         yield health_pb2.HealthCheckResponse(status=status)
         while not closed:

@@ -78,6 +78,7 @@ class BlockPage:
         return copies
 
     def message(self, pools: AbstractSequence[PoolCopy]) -> pb.GetBlocksResponse:
+        """One page of what `copy` took, with the token of the next one where there is more."""
         response = pb.GetBlocksResponse()
         for pool in pools:
             for block_id in np.flatnonzero(pool.is_shown).tolist():

@@ -47,6 +47,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self._step_watchers = StepWatchers(serving.engine)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
+        """Version, uptime and every option as it is in force; needs no step loop."""
         model = self._serving.pool.models.default_or_none()
         return pb.ServerInfo(
             version=octavo.__version__,
@@ -57,11 +58,13 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.Load:
+        """Queues and workers at one moment between two steps."""
         return await self._between_steps(self._load)
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRequestsResponse:
+        """A page of live requests, in order of arrival."""
         page, engine = RequestPage.asked(request), self._serving.engine
 
         def copy() -> tuple[list[RequestCopy], str]:
@@ -73,6 +76,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         return pb.ListRequestsResponse(requests=states, next_page_token=token)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
+        """One of this id, whichever tenant's; raises UnknownName."""
         engine = self._serving.engine
 
         def find() -> RequestCopy:
@@ -85,9 +89,11 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListWorkersResponse:
+        """All addresses, those that are not connected with their problem."""
         return await self._between_steps(lambda: pb.ListWorkersResponse(workers=self._workers()))
 
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
+        """A page of the blocks in use or cached; raises UnknownName for a worker that is not here."""
         page, engine = BlockPage.asked(request), self._serving.engine
         pools = await self._between_steps(lambda: page.copy(engine.joined.at(request.worker)))
         return await asyncio.to_thread(page.message, pools)
@@ -95,6 +101,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
+        """A summary of each step until the caller leaves; a slow reader misses some. Raises TooMany."""
         await self._between_steps(lambda: self._serving.engine.joined.at(request.worker))
         async for summary in self._step_watchers.watch(request.worker):
             yield summary
@@ -102,10 +109,12 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
+        """At one worker, or at all; what runs keeps its blocks. Raises UnknownName."""
         flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
+        """One worker, or the whole server; returns at once with what is left to be done."""
         if request.worker:
             return pb.DrainResponse(num_requests_left=await asyncio.to_thread(self._serving.pool.drain, request.worker))
         self._drain()
@@ -114,12 +123,14 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:
+        """Returns once all workers that take adapters have it; raises RequestRefused, and then none has."""
         generation = await asyncio.wrap_future(self._serving.engine.load_adapter(request.name, request.path))
         return pb.ControlLoadAdapterResponse(generation=generation)
 
     async def UnloadAdapter(
         self, request: pb.ControlUnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlUnloadAdapterResponse:
+        """Returns once the last request that uses it has ended; raises RequestRefused."""
         await asyncio.wrap_future(self._serving.engine.unload_adapter(request.name))
         return pb.ControlUnloadAdapterResponse()
 

@@ -39,13 +39,17 @@ MAX_TOKENS_AT_ONCE = 2048  # of which a group is made on the event loop; of more
 class Texts(Protocol):
     """Who reads, checks, renders and tokenises: `TextProcesses`."""
 
-    async def prepare(self, data: bytes) -> PreparedText: ...
+    async def prepare(self, data: bytes) -> PreparedText:
+        """`data`: a GenerateRequest. Raises RequestRefused, here and below."""
 
-    async def tokenize(self, data: bytes) -> bytes: ...
+    async def tokenize(self, data: bytes) -> bytes:
+        """From a TokenizeRequest to a TokenizeResponse, both serialised."""
 
-    async def detokenize(self, data: bytes) -> bytes: ...
+    async def detokenize(self, data: bytes) -> bytes:
+        """From a DetokenizeRequest to a DetokenizeResponse, both serialised."""
 
-    def close(self, refusal: RequestRefused) -> None: ...
+    def close(self, refusal: RequestRefused) -> None:
+        """Whoever waits or comes is refused so."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -76,6 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._catching_up = asyncio.Lock()
 
     async def Generate(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        """`data`: a GenerateRequest as it came; a refusal is a status, whatever comes later a message."""
         arrival_ns = time.monotonic_ns()
         head = _head(data)
         request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
@@ -165,12 +170,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             call.cancel()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """Ends live requests of this id, of the caller's tenant; `found` is false where there is none."""
         claimed = request.tenant if request.HasField("tenant") else None
         of_call = self._tenants.of_call(context.invocation_metadata())
         tenant = claimed if of_call is None else self._tenants.check(of_call, claimed or "")
         return pb.AbortResponse(found=await self._core.abort(request.request_id, tenant))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
+        """Of the model named, or of the default one; raises UnknownName."""
         model = self._frontend.model(request.model)
         return pb.ModelInfo(
             model=model.name,
@@ -190,12 +197,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:
+        """Every model and revision, with how many workers serve it."""
         return pb.ListModelsResponse(models=model_states(self._frontend.models()))
 
     async def Tokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """`data`: a TokenizeRequest; waits its turn as prompts do."""
         return await self._admitted(self._texts.tokenize, data)
 
     async def Detokenize(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """`data`: a DetokenizeRequest; waits its turn as prompts do."""
         return await self._admitted(self._texts.detokenize, data)
 
     async def _admitted(self, answer: Callable[[bytes], Awaitable[bytes]], data: bytes) -> bytes:

@@ -25,6 +25,7 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
+        """On the thread of whoever asks: the step loop's counters are read without a lock."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()

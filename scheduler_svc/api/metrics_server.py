@@ -45,6 +45,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
+        """Closes the socket and returns when the thread has ended; may be called twice."""
         self._was_stopped = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended before its time
             self._loop.call_soon_threadsafe(self._stopping.set)

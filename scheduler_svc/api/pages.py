@@ -13,7 +13,8 @@ class PagedRequest(Protocol):
     page_size: int
     page_token: str
 
-    def HasField(self, field_name: str, /) -> bool: ...
+    def HasField(self, field_name: str, /) -> bool:
+        """As protobuf's."""
 
 
 def page_size(request: PagedRequest, default: int, most: int) -> int:
@@ -26,4 +27,5 @@ def page_size(request: PagedRequest, default: int, most: int) -> int:
 
 
 def bad_token(what: str = "got something else") -> InvalidRequest:
+    """What to raise for a page token that no answer can have had."""
     return InvalidRequest(FieldViolation("page_token", f"{what}; accepted: the next_page_token of an answer, or none"))

@@ -53,6 +53,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
+        """Wraps a method when it is first called, and keeps the wrapped one."""
         if (guarded := self._guarded.get(details.method)) is not None:
             return guarded
         handler = await continuation(details)

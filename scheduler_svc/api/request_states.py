@@ -40,6 +40,7 @@ class RequestCopy:
 
     @classmethod
     def of(cls, group: SequenceGroup, workers: AbstractSequence[WorkerHandle]) -> RequestCopy:
+        """Of one group; `workers`: those that may hold it."""
         status = next((s.status for s in group.sequences if s.status in AT_A_WORKER), group.sequences[0].status)
         holders = workers if status in AT_A_WORKER else ()
         worker = next((worker for worker in holders if worker.scheduler.groups.holds(group)), None)

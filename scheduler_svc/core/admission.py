@@ -72,6 +72,7 @@ class Admission:
 
     @names_group
     def admit_new(self, plan: StepPlan, group: SequenceGroup, waiting: GroupSource, now_ns: int) -> None:
+        """Takes the group out of `waiting`, gives it slots and blocks, and its first rows to the plan."""
         waiting.remove(group)
         self._start(group, now_ns)
         self._rows.add_group(plan, group)

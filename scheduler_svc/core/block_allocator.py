@@ -35,9 +35,11 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Blank and idle blocks: as many can be allocated."""
         return self._num_blank + len(self._idle)
 
     def num_in_use(self, blocks: BlockIds) -> int:
+        """How many of these have an owner."""
         return int(np.count_nonzero(self.ref_counts[blocks]))
 
     def allocate(self, count: int) -> BlockIds:

@@ -27,6 +27,8 @@ NO_PARENT: BlockIds = np.array([-1], np.int32)  # of the first block of a prefix
 
 
 class AllocStatus(enum.Enum):
+    """Whether there are blocks for a group."""
+
     OK = "ok"
     LATER = "later"  # not now
     NEVER = "never"  # more than the whole cache
@@ -64,9 +66,11 @@ class BlockSpaceManager:
 
     @property
     def num_free_blocks(self) -> int:
+        """Of the device, idle ones included."""
         return self.allocator.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Rounded up: the last block may be half full."""
         return -(-num_tokens // self.block_size)
 
     # ---- Room -------------------------------------------------------------------------------------------------------
@@ -113,6 +117,7 @@ class BlockSpaceManager:
         return blocks
 
     def free(self, slot: int) -> None:
+        """Gives all blocks of the slot up; those that nobody shares are free, and idle where they can be found."""
         held = int(self.columns.num_blocks[slot])
         self.allocator.free(self.columns.block_tables[slot, :held])
         self.columns.num_blocks[slot] = 0

@@ -48,9 +48,11 @@ class OrderedGroups:
             yield from self._runs[index]
 
     def first(self) -> Entry:
+        """The entry of the lowest key; raises IndexError where there is none."""
         return self._runs[0][0]
 
     def add(self, entry: Entry) -> None:
+        """At its place in the order; costs a binary search and a short insertion."""
         runs = self._runs
         if not runs:
             runs.append([entry])

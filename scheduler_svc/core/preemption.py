@@ -76,6 +76,7 @@ class Preemption:
 
     @names_group
     def preempt_for_step(self, group: SequenceGroup, plan: StepPlan) -> None:
+        """Takes the group's slots and blocks and counts that in the plan."""
         plan.num_swapped_out += self.preempt(group)
         plan.num_preempted += 1
 

@@ -48,9 +48,11 @@ class CacheChanges:
 class CacheWatcher(Protocol):
     """Is told which hashes can be found from now on, and which no more."""
 
-    def published(self, hashes: Iterable[bytes]) -> None: ...
+    def published(self, hashes: Iterable[bytes]) -> None:
+        """These can be found from now on; none of them could be before."""
 
-    def forgotten(self, hashes: Iterable[bytes]) -> None: ...
+    def forgotten(self, hashes: Iterable[bytes]) -> None:
+        """These cannot be found any more."""
 
 
 class PrefixCache:

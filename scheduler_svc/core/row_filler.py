@@ -86,6 +86,7 @@ class RowFiller:
                 self.add_chunk(plan, sequence)
 
     def add_group(self, plan: StepPlan, group: SequenceGroup) -> None:
+        """A chunk of each of its sequences that has tokens to compute, as far as budget and blocks last."""
         for sequence in [sequence for sequence in self._groups.prefilling if sequence.group is group]:
             if plan.budget.is_spent:
                 return

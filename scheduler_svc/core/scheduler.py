@@ -191,6 +191,7 @@ class Scheduler:
             self._answers.forget(group)
 
     def abort(self, group: SequenceGroup) -> None:
+        """Ends all sequences of the group; steps in flight may still bring tokens for them, which are dropped."""
         for sequence in group.unfinished():
             self.finish(sequence)
 

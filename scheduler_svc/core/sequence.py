@@ -26,6 +26,8 @@ NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 
 
 class SequenceStatus(enum.Enum):
+    """Where a sequence is."""
+
     WAITING = "waiting"  # never ran, or was moved off a worker
     RUNNING = "running"  # has a slot
     PREEMPTED = "preempted"  # gave its slot up, belongs to a worker, is computed again
@@ -95,6 +97,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and generated tokens whose value is known here."""
         columns = self._columns
         return len(self._own_token_ids) if columns is None else int(columns.num_tokens[self.slot])
 
@@ -105,10 +108,12 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
+        """Tokens whose K and V are in the cache, or in host blocks, once all steps sent have run."""
         return self.num_swapped_tokens if self._columns is None else int(self._columns.num_computed_tokens[self.slot])
 
     @property
     def block_table(self) -> TokenIds:
+        """int32[blocks], its device blocks in the order of positions: a view of the columns, empty without a slot."""
         if self._columns is None:
             return NO_BLOCKS
         return self._columns.block_tables[self.slot, : self._columns.num_blocks[self.slot]]
@@ -139,6 +144,7 @@ class Sequence:
         extend_hashes(self._own_hashes, behind, token_bytes, 4 * block_size)
 
     def forget_hashes(self) -> None:
+        """Once its tokens or what their K and V depend on has changed."""
         self._own_hashes = []
 
     def attach(self, columns: SequenceColumns) -> None:
@@ -349,9 +355,11 @@ class SequenceGroup:
 
     @property
     def uses_beam_search(self) -> bool:
+        """Whether its sequences are hypotheses, of which some are dropped on the way."""
         return self.beam_search is not None
 
     def is_stop_token(self, token_id: int) -> bool:
+        """Whether drawing it ends a sequence of this group."""
         return token_id == self.eos_token_id or token_id in self.stop_token_ids
 
     @cached_property
@@ -417,14 +425,17 @@ class SequenceGroup:
         return (index for index in range(self.best_of) if index not in taken)
 
     def unfinished(self) -> list[Sequence]:
+        """In the order of their indexes."""
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
     @property
     def is_finished(self) -> bool:
+        """Whether nothing of it will be computed any more."""
         return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
     @property
     def num_pending_tokens(self) -> int:
+        """Draws of steps in flight that will still arrive for slots that were given up."""
         return sum(sequence.num_pending_tokens for sequence in self.sequences)
 
     @property

@@ -76,6 +76,7 @@ class SequenceColumns:
 
     @property
     def num_free_slots(self) -> int:
+        """As many sequences can still be seated."""
         return len(self._free_slots)
 
     def take_slot(
@@ -139,6 +140,7 @@ class SequenceColumns:
         return bool(self.wants_logprobs.any() and self.wants_logprobs[slots].any())
 
     def release_slot(self, slot: int) -> None:
+        """Frees the row; its generation rises, so that late answers for it are told apart."""
         self.generation[slot] += 1
         self.occupied[slot] = False
         self.wants_logprobs[slot] = False

@@ -169,11 +169,13 @@ class SchedulingBudget:
     seqs_left: int
 
     def take(self, num_tokens: int, num_seqs: int = 1) -> None:
+        """Spends so many tokens and rows; policy has asked before."""
         self.tokens_left -= num_tokens
         self.seqs_left -= num_seqs
 
     @property
     def is_spent(self) -> bool:
+        """Whether the step can take no further row."""
         return self.tokens_left <= 0 or self.seqs_left <= 0
 
 
@@ -206,8 +208,10 @@ class StepPlan:
 
     @property
     def has_rows(self) -> bool:
+        """Whether there is anything for the worker to compute."""
         return bool(len(self.decode_slots) or self.chunks or self.beams)
 
     def introduce(self, introduction: Introduction) -> None:
+        """The worker is told of a sequence that it does not know, in full, in this step."""
         self.introductions.append(introduction)
         self.introduced_bytes += 0 if introduction.same_as else introduction.sequence.introduction_bytes

@@ -120,6 +120,7 @@ class WaitingQueue:
         return self._trials.first()[1] if self._trials else None
 
     def pop(self) -> SequenceGroup:
+        """Takes out the group that `peek` shows; there must be one."""
         group = self.peek()
         assert group is not None, "the queue is empty"
         self._forget(group)

@@ -54,12 +54,15 @@ class WorkerGroups:
 
     @property
     def has_work(self) -> bool:
+        """Whether any group is here, wherever it is."""
         return bool(self.running or self.swapped or self.preempted)
 
     def holds(self, group: SequenceGroup) -> bool:
+        """In any of the three places."""
         return group in self.running or group in self.preempted or group in self.swapped
 
     def all(self) -> list[SequenceGroup]:
+        """Running groups first, then swapped, then preempted ones."""
         return [*self.running, *self.swapped, *self.preempted]
 
     @property
@@ -98,6 +101,7 @@ class WorkerGroups:
 
     @staticmethod
     def num_seated(group: SequenceGroup) -> int:
+        """How many of the group's sequences have slots."""
         return sum(sequence.slot >= 0 for sequence in group.sequences)
 
     def next_late(self) -> Sequence | None:
@@ -188,6 +192,7 @@ class WorkerGroups:
             self.moved.add(group)
 
     def is_fresh_from_return(self, group: SequenceGroup) -> bool:
+        """Whether it has generated nothing since it came back, and so should not give way again."""
         before = self._returned.get(group)
         if before is not None and _num_tokens(group) > before:
             del self._returned[group]
@@ -283,6 +288,7 @@ class WorkerGroups:
 
     @names_group
     def give_up_slot(self, sequence: Sequence, status: SequenceStatus, publishes: bool = True) -> None:
+        """Frees slot and blocks; with `publishes` its full blocks can still be found by their content."""
         if publishes:
             self.blocks.publish_all_of(sequence.slot)
         if sequence in self.prefilling:

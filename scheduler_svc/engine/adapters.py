@@ -39,6 +39,8 @@ MAX_NAME_CHARS = 256
 
 
 class Phase(enum.Enum):
+    """How far an adapter is, in the words that refusals use."""
+
     LOADING = "being loaded"
     LOADED = "loaded"
     UNLOADING = "being unloaded"
@@ -148,6 +150,7 @@ class Adapters:
         self._advance(adapter)
 
     def close(self) -> None:
+        """Whoever waits for a load or an unload gets NotReady."""
         for adapter in self._by_name.values():
             for caller in adapter.callers:
                 caller.set_exception(NotReady("this server is shutting down"))
@@ -164,6 +167,7 @@ class Adapters:
             self._advance(adapter)
 
     def worker_joined(self, worker: WorkerHandle) -> None:
+        """Has the worker load everything that may be used, where it takes adapters."""
         if not worker.info.max_loras:
             return
         self._workers.append(worker)
@@ -183,6 +187,7 @@ class Adapters:
             self._advance(adapter)
 
     def step_answered(self, worker: WorkerHandle, is_rolled_back: bool) -> None:
+        """Unloads what this answer shows to be used no more; `is_rolled_back`: the worker forgot its slots."""
         for adapter in [adapter for adapter in self._by_name.values() if adapter.phase is Phase.UNLOADING]:
             if is_rolled_back:  # the worker is told of its slots anew
                 adapter.released_by.pop(worker, None)

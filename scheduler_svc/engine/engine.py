@@ -120,6 +120,7 @@ class Engine:
     # ---- from any thread --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Starts the thread; what was put into the inbox before is done first."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -165,6 +166,7 @@ class Engine:
         self.abort_group(group)
 
     def abort_group(self, group: SequenceGroup) -> None:
+        """Ends the group with ABORT, and tells the sink."""
         self._inbox.put(partial(self._placement.end, group, FinishReason.ABORT, ""))
 
     def finish_sequence(self, sequence: Sequence) -> None:
@@ -239,6 +241,7 @@ class Engine:
         self._inbox.put(partial(self._on_message, link, data))
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
+        """Its groups go to other workers, or wait; a link that is not here any more is ignored."""
         self._inbox.put(partial(self._failures.lose, link, reason))
 
     # ---- the step loop ----------------------------------------------------------------------------------------------

@@ -43,12 +43,15 @@ class EngineCore:
         self._engine = engine
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        """See `Core`."""
         self._engine.live.check_room(request.tenant, request.request_id, num_preparing)
 
     def refused(self, refusal: RequestRefused) -> None:
+        """See `Core`."""
         self._engine.metrics.rejected(refusal)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        """See `Core`; a request that is replaced has ended when this returns."""
         # Once more where another replacement was faster.
         for replaced in self._engine.live.find(group.request_id, group.tenant) if replaces else ():
             self._engine.abandon(replaced)
@@ -60,10 +63,13 @@ class EngineCore:
         """The engine has done so when it ended."""
 
     def abandon(self, group: SequenceGroup) -> None:
+        """See `Core`."""
         self._engine.abandon(group)
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """See `Core`."""
         return self._engine.abort(request_id, tenant)
 
     async def adapters(self) -> list[str]:
+        """See `Core`."""
         return self._engine.adapters.names()

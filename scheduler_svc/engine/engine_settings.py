@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
+    """Of one engine, for all its workers; the fields of `SchedulerConfig` say what each means."""
+
     scheduling_policy: str = "fcfs"
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     tenants_are_known: bool = False  # their names do not come from clients, see `ServedTokens.share_of`

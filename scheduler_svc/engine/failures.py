@@ -125,6 +125,7 @@ class Failures:
         self.queue_again(groups, charged, FAULTS_OVER)
 
     def take_back_unsent(self, worker: WorkerHandle) -> None:
+        """Groups that a step took and that was never sent are as they were before."""
         try:
             worker.take_back_unsent()
         except Exception as fault:
@@ -170,5 +171,6 @@ class Failures:
                 self._placement.move(group)
 
     def move_outgrown(self, worker: WorkerHandle) -> None:
+        """Groups that need more than this worker's whole cache go to another one, or end."""
         for group in worker.scheduler.take_outgrown():
             self._placement.move(group)

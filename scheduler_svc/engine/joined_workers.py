@@ -28,10 +28,12 @@ class JoinedWorkers:
         self._turns: Iterator[WorkerHandle] = iter(())
 
     def add(self, worker: WorkerHandle) -> None:
+        """A worker whose lease has been granted."""
         self.workers.append(worker)
         self._by_link[id(worker.link)] = worker
 
     def remove(self, worker: WorkerHandle) -> None:
+        """A worker that is lost; nothing here knows it any more."""
         self.workers.remove(worker)
         del self._by_link[id(worker.link)]
         self.due.pop(worker, None)
@@ -52,12 +54,14 @@ class JoinedWorkers:
         self.due[worker] = None
 
     def wake_next_idle(self) -> None:
+        """The idle worker whose turn it is looks for something to do; there must be one."""
         worker = next(iter(self.idle))
         del self.idle[worker]
         self.idle[worker] = None
         self.wake(worker)
 
     def take_due(self) -> dict[WorkerHandle, None]:
+        """All that are due, which are not due any more."""
         due, self.due = self.due, {}
         return due
 
@@ -75,6 +79,7 @@ class JoinedWorkers:
         return worker if worker is not None and worker.link is link else None
 
     def has(self, worker: WorkerHandle) -> bool:
+        """Whether this lease of the worker is still on; false for an earlier one."""
         return self._by_link.get(id(worker.link)) is worker
 
     def holder_of(self, group: SequenceGroup) -> WorkerHandle | None:

@@ -47,6 +47,7 @@ class LiveRequests:
 
     @property
     def num_waiting(self) -> int:
+        """Groups that no worker has begun, those included that the step loop has not seen."""
         return len(self._waiting) + self._num_on_the_way
 
     @property
@@ -56,6 +57,7 @@ class LiveRequests:
 
     @property
     def num_waiting_tokens(self) -> int:
+        """Tokens that these still have to compute."""
         return self._waiting.num_tokens + self._num_tokens_on_the_way
 
     def add(self, group: SequenceGroup) -> None:
@@ -134,6 +136,7 @@ class LiveRequests:
         return any(live is group for live in self.find(group.request_id, group.tenant))
 
     def all(self) -> list[SequenceGroup]:
+        """In order of arrival; costs as much as there are."""
         with self._lock:
             return [group for _, group in self._in_order]
 

@@ -55,6 +55,7 @@ class Metrics:
         self.phase_s: dict[str, Histogram] = {}
 
     def admitted(self, group: SequenceGroup) -> None:
+        """A group was taken; called before anything of it is computed here."""
         self.num_resumed += any(sequence.num_tokens > group.num_prompt_tokens for sequence in group.sequences)
 
     def drawn(self, rows: ScheduledRows, columns: SequenceColumns, now_ns: int) -> None:
@@ -92,6 +93,7 @@ class Metrics:
         self.num_prefix_hits += group.num_cached_tokens
 
     def answered(self, answered: AnsweredStep) -> None:
+        """One step, its preemptions and its phases."""
         step = answered.step
         self.iteration_tokens.observe(step.num_tokens)
         self.num_prefill_tokens += step.num_prefill_tokens

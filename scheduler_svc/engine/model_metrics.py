@@ -35,6 +35,7 @@ class ModelMetrics:
         self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
 
     def introduce(self, fingerprint: str, name: str) -> None:
+        """A model's name, before anything of it is counted; after MAX_NAMES new names count as one."""
         if name not in self._by_name and len(self._by_name) > MAX_NAMES:
             name = OTHERS
         self._by_name.setdefault(name, Metrics(self._counts_prefixes))
@@ -45,9 +46,11 @@ class ModelMetrics:
         self._names.pop(fingerprint, None)
 
     def name_of(self, fingerprint: str) -> str:
+        """Empty for a model that was never introduced."""
         return self._names.get(fingerprint, "")
 
     def of(self, fingerprint: str) -> Metrics:
+        """Those of the model's name, to be counted into."""
         return self._by_name[self._names.get(fingerprint, "")]
 
     def by_name(self) -> dict[str, Metrics]:
@@ -63,4 +66,5 @@ class ModelMetrics:
         return total
 
     def rejected(self, refusal: RequestRefused) -> None:
+        """A request that was not admitted, by the kind of its refusal."""
         self.num_rejected[_REJECTIONS.get(type(refusal), "unsupported")] += 1

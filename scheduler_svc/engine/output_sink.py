@@ -14,10 +14,14 @@ from scheduler_svc.core.step_plan import NewTokens
 class OutputSink(Protocol):
     """Where tokens and ends go, in order. Called on the step loop's thread: must not block."""
 
-    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None: ...
+    def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        """Of a group that asked for them; before its first token, and a part at a time."""
 
-    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None: ...
+    def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        """One answer's tokens and ends of outputs; `outputs`: the logprobs that came with it."""
 
-    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None: ...
+    def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
+        """The result of a search, best first; the group's end follows."""
 
-    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None: ...
+    def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """The group's last outputs have ended with `reason`; nothing follows for it."""

@@ -58,6 +58,7 @@ class Placement:
             self._joined.wake(worker)
 
     def place_unbound(self) -> None:
+        """Looks again at all groups that no worker could take."""
         unbound = self._waiting.unbound
         for group in unbound.in_order():
             self.place(group)
@@ -81,6 +82,7 @@ class Placement:
         self.tell_end(group, reason, message)
 
     def finish_sequence(self, sequence: Sequence) -> None:
+        """Ends one output because of a stop string in its text; does nothing to one that has ended."""
         if sequence.status is not SequenceStatus.FINISHED:
             self._release(sequence.group, only=sequence)
             self.forget(sequence.group, FinishReason.STOP)
@@ -97,6 +99,7 @@ class Placement:
             sequence.status = SequenceStatus.FINISHED
 
     def tell_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """Forgets the group everywhere, then tells the sink."""
         self.forget(group, reason)
         self._sink.put_end(group, reason, message)
 

@@ -30,6 +30,7 @@ class StatisticsLine:
         return time.monotonic_ns() - self._last_ns >= INTERVAL_S * 1e9
 
     def log(self) -> None:
+        """Logs the line; speeds are those since the last call."""
         metrics = self._engine.metrics.total()
         prefilled, generated = metrics.num_prefill_tokens, metrics.num_generation_tokens
         load, now_ns = Load.of(self._engine), time.monotonic_ns()

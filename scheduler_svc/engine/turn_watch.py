@@ -28,6 +28,7 @@ class Turns:
         self.thread_id = 0
 
     def note(self) -> None:
+        """One more turn, on the thread that is watched."""
         self.count += 1
         self.thread_id = threading.get_ident()
 
@@ -43,6 +44,7 @@ class TurnWatch:
         self._thread = vital.thread(f"{name}-watch", self._watch, lambda: self._closed.is_set() or bool(vital.failure))
 
     def start(self) -> None:
+        """Watches from now on, on a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -96,11 +96,13 @@ class CoreLink:
         return answer is None or (answer.done() and not answer.cancelled() and answer.exception() is None)
 
     def say_listening(self, pid: int) -> None:
+        """Tells the core that clients can connect; `pid`: this process."""
         self._outbox.put(frontend_pb2.FrontendEvent(listening=frontend_pb2.Listening(pid=pid)))
 
     # ---- Core -------------------------------------------------------------------------------------------------------
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        """Asks the core only while its queue is full, as it tells with every message."""
         if self._is_queue_full:
             asked = frontend_pb2.CheckRoomRequest(
                 tenant=request.tenant, request_id=request.request_id, num_preparing=num_preparing
@@ -110,10 +112,12 @@ class CoreLink:
                 raise decode_refusal(response.refused)
 
     def refused(self, refusal: RequestRefused) -> None:
+        """The core counts it; nobody waits for that."""
         self._outbox.put(frontend_pb2.FrontendEvent(refused=encode_refusal(0, refusal)))
 
     @property
     def is_closed(self) -> bool:
+        """Whether the link is gone, for good."""
         return self._is_closed
 
     @property
@@ -146,20 +150,24 @@ class CoreLink:
             del self._answers[number]
 
     def forget(self, group: SequenceGroup) -> None:
+        """As `abandon`."""
         self.abandon(group)  # the core hears that it was, and that it has ended is nothing new to it
 
     def abandon(self, group: SequenceGroup) -> None:
+        """Tells the core that nobody reads the group any more; does nothing for one that it does not have."""
         if (number := self._numbers.pop(group, None)) is not None:
             del self._groups[number]
             self._outbox.put(frontend_pb2.FrontendEvent(closed=frontend_pb2.GroupClosed(number=number)))
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """Asks the core, which knows the requests of all frontends."""
         response: pb.AbortResponse = await answer_of(
             self._stub.Abort(pb.AbortRequest(request_id=request_id, tenant=tenant))
         )
         return response.found
 
     async def adapters(self) -> list[str]:
+        """Asks the core."""
         response: frontend_pb2.ListAdaptersResponse = await answer_of(
             self._stub.ListAdapters(frontend_pb2.ListAdaptersRequest())
         )

@@ -29,6 +29,7 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[frontend_pb2.FrontendMessage], context: grpc.aio.ServicerContext
     ) -> None:
+        """One frontend's stream: its requests in, tokens and ends out; what it had is aborted when it leaves."""
         link = FrontendLink(self._serving)
         self._links.add(link)
         reading = asyncio.create_task(_read(request_iterator, link))
@@ -41,12 +42,14 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
             self._links.remove(link)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """Ends requests of an id, whichever frontend has them."""
         tenant = request.tenant if request.HasField("tenant") else None
         return pb.AbortResponse(found=self._serving.engine.abort(request.request_id, tenant))
 
     async def CheckRoom(
         self, request: frontend_pb2.CheckRoomRequest, context: grpc.aio.ServicerContext
     ) -> frontend_pb2.CheckRoomResponse:
+        """Refuses a request before its text is prepared, where the queue is full."""
         try:
             self._serving.engine.live.check_room(request.tenant, request.request_id, request.num_preparing)
         except RequestRefused as error:
@@ -56,6 +59,7 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
     async def ListAdapters(
         self, request: frontend_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> frontend_pb2.ListAdaptersResponse:
+        """Names of those that a request may use now."""
         return frontend_pb2.ListAdaptersResponse(names=self._serving.engine.adapters.names())
 
 

@@ -67,6 +67,7 @@ class InProcessFront:
         self._health: Health
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
+        """See `Front`; starts the text processes, too."""
         self._texts = TextProcesses(serving.frontend.models, **self._config.text_options())
         admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
         core = EngineCore(serving.engine)
@@ -80,21 +81,26 @@ class InProcessFront:
         return port
 
     async def show(self, is_ready: bool, models: ServedModels) -> None:
+        """See `Shown`; text processes load the models' tokenizers."""
         self._texts.expect(models)
         await self._health.set_ready(is_ready and not self._inference.is_draining)
 
     async def drain(self) -> None:
+        """See `Front`."""
         self._inference.drain()
         await self._health.set_ready(False)
 
     @property
     def is_idle(self) -> bool:
+        """No call is open and nothing is in preparation."""
         return self._inference.is_idle
 
     def break_off(self) -> None:
+        """See `Front`."""
         self._inference.break_off()
 
     async def close(self) -> None:
+        """See `Front`; open calls have GRACE_S to end."""
         await self._texts.stop()
         await self._health.shut_down()
         await self._server.stop(GRACE_S)

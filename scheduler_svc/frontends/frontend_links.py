@@ -57,15 +57,19 @@ class FrontendLinks:
         """Nothing to stop."""
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        """To the one frontend that has the group."""
         self._soon(_send_prompt_logprobs, group, logprobs)
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        """Each frontend gets those of its own requests, in one event."""
         self._soon(_send_tokens, tokens, outputs)
 
     def put_beams(self, group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
+        """To the one frontend that has the group."""
         self._soon(_send_beams, group, hypotheses)
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """To the one frontend that has the group."""
         self._soon(_send_end, group, reason, message)
 
     def _soon(self, function: Any, *arguments: Any) -> None:
@@ -81,13 +85,16 @@ class FrontendLinks:
             link.outbox.put(frontend_pb2.CoreEvent(state=state))
 
     def connected(self) -> list[FrontendLink]:
+        """Those whose stream is open now."""
         return list(self._links)
 
     def add(self, link: FrontendLink) -> None:
+        """A frontend has connected: it is told the core's state first."""
         self._links.add(link)
         link.outbox.put(frontend_pb2.CoreEvent(state=self._state))
 
     def remove(self, link: FrontendLink) -> None:
+        """A frontend is gone, and nobody reads its requests any more."""
         self._links.discard(link)
         link.outbox.close()
         link.abandon_all()
@@ -121,6 +128,7 @@ class FrontendLink:
         return np.array(waiting[:limit], "<u4").tobytes()
 
     def take(self, event: frontend_pb2.FrontendEvent) -> None:
+        """One event of the frontend, on the event loop's thread."""
         kind = event.WhichOneof("kind")
         if kind == "group":
             number = self._last_number = event.group.number
@@ -137,6 +145,7 @@ class FrontendLink:
             log.info("frontend is listening", pid=event.listening.pid)
 
     def send_tokens(self, tokens: NewTokens, entries: Ints, outputs: worker_pb2.SequenceOutputs) -> None:
+        """`entries`: which of the answer's tokens are for requests of this frontend."""
         remotes: list[RemoteOutput] = [sequence.group.output for sequence in tokens.sequences[entries]]
         logprobs = None
         if any(remote.reads_logprobs for remote in remotes):
@@ -147,6 +156,7 @@ class FrontendLink:
         self.outbox.put(frontend_pb2.CoreEvent(tokens=columns))
 
     def abandon_all(self) -> None:
+        """Nobody reads what the frontend has submitted, admitted or not."""
         for number in {**self._submissions, **self._groups}:
             self._abandon(number)
 

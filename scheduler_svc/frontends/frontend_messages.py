@@ -48,6 +48,7 @@ def decode_tokens(columns: frontend_pb2.TokenColumns, groups: Mapping[int, Seque
 
 
 def encode_counters(number: int, group: SequenceGroup) -> frontend_pb2.GroupCounters:
+    """What a client is told of a group beside its tokens; `number`: the frontend's own for it."""
     return frontend_pb2.GroupCounters(
         number=number,
         first_scheduled_ns=group.first_scheduled_ns or 0,
@@ -58,6 +59,7 @@ def encode_counters(number: int, group: SequenceGroup) -> frontend_pb2.GroupCoun
 
 
 def apply_counters(counters: frontend_pb2.GroupCounters, group: SequenceGroup) -> None:
+    """Onto the frontend's copy of the group; inverse of `encode_counters`."""
     group.first_scheduled_ns = counters.first_scheduled_ns or None
     group.num_cached_tokens = counters.num_cached_tokens
     group.num_preemptions, group.num_moves = counters.num_preemptions, counters.num_moves
@@ -67,6 +69,7 @@ def apply_counters(counters: frontend_pb2.GroupCounters, group: SequenceGroup) -
 
 
 def encode_beams(number: int, group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> frontend_pb2.Beams:
+    """All hypotheses of a group, best first, with their logprobs as float64."""
     return frontend_pb2.Beams(
         hypotheses=[
             frontend_pb2.Hypothesis(
@@ -84,6 +87,7 @@ def encode_beams(number: int, group: SequenceGroup, hypotheses: AbstractSequence
 
 
 def decode_beams(beams: frontend_pb2.Beams) -> list[BeamHypothesis]:
+    """Inverse of `encode_beams`."""
     return [
         BeamHypothesis(
             token_ids=np.frombuffer(hypothesis.token_ids_i32, "<i4").tolist(),
@@ -98,6 +102,7 @@ def decode_beams(beams: frontend_pb2.Beams) -> list[BeamHypothesis]:
 
 
 def encode_end(number: int, group: SequenceGroup, reason: FinishReason, message: str) -> frontend_pb2.GroupEnd:
+    """`message` says what went wrong where `reason` is ERROR."""
     return frontend_pb2.GroupEnd(finish_reason=reason.value, message=message, counters=encode_counters(number, group))
 
 

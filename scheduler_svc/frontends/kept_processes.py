@@ -44,6 +44,7 @@ class KeptProcesses:
         self._is_stopping = False
 
     def start(self) -> None:
+        """Starts all of them, on the running event loop."""
         self._keepers = [
             self._vital.task(f"keeper of {self._kind} {number}", self._keep(number), lambda: self._is_stopping)
             for number in range(self._count)

@@ -48,6 +48,7 @@ class ProcessFront:
         self._processes: KeptProcesses
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
+        """See `Front`; frontends start listening by themselves, after this returns."""
         config = self._config
         self._live = serving.engine.live
         self._reserved, port = reserve_port(config.host, config.port)
@@ -65,19 +66,24 @@ class ProcessFront:
         return port
 
     async def show(self, is_ready: bool, models: ServedModels) -> None:
+        """See `Shown`; frontends read tokenizers from files that this writes."""
         await self._state.show(is_ready, models)
 
     async def drain(self) -> None:
+        """See `Front`."""
         self._state.drain()
 
     @property
     def is_idle(self) -> bool:
+        """See `Front`."""
         return not len(self._live)  # what has ended here has been handed to its frontend, and has its grace there
 
     def break_off(self) -> None:
+        """See `Front`."""
         self._state.break_off(not self.is_idle)
 
     async def close(self) -> None:
+        """See `Front`; frontends end by themselves once their links are closed."""
         self._links.close()
         await self._processes.stop()
         await self._server.stop(GRACE_S)

@@ -22,12 +22,14 @@ class ToldState:
         self._state = frontend_pb2.CoreState()
 
     async def show(self, is_ready: bool, models: ServedModels) -> None:
+        """Writes tokenizers that are new to the folder, then tells every frontend."""
         await asyncio.to_thread(self._keep_tokenizers, models)
         self._state.models.CopyFrom(encode_models(models, self._tokenizer_folder))
         self._state.is_ready = is_ready
         self._links.set_state(self._state)
 
     def drain(self) -> None:
+        """Tells every frontend to take no new requests, for good."""
         self._state.is_draining = True
         self._links.set_state(self._state)
 

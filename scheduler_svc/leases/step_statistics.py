@@ -30,12 +30,14 @@ class StepInFlight:
     is_void: bool = False  # what it was decided upon is gone: its answer is only waited for
 
     def take(self, outputs: SchedulerOutputs) -> None:
+        """Copies what is wanted of the decision, which is not kept."""
         self.num_preempted, self.num_swapped_out_groups = outputs.num_preempted, outputs.num_swapped_out_groups
         self.num_copied_blocks = len(outputs.copies)
         self.num_swapped_in_blocks, self.num_swapped_out_blocks = len(outputs.swap_in), len(outputs.swap_out)
 
     @property
     def num_prefill_tokens(self) -> int:
+        """Tokens of rows that are no plain decode."""
         return self.num_tokens - self.num_decode_tokens
 
     @property
@@ -66,6 +68,7 @@ class AnsweredStep:
         decode_ns: int,
         process_ns: int,
     ) -> AnsweredStep:
+        """Puts the times of both sides together; what neither side has measured is the wire's."""
         worker_ns = {phase: getattr(timings, f"{phase}_ns") for phase in WORKER_PHASES}
         wire_ns = max(0, received_ns - step.sent_ns - timings.total_ns)
         return cls(step, num_bytes, decode_ns, process_ns, wire_ns, worker_ns)
@@ -98,6 +101,7 @@ class StepStatistics:
     worker_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WORKER_PHASES, 0))
 
     def add(self, answered: AnsweredStep) -> None:
+        """Counts one step."""
         step = answered.step
         self.num_steps += 1
         self.num_rows += len(step.rows)

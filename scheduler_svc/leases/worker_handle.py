@@ -43,7 +43,8 @@ class WorkerLink(Protocol):
     address: str
     last_heard_ns: int
 
-    def send(self, data: bytes) -> None: ...
+    def send(self, data: bytes) -> None:
+        """One serialised `StepRequest`, behind those that were sent before."""
 
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
         """Loads or unloads an adapter. `done` gets what went wrong, "" for nothing, on any thread."""
@@ -51,7 +52,8 @@ class WorkerLink(Protocol):
     def distrust(self) -> None:
         """What came from it was wrong: once it is closed it is not asked again soon."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the stream, and with it the lease."""
 
 
 class WorkerHandle:
@@ -113,6 +115,7 @@ class WorkerHandle:
 
     @property
     def num_running(self) -> int:
+        """Groups with slots."""
         return len(self.scheduler.groups.running)
 
     def can_ever_run(self, group: SequenceGroup) -> bool:
@@ -140,6 +143,7 @@ class WorkerHandle:
 
     @property
     def is_idle(self) -> bool:
+        """Nothing is in flight and nothing runs; groups may be swapped out or preempted."""
         return not self.in_flight and not self.scheduler.groups.running
 
     def check_integrity(self) -> None:
@@ -269,6 +273,7 @@ class WorkerHandle:
 
     @property
     def next_step_id(self) -> int:
+        """Of the step that is made next; ids of one lease rise by one."""
         return self.last_step_id + 1
 
     def sent(self, step_id: int, outputs: SchedulerOutputs, now_ns: int) -> StepInFlight:

@@ -26,6 +26,7 @@ def decode_model(description: frontend_pb2.ModelDescription) -> ServedModel:
 
 
 def decode_model_with(description: frontend_pb2.ModelDescription, tokenizer: Tokenizer) -> ServedModel:
+    """The model of a description, where its tokenizer has been read already."""
     values = {name: getattr(description, name) for name in _NAMES}
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     return ServedModel(**values, tokenizer=tokenizer)

@@ -36,4 +36,5 @@ class ModelNames:
         return cls(for_all, by_own_name, next(iter(by_own_name.values()), ""))
 
     def model(self, own_name: str) -> str:
+        """`own_name`: what the worker calls its model."""
         return self.by_own_name.get(own_name, self.for_all or own_name)

@@ -35,6 +35,7 @@ class ServedModel:
     def from_worker(
         cls, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer, name: str
     ) -> ServedModel:
+        """What a worker says of its model and sizes; `name` empty: the worker's own."""
         return cls(
             name=name or info.model,
             fingerprint=fingerprint_of(info, tokenizer.sha256),

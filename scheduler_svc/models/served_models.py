@@ -57,9 +57,11 @@ class ServedModels:
 
     @property
     def names(self) -> list[str]:
+        """Each once, in the order in which they came."""
         return list(dict.fromkeys(each.model.name for each in self.known))
 
     def find(self, fingerprint: str) -> ServedModel | None:
+        """The revision with exactly this fingerprint, whether it takes requests or not."""
         return next((each.model for each in self.known if each.model.fingerprint == fingerprint), None)
 
     def resolve(self, name: str = "", fingerprint: str = "") -> ServedModel:

@@ -41,10 +41,12 @@ class Mailboxes:
         self._boxes: dict[RequestStream, Mailbox] = {}
 
     def open(self, stream: RequestStream) -> Mailbox:
+        """A box for a request that is about to be submitted; to be closed whatever becomes of it."""
         box = self._boxes[stream] = Mailbox(stream, self._loop, self._pace, self._turns)
         return box
 
     def close(self, stream: RequestStream) -> None:
+        """What still comes for the stream is dropped."""
         self._turns.give_back(self._boxes.pop(stream))
 
     # ---- OutputSink, called on the step loop's thread ---------------------------------------------------------------
@@ -56,15 +58,19 @@ class Mailboxes:
         """Nothing to stop."""
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        """See `OutputSink`."""
         self._soon(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        """See `OutputSink`; the time of arrival is taken here, on the step loop's thread."""
         self._soon(partial(take_tokens, tokens, outputs, time.monotonic_ns()))
 
     def put_beams(self, group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> None:
+        """See `OutputSink`."""
         self._soon(partial(take_beams, group, hypotheses))
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """See `OutputSink`."""
         self._soon(partial(take_end, group, reason, message))
 
     def _soon(self, take: Callable[[], list[RequestStream]]) -> None:
@@ -198,6 +204,7 @@ class Pace:
         self._last_other_s = float("-inf")  # when anyone else was
 
     def sent(self, box: Mailbox, now_s: float) -> None:
+        """A message of this box was written at `now_s`, on the event loop's clock."""
         if self._last is not box and self._last is not None and self._last.last_sent_s is not None:
             self._last_other_s = self._last.last_sent_s
         self._last = box

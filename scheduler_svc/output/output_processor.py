@@ -44,6 +44,7 @@ def take_prompt_logprobs(group: SequenceGroup, logprobs: worker_pb2.SequenceOutp
 
 
 def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs, came_ns: int) -> list[RequestStream]:
+    """`came_ns`: when the answer arrived, for clients' timings."""
     ready: list[RequestStream] = []
     logprobs: LogprobColumns | None = None
     columns = (tokens.sequences.tolist(), tokens.token_ids.tolist(), tokens.entries.tolist(), tokens.finish_reasons)
@@ -64,6 +65,7 @@ def take_tokens(tokens: NewTokens, outputs: worker_pb2.SequenceOutputs, came_ns:
 
 
 def take_beams(group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis]) -> list[RequestStream]:
+    """`hypotheses`: those to show, best first."""
     stream: RequestStream = group.output
     try:
         stream.take_beams(hypotheses)
@@ -74,6 +76,7 @@ def take_beams(group: SequenceGroup, hypotheses: AbstractSequence[BeamHypothesis
 
 
 def take_end(group: SequenceGroup, reason: FinishReason, message: str) -> list[RequestStream]:
+    """All outputs of the group that have not ended end with `reason`."""
     stream: RequestStream = group.output
     try:
         stream.end(reason, message)
@@ -106,18 +109,22 @@ class OutputProcessor:
         self._thread = (vital or VitalParts()).thread("output", self._run, lambda: self._was_told_to_end)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
+        """Delivers what has come, and returns when the thread has ended."""
         self._was_told_to_end = True
         if self._thread.is_alive():
             self._bell.put(False)
             self._thread.join()
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        """See `OutputSink`."""
         self._put(partial(take_prompt_logprobs, group, logprobs))
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        """See `OutputSink`; wakes the thread for an end, for `patience` tokens, or after PATIENCE_NS."""
         came_ns = time.monotonic_ns()
         self._work.append(partial(take_tokens, tokens, outputs, came_ns))
         if not self._num_waiting:
@@ -128,9 +135,11 @@ class OutputProcessor:
             self._ring()
 
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
+        """See `OutputSink`."""
         self._put(partial(take_beams, group, hypotheses))
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """See `OutputSink`."""
         self._put(partial(take_end, group, reason, message))
 
     def run_pending(self) -> None:

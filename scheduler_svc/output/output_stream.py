@@ -59,6 +59,7 @@ class OutputStream:
 
     @property
     def has_news(self) -> bool:
+        """Whether a delta written now would say anything."""
         return bool(self._token_ids or (self.finish_reason and not self._has_written_end))
 
     def take(self, token_id: int, reason: int) -> None:

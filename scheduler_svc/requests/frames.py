@@ -22,6 +22,8 @@ _REFUSALS = {kind.__name__: kind for kind in (InvalidRequest, Unsupported, Unkno
 
 
 class Ask(enum.IntEnum):
+    """What a text process is asked to do; the payload is a model's files, or a serialised request."""
+
     LOAD = 0
     PREPARE = 1
     TOKENIZE = 2
@@ -29,20 +31,25 @@ class Ask(enum.IntEnum):
 
 
 class Answer(enum.IntEnum):
+    """What comes back."""
+
     OK = 0
     REFUSED = 1  # payload: what to raise
     FAILED = 2  # payload: the traceback of a fault of our own
 
 
 def frame(kind: int, payload: bytes) -> bytes:
+    """`kind`: an `Ask` or an `Answer`."""
     return HEADER.pack(len(payload), kind) + payload
 
 
 def pack(parts: Iterable[bytes]) -> bytes:
+    """Each part behind its length; inverse of `unpack`."""
     return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
 
 
 def unpack(data: bytes) -> list[bytes]:
+    """The parts of what `pack` made."""
     parts, position = [], 0
     while position < len(data):
         (length,) = _LENGTH.unpack_from(data, position)
@@ -61,6 +68,7 @@ def encode_prepared(prepared: PreparedText) -> bytes:
 
 
 def decode_prepared(data: bytes) -> PreparedText:
+    """Inverse of `encode_prepared`."""
     request, token_ids, *bad_words = unpack(data)
     return PreparedText(
         pb.GenerateRequest.FromString(request), _decode_ids(token_ids), list(map(_decode_ids, bad_words))
@@ -68,11 +76,13 @@ def decode_prepared(data: bytes) -> PreparedText:
 
 
 def encode_refusal(error: RequestRefused) -> bytes:
+    """As JSON: kind, message, and the violations of fields."""
     violations = [(each.field, each.description) for each in getattr(error, "violations", ())]
     return json.dumps([type(error).__name__, str(error), violations]).encode()
 
 
 def decode_refusal(data: bytes) -> RequestRefused:
+    """Inverse of `encode_refusal`, of a kind that is known here."""
     name, message, violations = json.loads(data)
     kind = _REFUSALS[name]
     return InvalidRequest(*(FieldViolation(*each) for each in violations)) if kind is InvalidRequest else kind(message)

@@ -48,6 +48,7 @@ class KillableProcess:
 
     @property
     def pid(self) -> int:
+        """Means nothing once it has ended."""
         return self._process.pid
 
     @property
@@ -84,6 +85,7 @@ class KillableProcess:
         return Answer(answer), data
 
     async def kill(self) -> None:
+        """Returns when it has ended; whoever waits for an answer gets none."""
         if not self.has_ended:  # else its number may be another's
             os.kill(self.pid, signal.SIGKILL)
         while await self._stdout.read(READ_BYTES):

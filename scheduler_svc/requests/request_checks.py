@@ -48,6 +48,7 @@ class TextSettings:
 
 
 def check_request(request: pb.GenerateRequest, model: ServedModel, settings: TextSettings) -> None:
+    """Everything about a GenerateRequest but its text and its length in tokens."""
     _check_sizes(request, model)
     _check_known_fields(request)
     _check_resume(request, model)
@@ -131,6 +132,7 @@ def check_prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest, model: S
 
 
 def check_length(field: str, got: int, what: str, model: ServedModel, most: int | None = None) -> None:
+    """Of characters, bytes or ids, before they are counted in tokens; `most`: by default what the model can use."""
     most = most_chars(model) if most is None else most
     if got > most:
         limit = f"{most} are the most for a model of {model.max_model_len} tokens"
@@ -169,6 +171,7 @@ def _shown(value: object) -> str:
 
 
 def check_vocabulary(field: str, token_ids: list[int], model: ServedModel) -> None:
+    """That the model has all these ids."""
     outside = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
     if outside is not None:
         raise InvalidRequest(FieldViolation(field, f"got {outside}; accepted: 0 to {model.vocab_size - 1}"))

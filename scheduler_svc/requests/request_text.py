@@ -47,12 +47,15 @@ class RequestTexts:
         self._settings = settings
 
     def prepare(self, request: pb.GenerateRequest) -> PreparedText:
+        """See `RequestText.prepare`."""
         return self._of(request.model, request.model_fingerprint).prepare(request)
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """See `RequestText.tokenize`."""
         return self._of(request.model).tokenize(request)
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """See `RequestText.detokenize`."""
         return self._of(request.model).detokenize(request)
 
     def _of(self, name: str, fingerprint: str = "") -> RequestText:
@@ -67,6 +70,7 @@ class RequestText:
         self._settings = settings
 
     def prepare(self, request: pb.GenerateRequest) -> PreparedText:
+        """Checks all of the request; writes into it which revision of the model its tokens are of."""
         model = self._model
         check_request(request, model, self._settings)
         token_ids = self._prompt_token_ids(request)
@@ -77,6 +81,7 @@ class RequestText:
         return PreparedText(request, token_ids, self._bad_words(request.sampling_params))
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """Ids and the text of each id alone, of a prompt or of messages in the chat template."""
         model = self._model
         check_prompt_size(request, model)
         token_ids = self._encode(request, "one of prompt and messages")
@@ -85,6 +90,7 @@ class RequestText:
         return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens, max_model_len=model.max_model_len)
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """The text of these ids together."""
         model = self._model
         check_length("token_ids", len(request.token_ids), "ids", model)
         check_vocabulary("token_ids", request.token_ids, model)

@@ -64,6 +64,7 @@ class TextProcesses:
         self._closed_by: RequestRefused | None = None
 
     def start(self) -> None:
+        """On the running event loop, which keeps them from now on."""
         self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
 
     def close(self, refusal: RequestRefused) -> None:
@@ -90,6 +91,7 @@ class TextProcesses:
 
     @property
     def pids(self) -> list[int]:
+        """Of those that run now."""
         return [slot.process.pid for slot in self._slots if slot.process is not None]
 
     async def prepare(self, data: bytes) -> PreparedText:

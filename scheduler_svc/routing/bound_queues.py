@@ -33,6 +33,7 @@ class BoundQueues:
 
     @property
     def num_bound(self) -> int:
+        """Groups that wait for a worker that was chosen for them."""
         return len(self._queue_of) - len(self.unbound)
 
     def new_queue(self) -> WaitingQueue:

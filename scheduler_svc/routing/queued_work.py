@@ -56,6 +56,7 @@ class QueuedWork:
         self._all = np.zeros((2, self.num_workers))
 
     def grow(self, num_workers: int) -> None:
+        """Columns for workers up to this number, with nothing waiting at the new ones."""
         more = num_workers - self.num_workers
         self.num_workers = num_workers
         self.num_groups, self._num_lanes = np.pad(self.num_groups, (0, more)), np.pad(self._num_lanes, (0, more))
@@ -79,6 +80,7 @@ class QueuedWork:
         return made
 
     def remove(self, made: Reservation) -> None:
+        """Takes back what `add` counted for a group that has left a queue."""
         number = made.number
         self._all[0, number] -= made.num_tokens
         self._all[1, number] -= made.num_slots
@@ -111,6 +113,7 @@ class QueuedWork:
         return Ahead(work[0], work[1])
 
     def all(self) -> Ahead:
+        """Everything that waits, by worker: as if one came last."""
         return Ahead(self._all[0], self._all[1])
 
     def _urgency(self, group: SequenceGroup) -> int:

@@ -77,6 +77,7 @@ class Router:
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def join(self, worker: WorkerHandle) -> None:
+        """Gives the worker an empty queue and lets groups be bound to it."""
         worker.waiting = self.queues.new_queue()
         self.loads.join(worker)
         self._workers[worker] = None
@@ -132,6 +133,7 @@ class Router:
             self.index.watch(worker.number, worker.scheduler.blocks.cache)
 
     def forget_cache(self, worker: WorkerHandle) -> None:
+        """What this worker has cached counts no more for anybody, until it is watched again."""
         self.index.forget(worker.scheduler.blocks.cache)
 
     # ---- groups -----------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class WorkerLoads:
             self.num_open -= 1
 
     def leave(self, worker: WorkerHandle) -> None:
+        """Frees the worker's number for another one."""
         self.close(worker)
         self.workers[worker.number] = None
         self.num_returning[worker.number] = 0
@@ -80,6 +81,7 @@ class WorkerLoads:
         return bool(self.num_returning.any())
 
     def is_open(self, worker: WorkerHandle) -> bool:
+        """Whether groups may be bound to it."""
         return self.workers[worker.number] is worker and bool(self._is_open[worker.number])
 
     def alike(self, worker: WorkerHandle) -> npt.NDArray[np.bool_]:

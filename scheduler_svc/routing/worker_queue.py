@@ -52,6 +52,7 @@ class WorkerQueue:
         self._router.begun(group)
 
     def earliest_arrival_ns(self) -> int | None:
+        """Of the worker's whole queue, adapters or not."""
         return self._worker.waiting.earliest_arrival_ns()
 
     def _named(self, choose: Callable[[], SequenceGroup | None]) -> SequenceGroup | None:

@@ -47,6 +47,7 @@ class CachedBits:
         return touched[is_set & ~was_set], touched[was_set & ~is_set]
 
     def snapshot(self) -> bytes:
+        """All bits, eight to a byte, the first one lowest."""
         return np.packbits(self._counts > 0, bitorder="little").tobytes()
 
 
@@ -56,6 +57,7 @@ def set_bits(bits: npt.NDArray[np.uint8], where: npt.NDArray[np.integer]) -> Non
 
 
 def clear_bits(bits: npt.NDArray[np.uint8], where: npt.NDArray[np.integer]) -> None:
+    """`where`: numbers of bits, which may repeat."""
     np.bitwise_and.at(bits, where >> 3, ~_mask(where))
 
 

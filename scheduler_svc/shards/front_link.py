@@ -59,9 +59,11 @@ class FrontLink:
             del self._answers[number]
 
     def release(self, number: int) -> None:
+        """The request id that this number claimed is free again."""
         self._outbox.put(shards_pb2.FrontRequest(released=number))
 
     def say_listening(self, pid: int) -> None:
+        """Tells the parent that clients can connect; `pid`: this process."""
         self._outbox.put(shards_pb2.FrontRequest(listening=pid))
 
     def _take(self, answer: shards_pb2.IdAnswer) -> None:

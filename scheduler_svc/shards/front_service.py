@@ -42,6 +42,7 @@ class FrontService(shards_pb2_grpc.FrontServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[shards_pb2.FrontRequests], context: grpc.aio.ServicerContext
     ) -> None:
+        """One frontend's stream; the request ids that it claimed are released when it leaves."""
         box: Outbox[shards_pb2.FrontAnswer] = Outbox()
         self._boxes.add(box)
         box.put(shards_pb2.FrontAnswer(state=self._state))

@@ -29,4 +29,5 @@ class LiveIds:
             self._taken.remove(key)
 
     def release_all(self, holder: object) -> None:
+        """Everything that this holder has claimed is free."""
         self._taken.difference_update(self._numbers.pop(holder, {}).values())

@@ -81,9 +81,11 @@ class RoutingTable:
     # ---- what shards say --------------------------------------------------------------------------------------------
 
     def has(self, shard: int, number: int) -> bool:
+        """Whether this worker of that shard has been reported."""
         return (shard, number) in self._rows
 
     def serves(self, shard: int, model: str) -> bool:
+        """Whether any worker of the shard has this model; `model`: a fingerprint."""
         return any(worker.model == model for worker in self._shards.get(shard, {}).values())
 
     def set_workers(self, shard: int, numbers: Collection[int], new: Mapping[int, KnownWorker]) -> None:
@@ -120,6 +122,7 @@ class RoutingTable:
         self._num_outputs[shard] = num_outputs
 
     def change_bits(self, shard: int, number: int, came: npt.NDArray[np.uint32], went: npt.NDArray[np.uint32]) -> None:
+        """What a worker's cache has got and lost; `came`, `went`: numbers of bits."""
         bits = self._bits_of(self._rows[shard, number])
         set_bits(bits, came)
         clear_bits(bits, went)

@@ -26,6 +26,7 @@ class DrawnTokens:
         self._token_ids: dict[Sequence, array[int]] = {}
 
     def take(self, tokens: NewTokens) -> None:
+        """Keeps every token of the answer behind those of its sequence, and marks the sequences that end."""
         for sequence, token_id in zip(tokens.sequences.tolist(), tokens.token_ids.tolist(), strict=True):
             history = self._token_ids.get(sequence)
             if history is None:
@@ -41,6 +42,7 @@ class DrawnTokens:
                 sequence.extend(history)
 
     def forget(self, group: SequenceGroup) -> None:
+        """Of a group that has ended."""
         for sequence in group.sequences:
             self._token_ids.pop(sequence, None)
 

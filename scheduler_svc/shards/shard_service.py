@@ -35,6 +35,7 @@ class ShardService(shards_pb2_grpc.ShardServicer):
     async def Own(
         self, request_iterator: AsyncIterator[shards_pb2.WorkerShare], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[shards_pb2.ShardStatus]:
+        """The shard's life: which workers it has comes in, how it is goes out, until the parent ends the stream."""
         holding = asyncio.create_task(self._hold(request_iterator))
         told = None
         try:
@@ -50,6 +51,7 @@ class ShardService(shards_pb2_grpc.ShardServicer):
     async def ListRequests(
         self, request: shards_pb2.ListNumberedRequests, context: grpc.aio.ServicerContext
     ) -> shards_pb2.NumberedRequests:
+        """A page of live requests with the numbers that order them among those of other shards."""
         engine = self._serving.engine
         page = RequestPage(request.after, min(request.limit, LARGEST_PAGE))
 
@@ -65,6 +67,7 @@ class ShardService(shards_pb2_grpc.ShardServicer):
     async def GetMetrics(
         self, request: shards_pb2.GetMetricsRequest, context: grpc.aio.ServicerContext
     ) -> shards_pb2.MetricsText:
+        """All metrics in the text format of Prometheus."""
         return shards_pb2.MetricsText(text=generate_latest(self._registry))
 
     async def _hold(self, shares: AsyncIterator[shards_pb2.WorkerShare]) -> None:

@@ -40,6 +40,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         self._started_ns = time.monotonic_ns()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.ServerInfo:
+        """Of this parent; the model is that of the first shard that has one."""
         models = [live.status.model for live in self._shards.live.values() if live.status.model]
         return pb.ServerInfo(
             version=octavo.__version__,
@@ -50,6 +51,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.Load:
+        """Sums over shards, and every worker."""
         whole = pb.Load()
         for load in await self._all(lambda live: live.control.GetLoad(request, timeout=ASK_TIMEOUT_S)):
             whole.num_requests_running += load.num_requests_running
@@ -64,12 +66,14 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRequestsResponse:
+        """A page over all shards, in order of admission."""
         page = RequestPage.asked(request)
         asked = shards_pb2.ListNumberedRequests(after=page.after, limit=page.limit)
         answers = await self._all(lambda live: live.shard.ListRequests(asked, timeout=ASK_TIMEOUT_S))
         return merged_page(answers, page.limit)
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
+        """From whichever shard has it; raises UnknownName."""
         for state in await self._all(lambda live: live.control.GetRequest(request, timeout=ASK_TIMEOUT_S)):
             return state
         raise UnknownName(f"no live request {request.request_id!r}")
@@ -77,6 +81,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListWorkersResponse:
+        """Those of all shards, in the order in which they were named."""
         answers = await self._all(lambda live: live.control.ListWorkers(request, timeout=ASK_TIMEOUT_S))
         response = pb.ListWorkersResponse(workers=[worker for answer in answers for worker in answer.workers])
         self._sort(response.workers)
@@ -108,6 +113,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepSummary]:
+        """Of one worker, or of all, shards that come later included; a slow reader misses some."""
         if request.worker:
             async with failing_alike(context):
                 async for step in self._owner(request.worker).control.WatchSteps(request):
@@ -119,6 +125,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
+        """At one worker, or at all."""
         if request.worker:
             async with failing_alike(context):
                 return await self._owner(request.worker).control.FlushPrefixCache(request, timeout=ASK_TIMEOUT_S)
@@ -126,6 +133,7 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=sum(answer.num_blocks_flushed for answer in answers))
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
+        """One worker, by its shard; or the whole server."""
         if request.worker:
             async with failing_alike(context):
                 return await self._owner(request.worker).control.Drain(request, timeout=ASK_TIMEOUT_S)
@@ -135,12 +143,14 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:
+        """At all shards; where one refuses it, at none."""
         async with failing_alike(context):
             return await self._adapters.load(request)
 
     async def UnloadAdapter(
         self, request: pb.ControlUnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlUnloadAdapterResponse:
+        """At all shards; refused where none has it."""
         async with failing_alike(context):
             return await self._adapters.unload(request)
 

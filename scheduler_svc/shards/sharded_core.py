@@ -102,11 +102,13 @@ class ShardedCore:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def say_listening(self, pid: int) -> None:
+        """Tells the parent that clients can connect; `pid`: this process."""
         self._front.say_listening(pid)
 
     # ---- Core -------------------------------------------------------------------------------------------------------
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+        """Refuses only where every shard's queue is full; raises the last one's refusal."""
         links = self._open_links()
         if links and all(link.is_queue_full for link in links):
             refusal: QueueFull | None = None
@@ -121,10 +123,12 @@ class ShardedCore:
                 raise refusal
 
     def refused(self, refusal: RequestRefused) -> None:
+        """One of the shards counts it."""
         for link in self._open_links()[:1]:  # one of them counts it
             link.refused(refusal)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
+        """Claims the request id at the parent, then goes to the shard with the cheapest worker."""
         self._ids[group] = await self._claim(group, replaces)
         try:
             await self._submit_anywhere(group)
@@ -133,9 +137,11 @@ class ShardedCore:
             raise
 
     def forget(self, group: SequenceGroup) -> None:
+        """As `abandon`."""
         self.abandon(group)
 
     def abandon(self, group: SequenceGroup) -> None:
+        """Wherever the group is, or while it waits for another shard; its id is free then."""
         if (move := self._moves.pop(group, None)) is not None:
             move.cancel()
         if (link := self._homes.pop(group, None)) is not None:
@@ -145,6 +151,7 @@ class ShardedCore:
         self._release_id(group)
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """At all shards, and among the groups that wait for another one."""
         moving = [group for group in self._moves if group.request_id == request_id and tenant in (None, group.tenant)]
         for group in moving:
             self._end(group, FinishReason.ABORT, "")
@@ -152,6 +159,7 @@ class ShardedCore:
         return found or bool(moving)
 
     async def adapters(self) -> list[str]:
+        """Those that any shard has; sorted."""
         return sorted({name for link in self._open_links() for name in link.adapters_there})
 
     def finish_sequence(self, sequence: Sequence) -> None:

@@ -30,9 +30,11 @@ class ShardedCollector(Collector):
         self._sums = MetricSums()
 
     def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering asks no shard."""
         return ()  # there may be no shard yet
 
     def collect(self) -> Iterator[Metric]:
+        """Asks all shards and adds up; raises TimeoutError after READ_TIMEOUT_S."""
         texts = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(READ_TIMEOUT_S)
         yield from self._sums.add(texts)
 

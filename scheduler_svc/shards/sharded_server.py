@@ -126,6 +126,7 @@ class Parent:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def read_metrics(self) -> Texts:
+        """What each shard tells, by its index and life; those that do not answer are left out."""
         lives = list(self._shards.live.values())
         answers = await asyncio.gather(*map(_metrics_of, lives), return_exceptions=True)
         return {

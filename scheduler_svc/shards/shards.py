@@ -74,6 +74,7 @@ class Shards:
         self._is_stopping = False
 
     def start(self) -> None:
+        """Starts the processes, and divides the workers among them from now on."""
         self._processes.start()
         dividing = self._divide_again()
         self._dividing = self._vital.task("shares of the workers", dividing, lambda: self._is_stopping)

@@ -22,9 +22,11 @@ class SharedModels:
         self._order: dict[str, int] = {}  # in which they came, of all shards
 
     def find(self, fingerprint: str) -> ServedModel | None:
+        """None for a model that no link has told of."""
         return self._models.get(fingerprint)
 
     def add(self, models: ServedModels) -> None:
+        """What one link tells of; a model that is here already is replaced by its newest description."""
         for each in models.known:
             self._models[each.model.fingerprint] = each.model
             self._order.setdefault(each.model.fingerprint, len(self._order))

@@ -26,6 +26,7 @@ class WorkerNames:
 
     @property
     def known(self) -> list[str]:
+        """In that order; what DNS said last counts."""
         return list(dict.fromkeys([*self._fixed, *self._found]))[: self._most]
 
     async def look_up(self, served: Collection[str]) -> None:

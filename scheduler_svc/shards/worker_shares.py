@@ -19,12 +19,15 @@ class WorkerShares:
         self._lost_s = dict.fromkeys(range(num_shards), now_s)  # shards that do not run, and since when
 
     def shard_came(self, shard: int) -> None:
+        """It has its workers, and keeps them."""
         self._lost_s.pop(shard, None)
 
     def shard_went(self, shard: int, now_s: float) -> None:
+        """Its patience begins; for one that is lost already nothing changes."""
         self._lost_s.setdefault(shard, now_s)
 
     def owner(self, address: str) -> int | None:
+        """None for a worker that no shard has."""
         return self._owners.get(address)
 
     def divide(self, addresses: Iterable[str], now_s: float) -> dict[int, list[str]]:

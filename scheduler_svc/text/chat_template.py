@@ -66,6 +66,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
+        """The template as the model brought it, for a process that is to compile it again."""
         return self._source
 
     @cached_property

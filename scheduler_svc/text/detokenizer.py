@@ -17,6 +17,8 @@ from scheduler_svc.text.tokenizer import Tokenizer
 
 
 class TextDelta(NamedTuple):
+    """What some more ids of an output have brought."""
+
     text: str
     matched_stop: str | None  # the stop string that ended the output
     num_tokens: int  # of the ids given, those up to and with the one that completed the stop string

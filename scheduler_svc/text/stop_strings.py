@@ -14,6 +14,8 @@ from scheduler_svc.text.stop_automaton import NO_STRING, StopAutomaton
 
 
 class CheckedText(NamedTuple):
+    """What of a text has been decided."""
+
     text: str  # what may be shown now
     matched: str | None  # the stop string that ended the text
 
@@ -69,6 +71,7 @@ class HeldText:
         self._length = 0
 
     def append(self, text: str) -> None:
+        """Costs nothing that grows with what is held."""
         if text:
             self._parts.append(text)
             self._length += len(text)

@@ -105,6 +105,7 @@ class ByteLevelStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """See `TextStream.push`; at most three bytes of an unfinished character are held back."""
         pieces = self._pieces
         try:
             data = b"".join([pieces[index] for index in token_ids])
@@ -113,6 +114,7 @@ class ByteLevelStream:
         return self._utf8.decode(data)
 
     def finish(self) -> str:
+        """See `TextStream.finish`."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -184,6 +186,7 @@ class SentencePieceStream:
         self._strip_count = strip_count
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """See `TextStream.push`; a run of byte tokens is held back until it ends."""
         texts: list[str] = []
         for index in token_ids:
             piece = self._next_pieces[index] if index < len(self._next_pieces) else None
@@ -199,6 +202,7 @@ class SentencePieceStream:
         return self._stripped("".join(texts))
 
     def finish(self) -> str:
+        """See `TextStream.finish`."""
         return self._stripped(self._end_run())
 
     def _end_run(self) -> str:
@@ -231,9 +235,11 @@ class WindowStream:
         self._new: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """See `TextStream.push`; decodes once an id, with those before it."""
         return "".join([self._push_one(index) for index in token_ids])
 
     def finish(self) -> str:
+        """See `TextStream.finish`."""
         return self._new_text()
 
     def _push_one(self, token_id: int) -> str:

@@ -120,6 +120,7 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
+        """None where the tokenizer names no such token."""
         return self._id_of("bos_token")
 
     @property
@@ -133,6 +134,7 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """All ids at once; for text as it comes there is `text_stream`."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:

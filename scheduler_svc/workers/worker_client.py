@@ -80,24 +80,31 @@ class Membership:
 class Members(Protocol):
     """Who decides whether a worker may join and who hears what it says: the pool, and the engine behind it."""
 
-    def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest: ...
+    def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest:
+        """What to initialise the worker with; raises WorkerRefused for one that cannot belong here."""
 
-    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool: ...
+    def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool:
+        """Whether `accept` wants the files of this worker's tokenizer."""
 
     def accept(
         self, info: worker_pb2.WorkerInfo, sizes: worker_pb2.InitializeResponse, tokenizer: Tokenizer | None
-    ) -> Membership: ...
+    ) -> Membership:
+        """The worker's place, before its lease is asked for; raises WorkerRefused."""
 
-    def left(self, member: Membership) -> None: ...
+    def left(self, member: Membership) -> None:
+        """The place is free again, whether the worker had joined or not."""
 
     def asks(self) -> bool:
         """Whether whoever has the lease is to be told that it is wanted."""
 
-    def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None: ...
+    def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None:
+        """The lease is granted; `link` carries steps from now on."""
 
-    def said(self, link: StepStream, data: bytes) -> None: ...
+    def said(self, link: StepStream, data: bytes) -> None:
+        """One message of the stream, as it came."""
 
-    def lost(self, link: StepStream, reason: str) -> None: ...
+    def lost(self, link: StepStream, reason: str) -> None:
+        """The stream has ended; nothing comes over it any more."""
 
 
 @dataclass(slots=True)
@@ -150,11 +157,13 @@ class StepStream:
         return response.notice.lease
 
     def messages(self) -> Iterator[bytes]:
+        """Every message until the stream ends; raises RpcError where it breaks."""
         for data in self._call:
             self.last_heard_ns = time.monotonic_ns()
             yield data
 
     def send(self, data: bytes) -> None:
+        """See `WorkerLink`; a keepalive is sent where nothing else is."""
         self._outgoing.put(data)
 
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
@@ -164,6 +173,7 @@ class StepStream:
         method.future(request, timeout=ADAPTER_TIMEOUT_S).add_done_callback(lambda call: done(_problem(call)))
 
     def distrust(self) -> None:
+        """See `WorkerLink`."""
         self.is_distrusted = True
 
     def close(self) -> None:
@@ -206,9 +216,11 @@ class WorkerClient:
         self._thread = vital.thread(f"worker-{address}", self._run, self._is_done)
 
     def start(self) -> None:
+        """Connects, on a thread of its own, and again after every loss."""
         self._thread.start()
 
     def close(self) -> None:
+        """Ends the stream, if there is one, and connects no more."""
         self._closed.set()
         if (stream := self._stream) is not None:
             stream.close()

@@ -90,6 +90,7 @@ class WorkerPool:
         self._closed = threading.Event()
 
     def start(self) -> None:
+        """A client for each address that was named; names are looked up from now on."""
         for address in self._fixed:
             self._add(address)
         if self._names:
@@ -108,6 +109,7 @@ class WorkerPool:
         return num_requests
 
     def close(self) -> None:
+        """Every worker is lost to the engine, and none joins any more."""
         self._closed.set()
         for client in list(self.clients.values()):
             client.close()
@@ -126,6 +128,7 @@ class WorkerPool:
         )
 
     def needs_tokenizer(self, info: worker_pb2.WorkerInfo) -> bool:
+        """See `Members`; each tokenizer is fetched once."""
         return self._tokenizer is None and self._known_tokenizer(info) is None
 
     def accept(
@@ -189,6 +192,7 @@ class WorkerPool:
             self.engine.give_back(worker)
 
     def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None:
+        """See `Members`."""
         with self._lock:
             member.link = link
             self._quota.has_joined(member.info)
@@ -202,9 +206,11 @@ class WorkerPool:
             self._count()
 
     def said(self, link: StepStream, data: bytes) -> None:
+        """See `Members`."""
         self.engine.worker_said(link, data)
 
     def lost(self, link: StepStream, reason: str) -> None:
+        """See `Members`."""
         self.engine.worker_lost(link, reason)
 
     # ---- models -----------------------------------------------------------------------------------------------------

@@ -74,8 +74,11 @@ class CacheEngine:
 class BlockMoves(Protocol):
     """What a kind of device does for `CacheEngine`."""
 
-    def copy(self, pairs: torch.Tensor) -> None: ...
+    def copy(self, pairs: torch.Tensor) -> None:
+        """As `CacheEngine.copy`."""
 
-    def swap_out(self, pairs: torch.Tensor) -> None: ...
+    def swap_out(self, pairs: torch.Tensor) -> None:
+        """As `CacheEngine.swap_out`."""
 
-    def swap_in(self, pairs: torch.Tensor) -> None: ...
+    def swap_in(self, pairs: torch.Tensor) -> None:
+        """As `CacheEngine.swap_in`."""

@@ -18,12 +18,15 @@ class CpuMoves:
         self._host = untouched_zeros((*cache.shape[:2], num_host_blocks, *cache.shape[3:]), cache.dtype)
 
     def copy(self, pairs: torch.Tensor) -> None:
+        """As `CacheEngine.copy`; done when it returns."""
         _copy_blocks(self._cache, self._cache, pairs)
 
     def swap_out(self, pairs: torch.Tensor) -> None:
+        """As `CacheEngine.swap_out`; done when it returns."""
         _copy_blocks(self._cache, self._host, pairs)
 
     def swap_in(self, pairs: torch.Tensor) -> None:
+        """As `CacheEngine.swap_in`; done when it returns."""
         _copy_blocks(self._host, self._cache, pairs)
 
 

@@ -37,9 +37,11 @@ class HostMemory:
     is_host = True
 
     def available_bytes(self) -> int:
+        """What can be had without swapping, within the control group's limit."""
         return memory.available_bytes()
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
+        """By the process's resident memory."""
         return memory.peak_bytes(work)
 
     def give_back(self) -> None:
@@ -55,11 +57,13 @@ class CudaMemory:
         self._device, self._utilization = device, utilization
 
     def available_bytes(self) -> int:
+        """Of the worker's share of the GPU, and never more than is free."""
         self.give_back()
         free, total = torch.cuda.mem_get_info(self._device)
         return max(free - int((1 - self._utilization) * total), 0)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
+        """By what the allocator reserves."""
         self.give_back()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
@@ -68,8 +72,10 @@ class CudaMemory:
         return torch.cuda.max_memory_reserved(self._device) - before
 
     def give_back(self) -> None:
+        """Empties the allocator's cache, which other processes could not use."""
         torch.cuda.empty_cache()
 
 
 def memory_of(device: torch.device, utilization: float) -> DeviceMemory:
+    """`utilization`: share of a GPU's memory that this worker may have; a CPU knows no such share."""
     return CudaMemory(device, utilization) if device.type == "cuda" else HostMemory()

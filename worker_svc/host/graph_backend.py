@@ -38,6 +38,7 @@ class CudaGraphBackend:
         self._free_bytes = self._now_free()
 
     def capture(self, work: Callable[[], None]) -> Graph:
+        """Runs `work` once, to compile and to take workspaces, and then captures it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -49,6 +50,7 @@ class CudaGraphBackend:
         return graph
 
     def bytes_taken(self) -> int:
+        """Of the device, by all graphs captured so far."""
         return self._free_bytes - self._now_free()
 
     def _now_free(self) -> int:

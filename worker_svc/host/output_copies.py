@@ -43,6 +43,7 @@ class HostOutputs:
     is_late = False
 
     def start(self, tensors: Sequence[torch.Tensor]) -> HostOutput:
+        """Copies nothing."""
         return HostOutput(tensors)
 
 
@@ -56,6 +57,7 @@ class HostOutput:
         """They are here."""
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """Views of the tensors."""
         return tuple([tensor.numpy() for tensor in self._tensors])
 
 
@@ -68,6 +70,7 @@ class CudaOutputs:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def start(self, tensors: Sequence[torch.Tensor]) -> CudaOutput:
+        """See `OutputCopies`; the host waits for nothing."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         is_done = torch.cuda.Event(blocking=True)  # whoever waits sleeps: the model thread may need the core
         with torch.cuda.stream(self._stream):
@@ -87,8 +90,10 @@ class CudaOutput(HostOutput):
         self._is_done = is_done
 
     def wait(self) -> None:
+        """Sleeps until the copies are done."""
         self._is_done.synchronize()
 
 
 def output_copies(device: torch.device) -> OutputCopies:
+    """Those for outputs that are computed on this device."""
     return CudaOutputs(device) if device.type == "cuda" else HostOutputs()

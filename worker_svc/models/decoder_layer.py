@@ -94,6 +94,7 @@ class DecoderLayer:
 
     @property
     def weights_bytes(self) -> int:
+        """Bytes that its weights occupy on the device."""
         norms = [self.input_norm, *self._head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
         products = [self.qkv, self.attention_out, self.mlp]
         return sum(part.weight_bytes for part in [*norms, *products] if part is not None)

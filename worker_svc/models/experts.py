@@ -20,9 +20,11 @@ class Experts:
 
     @property
     def weight_bytes(self) -> int:
+        """Router and all experts, chosen or not."""
         return self._router.weight_bytes + sum(expert.weight_bytes for expert in self._experts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows in the dtype of `x`; shares of experts are computed in float32."""
         shares, chosen = self._router(x).float().softmax(-1).topk(self._style.num_chosen, dim=-1)  # [T, num_chosen]
         if self._style.is_normalized:
             shares /= shares.sum(-1, keepdim=True)

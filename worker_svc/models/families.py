@@ -45,6 +45,7 @@ Read = Callable[[RawConfig], tuple[Sizes, DecoderStyle]]
 
 
 def llama(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Llama and what is written as one: SmolLM, TinyLlama, Yi."""
     sizes = _sizes(raw)
     bias = raw.flag("attention_bias")
     style = _style(raw, sizes, qkv_bias=bias, attention_out_bias=bias, mlp_bias=raw.flag("mlp_bias"))
@@ -52,16 +53,19 @@ def llama(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def mistral(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Llama with a window over all layers, 4,096 tokens where the file says nothing."""
     sizes = _sizes(raw.merged(num_key_value_heads=8))
     return sizes, _style(raw, sizes, windows=_same_windows(raw, sizes, 4096))
 
 
 def qwen2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Llama with biases of query, key and value, and windows from some layer on."""
     sizes = _sizes(raw)
     return sizes, _style(raw, sizes, qkv_bias=True, windows=_qwen_windows(raw, sizes))
 
 
 def qwen3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Llama with norms of each head's query and key; heads of 128 where the file says nothing."""
     sizes = _sizes(raw.merged(head_dim=128))
     bias = raw.flag("attention_bias")
     style = _style(raw, sizes, qkv_bias=bias, attention_out_bias=bias, has_head_norms=True)
@@ -69,6 +73,7 @@ def qwen3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def qwen3_moe(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Qwen3 with experts in place of the MLP, in all layers or every n-th."""
     sizes = _sizes(raw.merged(num_key_value_heads=4))
     bias, step, dense = raw.flag("attention_bias"), raw.integer("decoder_sparse_step", 1), raw.get("mlp_only_layers")
     experts = ExpertStyle(
@@ -84,6 +89,7 @@ def qwen3_moe(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def mixtral(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Mistral with experts in every layer, under names of its own."""
     raw = raw.merged(num_key_value_heads=8, rms_norm_eps=1e-5)
     sizes = _sizes(raw)
     experts = ExpertStyle(
@@ -99,6 +105,7 @@ def mixtral(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def phi3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Llama whose query, key and value are one tensor, and gate and up another; long contexts by LongRoPE."""
     raw = raw.merged(rms_norm_eps=1e-5)
     sizes = _sizes(raw)
     rope = read_rope(raw, sizes.head_size, kind_aliases={"su": "longrope", "yarn": "longrope"})
@@ -106,6 +113,7 @@ def phi3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def starcoder2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Biases everywhere, layer norms, and an MLP without a gate."""
     raw = raw.merged(num_key_value_heads=2, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh")
     sizes, bias = _sizes(raw), raw.flag("use_bias", True)
     style = _style(raw, sizes, names=names.STARCODER2, norm="layer", norm_eps=raw.number("norm_epsilon", 1e-5))
@@ -120,6 +128,7 @@ def starcoder2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def stablelm(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Llama with layer norms, of which a quarter of each head is rotated; raises ModelError for parallel residuals."""
     _only(raw, "use_parallel_residual", False)
     _only(raw, "qk_layernorm", False)
     raw = raw.merged(num_key_value_heads=32, partial_rotary_factor=0.25)
@@ -128,10 +137,12 @@ def stablelm(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def gemma(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """The first Gemma: embeddings scaled, norms that add one to their weight."""
     return _gemma(raw, num_key_value_heads=16)
 
 
 def gemma2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Gemma with norms on both sides, capped logits, and a window on every other layer."""
     sizes, style = _gemma(raw, num_key_value_heads=4)
     return sizes, replace(
         style,
@@ -144,6 +155,7 @@ def gemma2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def gemma3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Gemma 2 without caps, with norms of heads, and five layers with a window for one without."""
     _only(raw, "attn_logit_softcapping", None)  # `transformers` has it in the configuration, and no code for it
     sizes, style = _gemma(raw, num_key_value_heads=4)
     windows = _alternating_windows(raw, sizes, pattern=raw.integer("sliding_window_pattern", 6))
@@ -166,6 +178,7 @@ def gemma3(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def gpt2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Positions that were learnt, layer norms, and linear layers stored transposed."""
     hidden, num_heads = raw.integer("n_embd", 768), raw.integer("n_head", 12)
     sizes = Sizes(
         hidden_size=hidden,
@@ -193,6 +206,7 @@ def gpt2(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def opt(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """Positions that were learnt; its 350M norms behind the sums and embeds in fewer dimensions. Raises ModelError."""
     hidden, num_heads = raw.integer("hidden_size", 768), raw.integer("num_attention_heads", 12)
     _only(raw, "layer_norm_elementwise_affine", True)
     is_before, embedding_size = raw.flag("do_layer_norm_before", True), raw.integer("word_embed_proj_dim", hidden)
@@ -225,6 +239,7 @@ def opt(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
 
 
 def bloom(raw: RawConfig) -> tuple[Sizes, DecoderStyle]:
+    """ALiBi in place of positions, and a norm behind the embedding."""
     hidden = raw.integer("n_embed", raw.integer("hidden_size", 64))
     num_heads = raw.integer("n_head", raw.integer("num_attention_heads", 8))
     _only(raw, "apply_residual_connection_post_layernorm", False)

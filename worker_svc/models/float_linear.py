@@ -15,4 +15,5 @@ class FloatLinear:
         self._weight, self._bias = weight.contiguous(), bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
         return functional.linear(x, self._weight, self._bias)

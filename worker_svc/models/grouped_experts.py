@@ -31,9 +31,11 @@ class GroupedExperts:
 
     @property
     def weight_bytes(self) -> int:
+        """Router and all experts, chosen or not."""
         return self._router.weight_bytes + self._inner.nbytes + self._outer.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Experts`; a row adds its experts up in float32, the one of the largest share first."""
         num_chosen = self._style.num_chosen
         shares, chosen = self._router(x).float().softmax(-1).topk(num_chosen, dim=-1)  # [T, num_chosen]
         if self._style.is_normalized:

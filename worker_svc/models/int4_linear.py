@@ -24,6 +24,7 @@ class Int4Linear:
         self._multiply = kernels_for(packed.device).int4_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
         out = x.new_empty(x.shape[0], self._out_features)
         self._multiply(out, x, self.packed, self.bias)
         return out

@@ -23,6 +23,7 @@ class Int8Linear:
         self._multiply = kernels_for(packed.device).int8_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
         out = x.new_empty(x.shape[0], self.scale.shape[0])
         self._multiply(out, x, self.packed, self.scale, self.bias)
         return out

@@ -26,9 +26,11 @@ class Mlp:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes that its weights occupy on the device."""
         return self.inner.weight_bytes + self.outer.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See the formula above."""
         inner = self.inner(x)
         activated = inner.new_empty(inner.shape[0], inner.shape[1] // 2) if self._is_gated else inner
         self._activate(activated, inner)

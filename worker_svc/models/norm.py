@@ -15,9 +15,11 @@ class Norm(Protocol):
     """See `kernels.oracles.reference.rms_norm` for what a call does with `residual`; out, x, residual [T, n]."""
 
     @property
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        """Bytes that weight and bias occupy on the device."""
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None: ...
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """See the class; `out` may be `x`."""
 
 
 class RmsNorm:
@@ -29,6 +31,7 @@ class RmsNorm:
         self.weight_bytes = weight.nbytes
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """See `Norm`."""
         self._kernel(out, x, self.weight, eps=self.eps, residual=residual, weight_offset=self.weight_offset)
 
 
@@ -40,6 +43,7 @@ class LayerNorm:
         self.weight_bytes = weight.nbytes + bias.nbytes
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """See `Norm`."""
         self._kernel(out, x, self._weight, self._bias, eps=self._eps, residual=residual)
 
 
@@ -49,6 +53,7 @@ class NoNorm:
     weight_bytes = 0
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """See `Norm`."""
         out.copy_(x if residual is None else residual.add_(x))
 
 

@@ -44,6 +44,7 @@ class PackedLinear:
         self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
         out = x.new_empty(x.shape[0], self._out_features, dtype=torch.float32)
         rows = x.contiguous().view(torch.float32) if self._has_pairs else x.float()
         self._matmul(out, rows, self._packed, self._bias)

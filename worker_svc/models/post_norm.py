@@ -18,6 +18,7 @@ class PostNormLayer(DecoderLayer):
     def __call__(
         self, update: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors
     ) -> torch.Tensor:
+        """As `DecoderLayer`; returns `update` as it came."""
         step.normed.copy_(step.residual)
         self._attend(key_cache, value_cache, step)
         self.input_norm(step.normed, self.attention_out(step.attended), step.residual)

@@ -21,6 +21,8 @@ _PIECE_BYTES = 4 << 20  # what is converted or sent to a device at once: it stay
 
 
 class StoredTensor(Protocol):
+    """Where a tensor is and what it looks like."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -53,6 +55,7 @@ class FileTensor:
         self.shape, self.dtype, self._file, self._offset = shape, dtype, file, offset
 
     def read_into(self, out: torch.Tensor) -> None:
+        """See `StoredTensor`; other types and devices take a piece of _PIECE_BYTES beside it."""
         flat = out.view(-1)
         if out.dtype == self.dtype and out.device.type == "cpu":
             self._read(flat, 0)
@@ -76,6 +79,7 @@ class MadeTensor:
         self.shape, self.dtype, self._make = shape, dtype, make
 
     def read_into(self, out: torch.Tensor) -> None:
+        """See `StoredTensor`; makes the whole tensor first."""
         out.copy_(self._make())
 
 

@@ -16,6 +16,7 @@ class TiledLinear:
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear`."""
         out = x.new_empty(x.shape[0], self._weight.shape[0])
         self._matmul(out, x, self._weight, self._bias)
         return out

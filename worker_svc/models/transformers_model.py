@@ -37,6 +37,7 @@ class StepContext:
         self.layers_seen: set[int] = set()
 
     def refuse(self, why: str) -> ModelError:
+        """What to raise where the library's model asks for attention that our kernels do not have."""
         return ModelError(f"architecture {self.config.architecture} is not supported: {why}")
 
 
@@ -73,6 +74,7 @@ class TransformersModel:
 
     @property
     def weights_bytes(self) -> int:
+        """Bytes of the library's parameters on the device."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @property

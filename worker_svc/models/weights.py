@@ -62,12 +62,15 @@ class CheckpointWeights:
         self._dtype, self._device, self._progress = dtype, device, progress
 
     def has(self, name: str) -> bool:
+        """See `Weights`."""
         return name in self._left
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
+        """See `Weights`; reads the file now."""
         return self.take_parts([name], shape[:1], *shape[1:])
 
     def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
+        """See `Weights`; every part is read straight into its place."""
         # All are looked at before memory is taken for them.
         stored = [self._pop(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
         out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
@@ -88,9 +91,11 @@ class CheckpointWeights:
         return tensor
 
     def ignore(self, name: str) -> None:
+        """See `Weights`."""
         self._left.pop(name, None)
 
     def finish(self) -> None:
+        """See `Weights`."""
         self._progress.finish()
         if self._left:
             names = sorted(self._left)
@@ -112,19 +117,24 @@ class DummyWeights:
         self._generator = torch.Generator(self._drawn_on).manual_seed(seed)
 
     def has(self, name: str) -> bool:
+        """Every tensor can be had."""
         return True
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Ones for a norm, else uniform in +-1/sqrt(last dimension)."""
         if len(shape) == 1 and name.endswith(".weight"):  # of a norm
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         numbers = torch.empty(shape, device=self._drawn_on).uniform_(-1, 1, generator=self._generator)
         return (numbers / shape[-1] ** 0.5).to(device=self._device, dtype=self._dtype)
 
     def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
+        """See `Weights`; part after part, as `take` draws them."""
         return torch.cat([self.take(name, size, *rest) for name, size in zip(names, sizes, strict=True)])
 
     def ignore(self, name: str) -> None:
+        """Nothing is stored that could be left."""
         pass
 
     def finish(self) -> None:
+        """Nothing is stored that could be left."""
         pass

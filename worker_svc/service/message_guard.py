@@ -43,6 +43,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
+        """Wraps a method when it is first called, and keeps the wrapped one."""
         if (guarded := self._guarded.get(details.method)) is not None:
             return guarded
         handler = await continuation(details)

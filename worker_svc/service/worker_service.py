@@ -53,6 +53,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     # ---- Handshake --------------------------------------------------------------------------------------------------
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.WorkerInfo:
+        """What this worker serves and its upper bounds; answers whether or not somebody has the lease."""
         config, bounds = self._model_config, self._worker.bounds
         return worker_pb2.WorkerInfo(
             instance_id=self.instance_id,
@@ -90,6 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.WORKER_LIFECYCLE_INITIALIZED
 
     async def GetTokenizer(self, request: worker_pb2.GetTokenizerRequest, context: Any) -> None:
+        """The tokenizer's files in chunks; DEADLINE_EXCEEDED where the disk takes too long."""
         async with self._tokenizer_calls.admit(context):
             try:
                 async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
@@ -100,6 +102,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
 
     async def Initialize(self, request: worker_pb2.InitializeRequest, context: Any) -> worker_pb2.InitializeResponse:
+        """Makes cache and buffers of these bounds, once; FAILED_PRECONDITION for others under a lease."""
         try:
             limits = limits_of(request, self._worker.bounds)
         except ValueError as error:
@@ -117,11 +120,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> worker_pb2.LoadAdapterResponse:
+        """UNIMPLEMENTED."""
         await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Any
     ) -> worker_pb2.UnloadAdapterResponse:
+        """UNIMPLEMENTED."""
         await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
@@ -131,6 +136,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return [self._session.peer] if self._session is not None else []
 
     async def Execute(self, requests: Any, context: Any) -> None:
+        """One scheduler's lease: steps in, answers out, until either side ends it."""
         async with self._streams.admit(context):
             await self._execute(context)
 

@@ -65,6 +65,7 @@ class FleetFigures:
 
 
 def measure(run: Run, num_workers: int) -> FleetFigures:
+    """The figures of a run with at least one request; `num_workers`: of the pool, those that were lost included."""
     outcomes = run.outcomes
     started_ns = min(outcome.request.at_ns for outcome in outcomes)
     virtual_s = (run.ended_ns - started_ns) / 1e9

@@ -34,6 +34,7 @@ class Outcome:
 
     @property
     def ttft_ns(self) -> int:
+        """From arrival to the first token, in virtual time; means nothing for one that never got a token."""
         return self.first_token_ns - self.request.at_ns
 
 

@@ -33,6 +33,7 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """With the history."""
         return len(self.history) + sum(length for _, length in self.content)
 
     @property
@@ -42,6 +43,7 @@ class Request:
         return self.num_prompt_tokens + self.num_output_tokens + self.num_turns_left * own
 
     def prompt(self) -> TokenIds:
+        """int64[num_prompt_tokens], made anew at every call."""
         return np.concatenate([self.history, *(_tokens(text, length) for text, length in self.content)])
 
     def next_turn(self, history: TokenIds, ended_ns: int, text: int) -> Request | None:

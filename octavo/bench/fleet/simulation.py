@@ -239,16 +239,20 @@ class Simulation:
     # ---- the sink ---------------------------------------------------------------------------------------------------
 
     def put_tokens(self, tokens: NewTokens, outputs: worker_pb2.SequenceOutputs) -> None:
+        """Keeps an answer's tokens with the time of their arrival; they are counted after the turn."""
         self._told.append((self._now_ns, tokens))
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
+        """Notes when a request ended, and why where that is not its length."""
         group.output.error, group.output.ended_ns = message or reason.name, self._now_ns
         self.run_seen.ended_ns = self._now_ns
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
+        """Never called: no request of a load asks for them."""
         raise AssertionError("nobody asks for logprobs")
 
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
+        """Never called: no request of a load searches."""
         raise AssertionError("nobody asks for beams")
 
     def _note(self, now_ns: int, tokens: NewTokens) -> None:

@@ -35,9 +35,11 @@ class WorkerKind:
     max_num_batched_tokens: int = 2048
 
     def step_ns(self, num_tokens: int) -> int:
+        """How long a step of so many tokens takes."""
         return round((self.step_ms * 1e6 + self.token_us * 1e3 * num_tokens) / self.speed)
 
     def info(self, name: str, max_model_len: int) -> worker_pb2.WorkerInfo:
+        """What a worker of this kind says of itself to a scheduler."""
         return worker_pb2.WorkerInfo(
             instance_id=name,
             model="simulated",
@@ -51,6 +53,7 @@ class WorkerKind:
         )
 
     def sizes(self, max_model_len: int) -> worker_pb2.InitializeResponse:
+        """Its cache and bounds, as it answers `Initialize`."""
         full = self.max_num_batched_tokens
         return worker_pb2.InitializeResponse(
             num_device_blocks=self.cache_tokens // BLOCK_SIZE,
@@ -132,10 +135,13 @@ class VirtualWorker:
         return RunStep(self, self._free_at_ns, response.SerializeToString(), len(step.groups))
 
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
+        """Never called: there are no adapters."""
         raise AssertionError("it has no adapters, and nobody asks for one")
 
     def distrust(self) -> None:
+        """Never called by a scheduler that is right: everything that it says is well formed."""
         raise AssertionError("what it said was wrong")
 
     def close(self) -> None:
+        """Its lease ends; what it was sent and has not computed is never answered."""
         self.is_closed = True
