@@ -69,7 +69,7 @@ def _best_s(run: Callable[[], Any]) -> float:
 
 
 @njit(nogil=True, fastmath={"reassoc", "nsz"})
-def _sum(line):  # type: ignore[no-untyped-def]
+def _sum(line):  # type: ignore[no-untyped-def]  # for numba
     total = np.float32(0.0)
     for i in range(line.size):
         total += line[i]
@@ -77,7 +77,7 @@ def _sum(line):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, parallel=True)
-def _add_up(address, count, num_threads, is_asked_for):  # type: ignore[no-untyped-def]
+def _add_up(address, count, num_threads, is_asked_for):  # type: ignore[no-untyped-def]  # for numba
     numbers = lines(address, FLOAT32, count, _LINE)
     totals = np.zeros(num_threads, dtype=np.float32)
     for lane in prange(num_threads):

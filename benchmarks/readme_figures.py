@@ -119,7 +119,7 @@ def step_costs(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> 
     num_steps = after["num_steps"] - before["num_steps"]
 
     def per_step(name: str) -> float:
-        return float(after[name] - before[name]) / num_steps
+        return float(after[name] - before[name]) / float(num_steps)
 
     busy_ns = sum(after["worker_ns"][phase] - before["worker_ns"][phase] for phase in _BUSY_PHASES)
     return {

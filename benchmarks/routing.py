@@ -98,7 +98,7 @@ def play(workload: Workload, rule: str, seed: int) -> FleetFigures:
     """One run of a workload by a rule."""
     simulation = Simulation(workload.pool, workload.requests(seed), workload.losses, seed)
     if rule == OWN_BOUND_ONCE:
-        simulation.engines[0]._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]
+        simulation.engines[0]._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]  # bound once
     elif rule != OWN:
         use(simulation.engines[0], RULES[rule](), seed)
     return measure(simulation.run(), len(workload.pool))

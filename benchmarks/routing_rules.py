@@ -110,8 +110,8 @@ RULES: dict[str, Callable[[], Cost]] = {
 def use(engine: Engine, rule: Cost, seed: int) -> None:
     """Lets another rule choose in an engine that has not started; nobody is bound again while his worker is there."""
     chooser = _Chooser(engine, rule, seed)
-    engine.router._choose = chooser.choose  # type: ignore[method-assign]
-    engine._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]
+    engine.router._choose = chooser.choose  # type: ignore[method-assign]  # another rule
+    engine._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]  # bound once
 
 
 class _Chooser:

@@ -17,7 +17,7 @@ from octavo.bench.workloads import Workload
 from octavo.outputs import RequestMetrics
 
 
-class _StepClock(StoppingCriteria):
+class _StepClock(StoppingCriteria):  # type: ignore[misc]  # the library is not read, see pyproject.toml
     """Stops nothing; notes when each step of the batch has its tokens."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class _StepClock(StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         self.times_ns.append(time.monotonic_ns())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)  # type: ignore[return-value]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)  # type: ignore[return-value]  # a BoolTensor
 
 
 class TransformersBaseline:

@@ -146,7 +146,10 @@ class AsyncClient(_Settings):
 
     async def model_info(self, model: str = "") -> pb.ModelInfo:
         """Of a model, or of the default: name, architecture, vocabulary, lengths."""
-        return await self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model))
+        info: pb.ModelInfo = await self._unary(
+            lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model)
+        )
+        return info
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True, *, model: str = ""
@@ -158,7 +161,8 @@ class AsyncClient(_Settings):
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
         """The text of these ids, by the server's tokenizer."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._unary(lambda at: at.inference.Detokenize, request)).text
+        response: pb.DetokenizeResponse = await self._unary(lambda at: at.inference.Detokenize, request)
+        return response.text
 
     async def flush_prefix_cache(self) -> int:
         """Lets every worker forget what prompts it has computed; how many cache blocks could be found before."""
@@ -172,7 +176,9 @@ class AsyncClient(_Settings):
         name later is another one.
         """
         request = pb.ControlLoadAdapterRequest(name=name, path=path)
-        answers = await self._everywhere(lambda at: at.control.LoadAdapter, request, timeout)
+        answers: list[pb.ControlLoadAdapterResponse] = await self._everywhere(
+            lambda at: at.control.LoadAdapter, request, timeout
+        )
         return answers[0].generation
 
     async def unload_adapter(self, name: str, timeout: float | None = None) -> None:
@@ -287,7 +293,8 @@ class Client(_Settings):
 
     def model_info(self, model: str = "") -> pb.ModelInfo:
         """See `AsyncClient.model_info`."""
-        return self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model))
+        info: pb.ModelInfo = self._unary(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model))
+        return info
 
     def tokenize(
         self, prompt: str | Sequence[Mapping[str, str]], add_special_tokens: bool = True, *, model: str = ""
@@ -299,7 +306,8 @@ class Client(_Settings):
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
         """The text of these ids, by the server's tokenizer."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return self._unary(lambda at: at.inference.Detokenize, request).text
+        response: pb.DetokenizeResponse = self._unary(lambda at: at.inference.Detokenize, request)
+        return response.text
 
     def flush_prefix_cache(self) -> int:
         """See `AsyncClient.flush_prefix_cache`."""
@@ -309,7 +317,10 @@ class Client(_Settings):
     def load_adapter(self, name: str, path: str, timeout: float | None = None) -> int:
         """See `AsyncClient.load_adapter`."""
         request = pb.ControlLoadAdapterRequest(name=name, path=path)
-        return self._everywhere(lambda at: at.control.LoadAdapter, request, timeout)[0].generation
+        answers: list[pb.ControlLoadAdapterResponse] = self._everywhere(
+            lambda at: at.control.LoadAdapter, request, timeout
+        )
+        return answers[0].generation
 
     def unload_adapter(self, name: str, timeout: float | None = None) -> None:
         """See `AsyncClient.unload_adapter`."""

@@ -79,7 +79,8 @@ class InterruptibleStream(Generic[Response]):
 
     def _next(self) -> Response:
         try:
-            return next(self._call)
+            response: Response = next(self._call)
+            return response
         except grpc.RpcError as error:
             failure = RequestFailed.from_rpc_error(error)
             error.with_traceback(None)  # it is the call, which that would keep for whoever collects garbage

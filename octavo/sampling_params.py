@@ -158,7 +158,7 @@ def _set_field(message: pb.SamplingParams, name: str, value: Any) -> None:
         case "early_stopping":
             if value not in EARLY_STOPPING:
                 raise ValueError(f"accepted: {', '.join(EARLY_STOPPING)}, True, False")
-            message.early_stopping = pb.EarlyStopping.Value(f"EARLY_STOPPING_{value}")
+            message.early_stopping = getattr(pb, f"EARLY_STOPPING_{value}")
         case "guided":
             if len(value) != 1 or not value.keys() <= set(GUIDES):
                 raise ValueError(f"accepted: one of {', '.join(GUIDES)}")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import WorkerEnded
-from octavo.serving_plan import LOOPBACK, free_port, worker_environment
+from octavo.serving_plan import worker_environment
 from octavo.shared.child_output import ChildOutput, Screen, environment
 from octavo.shared.cores import available_cores
 from octavo.shared.end_with_parent import ends_with_parent
 from octavo.shared.options import to_arguments
+from octavo.shared.ports import LOOPBACK, free_port
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig

@@ -17,8 +17,10 @@ import grpc
 import structlog
 
 from octavo.shared import log as logging
-from octavo.shared.options import Parser, add_arguments, from_namespace
-from octavo.shared.rpc import CHANNEL_OPTIONS, BindError, bind
+from octavo.shared.command_line import Parser
+from octavo.shared.options import add_arguments, from_namespace
+from octavo.shared.ports import BindError
+from octavo.shared.rpc import CHANNEL_OPTIONS, bind
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.api.inference_service import InferenceService

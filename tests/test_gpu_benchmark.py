@@ -187,7 +187,7 @@ class _Card:
 
 def test_an_operation_needs_the_longer_of_its_two_times() -> None:
     def us(op: StepOp) -> float:
-        return floor_us(op, _Card(), torch.bfloat16)  # type: ignore[arg-type]
+        return floor_us(op, _Card(), torch.bfloat16)  # type: ignore[arg-type]  # a fake
 
     assert us(StepOp("copy", 3, 1_000_000)) == pytest.approx(3.0)
     assert us(StepOp("attention", 1, 1_000_000, share=0.5)) == pytest.approx(2.0)

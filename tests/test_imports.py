@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -202,6 +204,67 @@ def test_transformers_is_imported_nowhere_at_import_time() -> None:
 def test_the_scheduler_core_knows_neither_grpc_nor_a_loop_nor_a_clock() -> None:
     found = list(imports_of(ROOT / "scheduler_svc" / "core"))
     assert [str(each) for each in found if each.of("grpc", "asyncio", "time", "datetime", "threading")] == []
+
+
+def test_strings_that_name_modules_name_what_is_there() -> None:
+    """As `monkeypatch.setattr`, `import_module` and `python -m` take them, alone or within a program's text.
+
+    Of what is behind a module's name the first part must be in the module's own text: a definition, or an import.
+    """
+    lost = []
+    for file in sorted(path for path in ROOT.glob("[!.]*/**/*.py") if not path.match("protos/*_pb2*")):
+        for line, name in _named(ast.parse(file.read_text(encoding="utf-8"))):
+            if not name.startswith(NO_MODULES) and not _is_there(name):
+                lost.append(f"{file.relative_to(ROOT)}:{line} names {name}")
+    for file in (ROOT / "Makefile", ROOT / "Dockerfile", ROOT / ".ci" / "run", *ROOT.glob("compose*.yaml")):
+        for found in re.finditer(r"python3? -m ([\w.]+)", file.read_text(encoding="utf-8")):
+            if _NAMES.fullmatch(found[1]) and not _is_there(found[1]):
+                lost.append(f"{file.relative_to(ROOT)} names {found[1]}")
+    assert lost == []
+
+
+_NAMES = re.compile(rf"(?<![\w./-])({'|'.join((*PACKAGES, 'benchmarks', 'docs', 'tests'))})(\.\w+)+")
+# What looks like a module and is none: the public proto packages, a file, and what a test makes.
+NO_MODULES = ("octavo.v1", "octavo.yaml", "octavo.sentencepiece", "kernels.gpu.squared_relu")
+
+
+def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names in strings that are no docstrings, each with its line."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield from ((node.lineno, found[0]) for found in _NAMES.finditer(node.value))
+
+
+@cache
+def _is_there(name: str) -> bool:
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:count])
+        if path.with_suffix(".py").is_file() or path.is_dir():
+            break
+    if count == len(parts):
+        return True
+    text = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+    return text.is_file() and parts[count] in _bound(ast.parse(text.read_text(encoding="utf-8")))
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that a module binds anywhere in its text."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+    return names
 
 
 def test_protos_import_only_protobuf_and_grpc() -> None:

@@ -104,7 +104,7 @@ def test_an_ended_stream_stays_ended_and_is_not_cancelled() -> None:
     call.cancelled.set()
     stream: InterruptibleStream[int] = InterruptibleStream(lambda: call)
     cancelled = []
-    call.cancel = lambda: cancelled.append(1)  # type: ignore[method-assign]
+    call.cancel = lambda: cancelled.append(1)  # type: ignore[method-assign]  # watched
     assert list(stream) == [] and list(stream) == []
     stream.cancel()
     assert ended("responses") and ended("cancel") and cancelled == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -9,12 +10,24 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import octavo
+
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "triton", "numba", "transformers"}
 
 
+# Modules of kernels that mypy checks less strictly. It never grows: a new one has types, or its compiler gets stubs.
+MOST_EXCEPTED = 44
+# Types of torch. With its text every kernel for CPUs is compiled anew, so it changes together with one of those.
+COMPILED_IN = {"kernels.int8_weight"}
+
+
+def settings() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
 def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return settings()["project"]
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -45,3 +58,35 @@ def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     assert ended.stdout.strip() == "False", ended.stderr
     # The test above reads the installed version, which an old editable install may have from an older file.
     assert not project()["version"].startswith("0.18.")
+
+
+def test_one_place_says_which_version_this_is() -> None:
+    shown = subprocess.run([sys.executable, "-m", "octavo", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert shown.stdout == f"octavo {octavo.__version__}\n"
+    assert octavo.__version__ == importlib.metadata.version("octavo") == project()["version"], (
+        "`make setup` installs it"
+    )
+    copies = [path for path in Path(ROOT, "octavo").rglob("*.py") if project()["version"] in path.read_text("utf-8")]
+    assert copies == []
+    assert f"## [{project()['version']}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_strict_types_have_few_exceptions_which_get_fewer() -> None:
+    mypy = settings()["tool"]["mypy"]
+    assert mypy["strict"]
+    ours = {"octavo", "scheduler_svc", "worker_svc", "kernels", "tests", "benchmarks", "docs", "examples", "protos"}
+    loosened = [each for override in mypy["overrides"] for each in override["module"] if each.partition(".")[0] in ours]
+    excepted = set(loosened) - {"tests.*", "protos.*"}
+    assert len(excepted) <= MOST_EXCEPTED
+    for module in excepted - COMPILED_IN:
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        assert re.search(r"^(import|from) (triton|numba|llvmlite)\b", text, re.M), f"{module} needs no exception"
+
+
+def test_whoever_ignores_a_type_says_which_error_and_why() -> None:
+    """In kernels, arguments without types need no reason: their compilers give them."""
+    for path in sorted(ROOT.glob("[!.]*/**/*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            if re.search(r"#\s*type: ignore(?!\[no-untyped-def\])", line) and path != Path(__file__):
+                assert re.search(r"# type: ignore\[[a-z-]+\]  # \S", line), f"{path.relative_to(ROOT)}:{number}"

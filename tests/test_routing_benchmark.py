@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import routing
 from benchmarks.routing_rules import RULES, Asked, Seen
+from octavo.bench.fleet.outcomes import Loss
 from octavo.bench.fleet.requests import Load
 
 ASKED = Asked(num_tokens=160, num_blocks=10, block_size=16)
@@ -44,9 +45,7 @@ def test_round_robin_takes_turns() -> None:
 @pytest.mark.parametrize("rule", [*RULES, routing.OWN_BOUND_ONCE, routing.OWN])
 def test_every_rule_serves_all(rule: str) -> None:
     tiny = Load(requests=60, shared_tokens=64, tenants=4, prompt_tokens=32, output_tokens=8, rate=100)
-    workload = dataclasses.replace(
-        routing.WORKLOADS["loss"], requests=tiny.arrivals, losses=(routing.Loss(0, 0.2, 0.4),)
-    )
+    workload = dataclasses.replace(routing.WORKLOADS["loss"], requests=tiny.arrivals, losses=(Loss(0, 0.2, 0.4),))
     figures = routing.play(workload, rule, 0)
     assert (figures.requests, figures.failed, figures.output_tokens) == (60, 0, 480)
     assert figures.cache_hit_rate > 0.3

@@ -114,4 +114,4 @@ class BareWorker:
 
 
 def _column(values: object, dtype: str) -> bytes:
-    return np.array(list(values), dtype).tobytes()  # type: ignore[call-overload]
+    return np.array(list(values), dtype).tobytes()  # type: ignore[call-overload]  # any dtype

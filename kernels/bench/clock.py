@@ -68,7 +68,7 @@ class GraphClock:
             call()
         end.record()
         torch.cuda.synchronize(self.device)
-        return 1e3 * start.elapsed_time(end) / len(calls)
+        return 1e3 * float(start.elapsed_time(end)) / len(calls)
 
 
 class HostClock:

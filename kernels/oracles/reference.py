@@ -302,7 +302,8 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     inverse = torch.full_like(largest, 127) / largest  # a division, where 127 / largest would be two operations
     quantized = (groups * inverse).masked_fill(is_zero, 0).round()
     step = (largest / 127).masked_fill(is_zero, 0).masked_fill(largest.isinf(), torch.nan)
-    return (quantized.double() * step.double()).flatten(1)[:, :num_in]
+    rounded: torch.Tensor = (quantized.double() * step.double()).flatten(1)[:, :num_in]
+    return rounded
 
 
 def _gelu(x: torch.Tensor, is_approximate: bool) -> torch.Tensor:

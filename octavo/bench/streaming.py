@@ -21,7 +21,8 @@ from typing import Any
 import grpc
 
 from octavo.bench.figures import percentile
-from octavo.serving_plan import LOOPBACK, environment_without_options, free_port
+from octavo.shared.options import environment_without_options
+from octavo.shared.ports import LOOPBACK, free_port
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 

@@ -13,12 +13,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from octavo.models.errors import FetchError, SourceUnavailable
 from octavo.models.hub_cache import HubName, cache_folder, find, wanted_files
 from octavo.shared.command_line import did_you_mean
+
+T = TypeVar("T")
 
 _REACH_TIMEOUT_S = 10.0
 _NAMES_LOOKED_AT = 500  # of an owner's models, for one that is nearly what was asked for
@@ -39,7 +42,7 @@ def fetch_from_hub(
     about `reach_timeout_s` where given, and FetchError.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, tqdm
+    from huggingface_hub.utils.tqdm import disable_progress_bars, tqdm
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -163,15 +166,10 @@ def _one_line(error: Exception) -> str:
 
 def _nearest(repo: str) -> str:
     """`; did you mean X?` for a model of the same owner, or of the same name; nothing where the hub does not say."""
-    from huggingface_hub import HfApi
-
     owner, _, name = repo.partition("/")
-    for query in ({"author": owner}, {"search": name}):
+    for query in (partial(_ids, author=owner), partial(_ids, search=name)):
         try:
-            ids = _within(
-                _REACH_TIMEOUT_S,
-                lambda query=query: [m.id for m in HfApi().list_models(limit=_NAMES_LOOKED_AT, **query)],  # type: ignore[misc]
-            )
+            ids = _within(_REACH_TIMEOUT_S, query)
         except Exception:  # only a hint hangs on it
             return ""
         if hint := did_you_mean(repo, ids):
@@ -179,11 +177,17 @@ def _nearest(repo: str) -> str:
     return ""
 
 
-def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
+def _ids(author: str | None = None, search: str | None = None) -> list[str]:
+    from huggingface_hub import HfApi
+
+    return [model.id for model in HfApi().list_models(limit=_NAMES_LOOKED_AT, author=author, search=search)]
+
+
+def _within(timeout_s: float | None, call: Callable[[], T]) -> T:
     """`call()`; raises `_TookTooLong`. In a thread of its own: looking a host name up knows no timeout."""
     if timeout_s is None:
         return call()
-    outcome: list[Any] = []
+    outcome: list[T] = []
     failure: list[Exception] = []
 
     def run() -> None:

@@ -26,9 +26,11 @@ class Parser(argparse.ArgumentParser):
         """Prints one line to standard error and exits with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]  # one signature in place of the base's overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> argparse.Namespace:
         """As argparse's; what it does not know is an error that names the nearest flag or command."""
-        # One signature in place of the base's overloads.
+        found: argparse.Namespace
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._no_such(unknown, found))

@@ -63,17 +63,17 @@ WORKER_SERVER_OPTIONS = tuple(
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_SERVICE_UNKNOWN: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc ships no types
     """grpc.health.v1, with any number of watchers a service.
 
     grpcio's own asyncio servicer forgets all watchers of a service as soon as one of them leaves.
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
-        self._statuses = {"": _SERVING, **dict.fromkeys(service_names, _NOT_SERVING)}
+        self._statuses: dict[str, int] = {"": _SERVING, **dict.fromkeys(service_names, _NOT_SERVING)}
         self._changed = asyncio.Condition()
         self._closed = False
 
@@ -143,7 +143,7 @@ def add_introspection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
 
 def behaviour(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
     """What a method does, of the one kind of the four that it is."""
-    kinds = {
+    kinds: dict[tuple[bool, bool], Callable[..., Any]] = {
         (False, False): handler.unary_unary,
         (False, True): handler.unary_stream,
         (True, False): handler.stream_unary,
@@ -156,7 +156,8 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Lets `server` listen on host:port without TLS and returns the port (0 takes a free one). Raises BindError."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        taken: int = server.add_insecure_port(address)
     except RuntimeError as error:  # grpc does not say why; the socket itself does
         check_port_is_free(host, port)
         raise BindError(f"cannot listen on {address}") from error
+    return taken

@@ -33,7 +33,7 @@ GIVES_WAY = frozenset({"/grpc.health.v1.Health/Watch"})  # may stay open for eve
 REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
 
-class RequestGuard(grpc.aio.ServerInterceptor):
+class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
     """Wraps every method that is a coroutine or an asynchronous generator.
 
     Args:

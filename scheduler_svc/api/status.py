@@ -108,7 +108,8 @@ def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> byte
         delay = duration_pb2.Duration(nanos=0)
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status.SerializeToString()
+    details: bytes = status.SerializeToString()
+    return details
 
 
 def _packed(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:

@@ -107,7 +107,9 @@ class BlockSpaceManager:
 
     def slots_at_border(self, slots: Ints) -> Ints:
         """Those of `slots` whose next token needs a new block."""
-        return slots[self.columns.num_computed_tokens[slots] == self.columns.num_blocks[slots] * self.block_size]
+        is_full = self.columns.num_computed_tokens[slots] == self.columns.num_blocks[slots] * self.block_size
+        at_border: Ints = slots[is_full]
+        return at_border
 
     def grow_by_one(self, slots: Ints) -> BlockIds:
         """Extends each slot's table by one block; entry i of the result went to slots[i]."""

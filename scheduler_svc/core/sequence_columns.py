@@ -154,7 +154,8 @@ class SequenceColumns:
         reach = self.num_tokens + self.num_placeholders
         ready = (reach == self.num_computed_tokens + 1) & self.occupied & (reach < self.max_num_tokens)
         ready &= (self.num_computed_tokens >= self.num_known_tokens) & ~self.is_held
-        return ready.nonzero()[0]
+        slots: Ints = ready.nonzero()[0]
+        return slots
 
     def check_integrity(self) -> None:
         """Raises AssertionError when columns contradict one another. Cheap enough to run in production when idle."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import structlog
 
@@ -49,6 +49,7 @@ from scheduler_svc.routing.worker_queue import WorkerQueue
 from scheduler_svc.vital_parts import VitalParts
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 
@@ -175,11 +176,11 @@ class Engine:
             self.live.free(sequence.group)  # the client may use it again as soon as it has read the end
         self._inbox.put(partial(self._placement.finish_sequence, sequence))
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
+    def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
         if self.live.is_closed:
             raise NotReady("this server is shutting down")
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self._inbox.put(partial(_fulfil, future, function))
         return future
 
@@ -582,7 +583,7 @@ def _begin(future: Future[int], begin: Callable[[Future[int]], None]) -> None:
         future.set_exception(error)
 
 
-def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return  # the caller is gone
     try:

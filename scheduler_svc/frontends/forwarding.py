@@ -30,7 +30,8 @@ def _handler(method: MethodDescriptor, channel: grpc.aio.Channel) -> grpc.RpcMet
 def _unary(ask: Any) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            return await ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+            response: bytes = await ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+            return response
         except grpc.aio.AioRpcError as error:
             await _fail_alike(context, error)
         raise AssertionError("failed calls do not come here")

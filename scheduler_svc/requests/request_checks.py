@@ -6,6 +6,7 @@ accepted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -122,6 +123,7 @@ def check_prompt_size(request: pb.GenerateRequest | pb.TokenizeRequest, model: S
     """Even where the prompt is going to be truncated: it has to be tokenised first, and that takes its time."""
     kind = request.WhichOneof("prompt_kind")
     if kind == "prompt_token_ids":
+        assert isinstance(request, pb.GenerateRequest)
         check_length(kind, len(request.prompt_token_ids.ids), "ids", model)
     elif kind == "messages":
         messages = request.messages.messages
@@ -142,7 +144,7 @@ def check_length(field: str, got: int, what: str, model: ServedModel, most: int 
 def _check_known_fields(request: pb.GenerateRequest) -> None:
     """A field that this server does not know asks for something that it would silently leave out: an image, say."""
     for message in (request, request.sampling_params, request.messages, *request.messages.messages):
-        if unknown := list(UnknownFieldSet(message)):
+        if unknown := UnknownFieldSet(message):
             what = f"field {unknown[0].field_number} of {message.DESCRIPTOR.name} is not known here"
             raise InvalidRequest(FieldViolation(message.DESCRIPTOR.name, f"{what}; text is accepted, no other media"))
 
@@ -170,7 +172,7 @@ def _shown(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
-def check_vocabulary(field: str, token_ids: list[int], model: ServedModel) -> None:
+def check_vocabulary(field: str, token_ids: Iterable[int], model: ServedModel) -> None:
     """That the model has all these ids."""
     outside = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
     if outside is not None:

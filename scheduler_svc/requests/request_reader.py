@@ -8,10 +8,10 @@ largest request it takes a few milliseconds, and a small part of the memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from protos import inference_pb2 as pb
 from scheduler_svc.errors import FieldViolation, InvalidRequest
@@ -50,7 +50,7 @@ def read_head(data: bytes) -> pb.GenerateRequest:
     return pb.GenerateRequest(**{name: getattr(head, name) for name in _HEAD_FIELDS})
 
 
-def _head_class() -> Any:
+def _head_class() -> type[Message]:
     file = descriptor_pb2.FileDescriptorProto(name="octavo/request_head.proto", package="octavo.v1", syntax="proto3")
     message = file.message_type.add(name="GenerateRequest")
     for name in _HEAD_FIELDS:
@@ -64,13 +64,16 @@ def _head_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("octavo.v1.GenerateRequest"))
 
 
-def _add(message: descriptor_pb2.DescriptorProto, name: str, kind: Any) -> descriptor_pb2.FieldDescriptorProto:
-    return message.field.add(
+def _add(
+    message: descriptor_pb2.DescriptorProto, name: str, kind: descriptor_pb2.FieldDescriptorProto.Type.ValueType
+) -> descriptor_pb2.FieldDescriptorProto:
+    field: descriptor_pb2.FieldDescriptorProto = message.field.add(
         name=name,
         number=_GENERATE.fields_by_name[name].number,
         type=kind,
         label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
     )
+    return field
 
 
 _RequestHead = _head_class()

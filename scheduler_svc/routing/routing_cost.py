@@ -111,4 +111,5 @@ def cheapest(
     if len(equal) < 2:
         return equal
     cached = num_cached_blocks[equal]
-    return equal[cached == cached.min()]
+    least_cached: npt.NDArray[np.int64] = equal[cached == cached.min()]
+    return least_cached

@@ -87,7 +87,8 @@ class WorkerLoads:
     def alike(self, worker: WorkerHandle) -> npt.NDArray[np.bool_]:
         """Which numbers may have groups that a worker serves, by their model."""
         model = self._model[worker.number]
-        return (self._model == model) | (self._model == 0) | (model == 0)
+        alike: npt.NDArray[np.bool_] = (self._model == model) | (self._model == 0) | (model == 0)
+        return alike
 
     def touch(self, worker: WorkerHandle) -> None:
         """Something has happened at a worker."""
@@ -109,7 +110,8 @@ class WorkerLoads:
 
     def that_can_run(self, group: SequenceGroup) -> npt.NDArray[np.bool_]:
         """Which workers are open, serve the group's model, and could hold it with all that it may become."""
-        can = self._is_open & (self._max_model_len >= group.max_num_tokens) & (self.load.num_slots >= group.num_slots)
+        can: npt.NDArray[np.bool_] = self._is_open & (self._max_model_len >= group.max_num_tokens)
+        can &= self.load.num_slots >= group.num_slots
         if group.model:
             can &= (self._model == self._model_numbers.get(group.model, -1)) | (self._model == 0)
         for block_size in self._block_sizes:

@@ -182,9 +182,12 @@ class RoutingTable:
             self._since.num_slots[row] += sign * choice.num_slots
 
     def _suits(self, wanted: Wanted, among: Collection[int]) -> npt.NDArray[np.bool_]:
-        suits = np.isin(self._shard, list(among)) & (self._model == self._models.get(wanted.model, -1))
+        suits: npt.NDArray[np.bool_] = np.isin(self._shard, list(among))
+        suits &= self._model == self._models.get(wanted.model, -1)
         suits &= (self._max_model_len >= wanted.max_num_tokens) & (self._max_cached >= wanted.num_cached_tokens)
-        return suits & self._takes_adapters if wanted.uses_adapter else suits
+        if wanted.uses_adapter:
+            suits &= self._takes_adapters
+        return suits
 
     def _cached_tokens(self, rows: Ints, wanted: Wanted) -> Ints:
         """Tokens of the prompt that each worker seems to have; at least one is left to compute."""

@@ -19,7 +19,8 @@ import grpc
 import structlog
 
 from octavo.shared import log as logging
-from octavo.shared.options import Parser, add_arguments, from_namespace
+from octavo.shared.command_line import Parser
+from octavo.shared.options import add_arguments, from_namespace
 from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import frontend_pb2_grpc, shards_pb2_grpc
 from scheduler_svc.api import control_service

@@ -74,8 +74,11 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: grpc.aio.ServicerContext) -> pb.RequestState:
         """From whichever shard has it; raises UnknownName."""
-        for state in await self._all(lambda live: live.control.GetRequest(request, timeout=ASK_TIMEOUT_S)):
-            return state
+        found: list[pb.RequestState] = await self._all(
+            lambda live: live.control.GetRequest(request, timeout=ASK_TIMEOUT_S)
+        )
+        if found:
+            return found[0]
         raise UnknownName(f"no live request {request.request_id!r}")
 
     async def ListWorkers(
@@ -91,7 +94,10 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         """Shard by shard; the page's token names the shard."""
         if request.worker:
             async with failing_alike(context):
-                return await self._owner(request.worker).control.GetBlocks(request, timeout=ASK_TIMEOUT_S)
+                page: pb.GetBlocksResponse = await self._owner(request.worker).control.GetBlocks(
+                    request, timeout=ASK_TIMEOUT_S
+                )
+            return page
         place, _, token = request.page_token.partition("/")
         if place and not (place.isascii() and place.isdecimal() and len(place) < 6):
             raise bad_token()
@@ -128,7 +134,10 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         """At one worker, or at all."""
         if request.worker:
             async with failing_alike(context):
-                return await self._owner(request.worker).control.FlushPrefixCache(request, timeout=ASK_TIMEOUT_S)
+                flushed: pb.FlushPrefixCacheResponse = await self._owner(request.worker).control.FlushPrefixCache(
+                    request, timeout=ASK_TIMEOUT_S
+                )
+            return flushed
         answers = await self._all(lambda live: live.control.FlushPrefixCache(request, timeout=ASK_TIMEOUT_S))
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=sum(answer.num_blocks_flushed for answer in answers))
 
@@ -136,7 +145,10 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         """One worker, by its shard; or the whole server."""
         if request.worker:
             async with failing_alike(context):
-                return await self._owner(request.worker).control.Drain(request, timeout=ASK_TIMEOUT_S)
+                drained: pb.DrainResponse = await self._owner(request.worker).control.Drain(
+                    request, timeout=ASK_TIMEOUT_S
+                )
+            return drained
         self._drain()
         return pb.DrainResponse(num_requests_left=len(self._ids))
 

@@ -149,5 +149,7 @@ class Parent:
 
 
 async def _metrics_of(live: LiveShard) -> str:
-    answer = await live.shard.GetMetrics(shards_pb2.GetMetricsRequest(), timeout=METRICS_TIMEOUT_S)
+    answer: shards_pb2.MetricsText = await live.shard.GetMetrics(
+        shards_pb2.GetMetricsRequest(), timeout=METRICS_TIMEOUT_S
+    )
     return answer.text.decode()

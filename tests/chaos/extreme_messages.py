@@ -28,7 +28,7 @@ _MANY_MESSAGES, _MANY_TEXTS, _MANY_NUMBERS = [16, 50], [16, 17, 100, 257], [16, 
 
 def messages(kind: type[Message], max_fields: int = 4) -> st.SearchStrategy[Any]:
     """Messages of a kind with up to so many fields set, each to something that a client may send but rarely does."""
-    fields = list(kind.DESCRIPTOR.fields)
+    fields: list[Any] = list(kind.DESCRIPTOR.fields)
     if not fields:
         return st.just(kind())
     chosen = st.lists(st.sampled_from(fields), max_size=max_fields, unique_by=lambda field: field.number)

@@ -116,7 +116,7 @@ class StepProxy:
         return tracker.answered(message.result)
 
 
-class _AnyMethod(grpc.GenericRpcHandler):
+class _AnyMethod(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types
     """Every method as a stream of bytes both ways, which on the wire is what the others are, too."""
 
     def __init__(self, proxy: StepProxy) -> None:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ ANY_ANSWER = {*REFUSALS, grpc.StatusCode.OK}
 _SERVICES = pb.DESCRIPTOR.services_by_name
 # Generate has tests of its own; Drain would end the server's service to all others, and WatchSteps does not end.
 METHODS = [
-    (f"/{service.full_name}/{method.name}", method.input_type._concrete_class)
+    (f"/{service.full_name}/{method.name}", GetMessageClass(method.input_type))
     for service in (_SERVICES["Inference"], _SERVICES["Control"])
     for method in service.methods
     if method.name not in ("Generate", "Drain", "WatchSteps")

@@ -18,6 +18,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, hashed_token
 
@@ -50,7 +51,7 @@ class Poison:
 class Requests:
     """Sent at once to a scheduler with some workers; what came back by request id."""
 
-    def __init__(self, serving: Serving, deliveries: queue.SimpleQueue) -> None:
+    def __init__(self, serving: Serving, deliveries: queue.SimpleQueue[Delivery]) -> None:
         self.serving, self._deliveries = serving, deliveries
         self.token_ids: dict[str, list[int]] = {}
         self.last: dict[str, pb.GenerateResponse] = {}
@@ -87,7 +88,7 @@ class Requests:
 
 @contextmanager
 def requests_on(*workers: FakeWorker, **options: Any) -> Iterator[Requests]:
-    deliveries: queue.SimpleQueue = queue.SimpleQueue()
+    deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
     serving = Serving(SchedulerConfig(worker=tuple(worker.address for worker in workers), **options), deliveries.put)
     serving.start()
     try:

@@ -12,7 +12,7 @@ import random
 import struct
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
@@ -21,6 +21,8 @@ _FLOATS = [0.0, -0.0, 1e-45, 0.25, 0.5, 1.0, 2.0, -2.0, 100.0, 3.4e38, math.nan,
 _NUMBERS = [0, 1, 2, 3, 4, 7, 8, 16, 17, 20, 21, 128, 129, 256, 257, 1023, 1030, 1031, 2047, 2048, 2**31, 2**32 - 1]
 _FLOAT_TYPES = (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE)
 MOST_DEEP = 6
+
+Kind = Any  # a Descriptor, of which the types know two
 
 
 def varint(number: int) -> bytes:
@@ -38,7 +40,7 @@ def entry(number: int, data: bytes) -> bytes:
     return varint(number << 3 | BYTES) + varint(len(data)) + data
 
 
-def random_fields(kind: Descriptor, chance: random.Random, most: int = 4, depth: int = 0) -> bytes:
+def random_fields(kind: Kind, chance: random.Random, most: int = 4, depth: int = 0) -> bytes:
     """Up to `most` fields of a message, each to something that a client may send but rarely does."""
     fields = list(kind.fields)
     if not fields or depth > MOST_DEEP:
@@ -47,7 +49,7 @@ def random_fields(kind: Descriptor, chance: random.Random, most: int = 4, depth:
     return b"".join(_some(field, chance, depth) for field in chosen)
 
 
-def blown_up(kind: Descriptor, chance: random.Random, num_bytes: int) -> bytes:
+def blown_up(kind: Kind, chance: random.Random, num_bytes: int) -> bytes:
     """One field of a message, or of a message in it, about so large: a long text, or one small entry many times."""
     fields = [f for f in kind.fields if f.is_repeated or f.message_type or f.type in _TEXT_TYPES]
     if not fields:

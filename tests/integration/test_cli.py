@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -35,7 +36,8 @@ def server() -> Iterator[FakeServer]:
 def start(*arguments: str, **kwargs: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "octavo", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(command, cwd=ROOT, text=True, **{**pipes, **kwargs})  # type: ignore[call-overload]
+    options: dict[str, Any] = {**pipes, **kwargs}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **options)
 
 
 def test_help_lists_the_commands_and_imports_nothing_slow() -> None:

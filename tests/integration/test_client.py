@@ -170,7 +170,7 @@ def test_a_scheduler_that_comes_back_is_found(server: FakeServer) -> None:
     def restart() -> None:
         server.stop()
         time.sleep(0.5)
-        another.__init__(server.port)  # type: ignore[misc]
+        another.__init__(server.port)  # type: ignore[misc]  # once more, at another port
         another.__enter__()
 
     thread = threading.Thread(target=restart)

@@ -34,7 +34,7 @@ def sampling(kind: str, max_tokens: int) -> SamplingParams:
         "beams": {"temperature": 0, "use_beam_search": True, "n": 4, "best_of": 4},
         "logprobs": {"temperature": 1, "seed": 5, "logprobs": 3},
     }[kind]
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)  # type: ignore[arg-type]  # any field
 
 
 class Workers(Protocol):

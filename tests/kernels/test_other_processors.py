@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_compiled_kernels_that_cannot_be_written_to_are_copied(tmp_path: Path, m
     compiled = tmp_path / "shared" / "kernels-0"
     compiled.mkdir(parents=True)
     (compiled / "index").write_text("machine code")
-    monkeypatch.setattr(runtime.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     copy = runtime._own_copy(compiled)
     assert copy == runtime._own_copy(compiled) == tmp_path / f"octavo-{os.getuid()}" / "kernels-0"
     assert (copy / "index").read_text() == "machine code" and [*copy.parent.iterdir()] == [copy]

@@ -130,6 +130,7 @@ def test_a_worker_that_joins_later_gets_groups_of_an_adapter_once_it_has_it():
     second = loop.join("second", epoch=2)
     assert not second.steps and loop.engine.workers[0].adapters == {}
     asked, _ = second.calls[0]
+    assert isinstance(asked, worker_pb2.LoadAdapterRequest)
     loaded = worker_pb2.AdapterState(name="a", generation=asked.generation)
     notice = worker_pb2.StepResponse(epoch=2, notice=worker_pb2.Notice(adapter_loaded=loaded))
     loop.engine.worker_said(second, notice.SerializeToString())  # as good as the answer, whichever comes first

@@ -16,6 +16,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.engine_core import EngineCore
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
+from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from tests.fakes import FakeWorker, say_forever, spell
 from tests.scheduler.hashed_tokens import hashed_after
@@ -27,7 +28,7 @@ class Client:
     """Submits requests to a `Serving` and gathers what comes back, by request id."""
 
     def __init__(self, **options: Any) -> None:
-        self._deliveries: queue.SimpleQueue = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self.serving = Serving(SchedulerConfig(**options), self._deliveries.put)
         self.text: dict[str, str] = {}
         self.token_ids: dict[str, list[int]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from octavo.shared import log
@@ -161,7 +161,7 @@ async def harness(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     loop.engine.stop()
 
 
-def fields(descriptor: Descriptor, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldDescriptor]]:
+def fields(descriptor: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldDescriptor]]:
     """Paths to all fields of text, and to all lists of token ids."""
     for field in descriptor.fields:
         path = (*before, field.name)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.bench.fleet.outcomes import Loss, Outcome, Run
 from octavo.bench.fleet.requests import OWN_TEXT, Load, Request
-from octavo.bench.fleet.simulation import Loss, Outcome, Run, Simulation
+from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 
 KIND = WorkerKind(step_ms=20, token_us=20, max_num_seqs=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return tiny_served_model(tmp_path_factory.mktemp("tokenizer"))
 
 
-def _prepare(model: ServedModel, resume: list[dict[str, Any]], **params: Any) -> SequenceGroup:
+def _prepare(model: ServedModel, resume: Sequence[dict[str, Any] | pb.ResumedOutput], **params: Any) -> SequenceGroup:
     params = {"seed": 5, "max_tokens": MAX_TOKENS, **params}
     stream = params.pop("stream", True)
     request = pb.GenerateRequest(

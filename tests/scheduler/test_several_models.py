@@ -19,6 +19,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import NotReady, UnknownName
 from scheduler_svc.models.served_models import AwaitedModel, ServedModels
+from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
 from scheduler_svc.text.tokenizer import Tokenizer
 from scheduler_svc.workers import worker_client
@@ -37,7 +38,7 @@ class Pool:
     """A `Serving` whose models are looked at as the scheduler's readiness does, and what came of requests."""
 
     def __init__(self, **options: Any) -> None:
-        self._deliveries: queue.SimpleQueue = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self.serving = Serving(SchedulerConfig(worker=("127.0.0.1:1",), **options), self._deliveries.put)
         self.text: dict[str, str] = {}
         self.ends: dict[str, pb.OutputDelta] = {}

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos import inference_pb2 as pb
@@ -136,7 +138,7 @@ def exposition(loop: Loop) -> str:
     return generate_latest(registry).decode()
 
 
-def samples_of(families: list) -> dict[tuple, float]:
+def samples_of(families: list[Metric]) -> dict[tuple[Any, ...], float]:
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
     }

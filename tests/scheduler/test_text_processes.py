@@ -234,11 +234,11 @@ async def test_one_that_is_killed_while_it_answers_at_length_ends(monkeypatch: p
     monkeypatch.setattr(killable_process, "COMMAND", (sys.executable, "-c", answers_for_ever))
     process = await killable_process.KillableProcess.start(lambda: None)
     asked = asyncio.create_task(process.ask(Ask.PREPARE, b""))
-    await _until(lambda: len(process._stdout._buffer) > 1 << 18)  # type: ignore[attr-defined]
+    await _until(lambda: len(process._stdout._buffer) > 1 << 18)  # type: ignore[attr-defined]  # of asyncio
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    await _until(lambda: process._stdout._paused)  # type: ignore[attr-defined]
+    await _until(lambda: process._stdout._paused)  # type: ignore[attr-defined]  # of asyncio
     async with asyncio.timeout(10):
         await process.kill()
     assert process.has_ended

@@ -130,7 +130,7 @@ def test_a_quota_of_shards_is_refused_with_what_to_do_instead() -> None:
 @pytest.mark.parametrize("options", [{"worker_quota": -1}, {"worker_quota": 1, "shards": 2}, {"takeover_after": -1.0}])
 def test_options_that_make_no_sense(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"worker_quota|takeover_after"):
-        SchedulerConfig(**options)  # type: ignore[arg-type]
+        SchedulerConfig(**options)  # type: ignore[arg-type]  # any option
 
 
 def test_workers_that_are_started_again_and_again_do_not_pile_up() -> None:

@@ -98,7 +98,7 @@ def u32(values: Iterable[int]) -> bytes:
 
 
 def greedy(seed: int = 1, **params: object) -> inference_pb2.SamplingParams:
-    return inference_pb2.SamplingParams(seed=seed, temperature=0.0, **params)  # type: ignore[arg-type]
+    return inference_pb2.SamplingParams(seed=seed, temperature=0.0, **params)  # type: ignore[arg-type]  # any field
 
 
 def prefill(

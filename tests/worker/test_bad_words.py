@@ -91,7 +91,7 @@ def test_a_look_compares_only_what_its_hash_found(monkeypatch: pytest.MonkeyPatc
         compared.append(len(one))
         return equal(one, other)
 
-    monkeypatch.setattr(bad_words.np, "array_equal", counted)
+    monkeypatch.setattr(np, "array_equal", counted)
     history = np.array([*numbers.integers(0, 9, 300), 4, 5, 6], np.int32)
     found = BadWords(words).ends(history)
     assert set(found.tolist()) == completing(words, history.tolist()) >= set(range(500))

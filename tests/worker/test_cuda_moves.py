@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.gpu import swap_blocks
+from kernels.gpu.copy_blocks import copy_blocks
 from worker_svc.cache import cuda_moves
 from worker_svc.cache.cuda_moves import CudaMoves
 
@@ -61,8 +62,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(cuda_moves, "block_major", lambda *shape, pinned=False: swap_blocks.block_major(*shape))
-    monkeypatch.setattr(cuda_moves, "copy_blocks", note("copy", partial(cuda_moves.copy_blocks)))
-    monkeypatch.setattr(swap_blocks, "copy_blocks", note("gather or scatter", partial(swap_blocks.copy_blocks)))
+    monkeypatch.setattr(cuda_moves, "copy_blocks", note("copy", partial(copy_blocks)))
+    monkeypatch.setattr(swap_blocks, "copy_blocks", note("gather or scatter", partial(copy_blocks)))
     monkeypatch.setattr(swap_blocks, "_transfer", note("transfer", partial(swap_blocks._transfer)))
     return lines
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu.layers import layer_stack
+from kernels.cpu.layers import layer_stack, layer_threads
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
@@ -77,7 +77,7 @@ def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
         calls.append((int(arguments[3]["rows"][0]), *arguments[4:6]))
         compiled(*arguments)
 
-    compiled = layer_stack.run_layers
+    compiled = layer_threads.run_layers
     monkeypatch.setattr(layer_stack, "run_layers", run_layers)
     stepper = Stepper(model, [random.Random(1).choices(range(VOCAB_SIZE), k=91)])
     whole, after = stepper.step({0: (0, 90)})[0], stepper.step({0: (90, 91)})[0]

@@ -114,7 +114,7 @@ def test_a_file_that_is_shortened_while_it_is_read_is_named(folder: Path) -> Non
     path = folder / "model.safetensors"
     tensors = open_checkpoint([path], "safetensors")
     path.write_bytes(path.read_bytes()[:-1000])
-    last = max(tensors.values(), key=lambda tensor: tensor._offset)  # type: ignore[attr-defined]
+    last = max(tensors.values(), key=lambda tensor: tensor._offset)  # type: ignore[attr-defined]  # of a FileTensor
     with pytest.raises(ModelError, match=r"model\.safetensors has become shorter while it was read"):
         last.read_into(torch.empty(last.shape))
 

@@ -24,6 +24,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.models.resolve import ModelNotFound
+from octavo.shared import log as logging
 from octavo.shared.ports import BindError
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
@@ -213,7 +214,7 @@ def broken(folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` in this process leaves its logging and its threads' switching alone."""
-    monkeypatch.setattr(worker_server.logging, "configure", lambda level: None)
+    monkeypatch.setattr(logging, "configure", lambda level: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
 
 

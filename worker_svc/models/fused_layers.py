@@ -23,7 +23,8 @@ class FusedLayers:
     def __init__(self, config: ModelConfig, layers: Sequence[DecoderLayer]) -> None:
         """Layers of a model that this `is_for`."""
         # Here, so that a worker with a GPU waits for no compiler of CPU code.
-        from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackShape, StackStep
+        from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackStep
+        from kernels.cpu.layers.layer_workspace import StackShape
 
         style, weights = config.style, []
         for layer in layers:

@@ -68,7 +68,8 @@ def take_grouped_experts(
     def take(parts: tuple[str, ...], num_outputs: int, size: int) -> torch.Tensor:
         expert_names = [prefix + names.expert.format(index) for index in range(count)]
         tensors = [f"{name}{part}.weight" for name in expert_names for part in parts]
-        return weights.take_parts(tensors, [num_outputs // len(parts)] * len(tensors), size).unflatten(0, (count, -1))
+        whole = weights.take_parts(tensors, [num_outputs // len(parts)] * len(tensors), size)
+        return whole.view(count, -1, *whole.shape[1:])
 
     inner = take(names.expert_in, num_inner, config.hidden_size)
     outer = take((names.expert_out,), config.hidden_size, experts.intermediate_size)

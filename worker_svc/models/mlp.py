@@ -50,7 +50,8 @@ def activation(style: DecoderStyle, kernels: ModuleType) -> Callable[[torch.Tens
     if style.activation in ("gelu", "gelu_tanh"):
         return gelu
     if style.activation == "silu" and style.is_gated:
-        return kernels.silu_and_mul
+        silu_and_mul: Callable[[torch.Tensor, torch.Tensor], None] = kernels.silu_and_mul
+        return silu_and_mul
     if style.activation == "relu" and not style.is_gated:
         return relu
     raise ModelError(f"activation {style.activation} is not supported {'with' if style.is_gated else 'without'} a gate")

@@ -105,7 +105,7 @@ class TransformersModel:
         if self._picks_rows:
             options["logits_to_keep"] = logits_rows
         try:
-            logits = self._model(input_ids=token_ids[None], **options).logits[0]
+            logits: torch.Tensor = self._model(input_ids=token_ids[None], **options).logits[0]
         finally:  # whoever gives up a cache wants its memory back
             context.caches, context.attention = [], None
         if len(context.layers_seen) != self.config.num_layers:
@@ -132,10 +132,10 @@ def _attend(
     """Attention as `transformers` calls it: query [1, num_heads, T, head_size], key and value [1, num_kv_heads, T,
     head_size]; gives [1, T, num_heads, head_size] and no weights. Raises ModelError for what our kernel has not.
     """
-    context: StepContext = module.octavo_step  # type: ignore[assignment]
+    context: StepContext = module.octavo_step  # type: ignore[assignment]  # set by us
     config, attention = context.config, context.attention
     assert attention is not None, "attention outside a step"
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, in a Module
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise context.refuse("its attention sees what comes after a token")
     if attention_mask is not None:
@@ -176,7 +176,8 @@ def _attend(
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     """[1, heads, T, head_size] to [T, heads, head_size], line after line, also where T is 1 and any stride would do."""
-    return x[0].transpose(0, 1).flatten(1).unflatten(1, (x.shape[1], x.shape[3]))
+    by_token: torch.Tensor = x[0].transpose(0, 1).flatten(1).unflatten(1, (x.shape[1], x.shape[3]))
+    return by_token
 
 
 def _load(folder: Path, raw: Any, config: ModelConfig, load_format: str, seed: int, trust_remote_code: bool) -> Any:

@@ -125,7 +125,8 @@ class DummyWeights:
         if len(shape) == 1 and name.endswith(".weight"):  # of a norm
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         numbers = torch.empty(shape, device=self._drawn_on).uniform_(-1, 1, generator=self._generator)
-        return (numbers / shape[-1] ** 0.5).to(device=self._device, dtype=self._dtype)
+        scaled: torch.Tensor = numbers / shape[-1] ** 0.5
+        return scaled.to(device=self._device, dtype=self._dtype)
 
     def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
         """See `Weights`; part after part, as `take` draws them."""

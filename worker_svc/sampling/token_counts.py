@@ -44,7 +44,7 @@ class TokenCounts:
     def rows_of(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> Ints:
         """Brings `counts` up to date for `slots` [R], which are different; the row of each."""
         self._give_rows(states, slots)
-        rows = self._row_of[slots]
+        rows: Ints = self._row_of[slots]
         num_tokens, tenancy = states.num_tokens[slots], states.tenancy[slots]
         is_same = self._tenancy[rows] == tenancy
         is_one_behind = is_same & (self._num_counted[rows] == num_tokens - 1)

@@ -32,7 +32,7 @@ class _Malformed(Exception):
     """The message is meant for the client; it says nothing of what the bytes were."""
 
 
-class MessageGuard(grpc.aio.ServerInterceptor):
+class MessageGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
     """Wraps every method of a server, with one request or a stream of them, that is asynchronous and reads messages."""
 
     def __init__(self) -> None:
