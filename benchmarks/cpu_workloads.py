@@ -117,7 +117,7 @@ def _table(rounds: list[dict[str, Any]], names: list[str]) -> str:
 
 
 def _shares(rounds: list[dict[str, Any]], name: str, mode: str, *bounds: str) -> list[str]:
-    """Medians of tokens/s over each of the bounds; a dash where it is none of this workload."""
+    """Medians of tokens/s over each of the bounds; a dash for a bound of another workload."""
     return [
         f"{statistics.median(one[mode][name] / one[bound] for one in rounds):.2f}"
         if _WORKLOAD_OF[bound] == name

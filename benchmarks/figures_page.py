@@ -1,4 +1,4 @@
-"""The tables of docs/measurements.md and the plot of the README, out of the newest results that are kept.
+"""The tables of measurements.md and cpu-performance.md and the README's plot, out of the newest results that are kept.
 
 Nothing is measured here. `python -m docs.generate` writes what these functions return into the pages; a test compares.
 """
@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers
+from benchmarks import peers, step_profile, thread_settings
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -48,8 +48,10 @@ def blocks() -> dict[str, str]:
         "loading": _loading(),
         "sampler": _sampler(),
         "int8-quality": _int8_quality(),
-        "two-workers": _two_workers(),
         "w1-ratios": _w1_ratios(),
+        "w1-runs": _w1_runs(),
+        "step-profile": _step_profile(),
+        "busy-neighbour": _busy_neighbour(),
     }
 
 
@@ -66,17 +68,18 @@ def draw(path: Path) -> None:
     ]
     eight_bits = [
         Series("Octavo", places, _speeds(results, "octavo-int8")),
-        Series("OpenVINO GenAI", places, _speeds(results, "openvino-int8")),
-        Series("llama.cpp", places, _speeds(results, "llamacpp-q8_0")),
+        Series("OpenVINO GenAI", places, _speeds(results, "openvino-int8"), color=2),  # as on the left
+        Series("llama.cpp", places, _speeds(results, "llamacpp-q8_0"), color=4),
     ]
     charts = [
         Chart(title, "workload", "tokens/s", series, categories=WORKLOADS, is_bars=True)
-        for title, series in (("float32", float32), ("8 bits", eight_bits))
+        for title, series in (("float32, higher is better", float32), ("8 bits, higher is better", eight_bits))
     ]
     picture.write(path, charts)
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as Markdown."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -113,7 +116,7 @@ def _weights(slug: str) -> str:
         rows.append([name, *(f"{of[mode]:.0f}" for mode in _MODES), f"{speed:.0f} ({best})"])
         rows[-1].append(f"{of['32 bits'] / speed:.2f}")
     headers = ["workload", "weights quantised once", "the same, `--batch-invariant`", "weights of 32 bits"]
-    return _table([*headers, "best other engine", "weights of 32 bits over it"], rows)
+    return markdown_table([*headers, "best other engine", "weights of 32 bits over it"], rows)
 
 
 def _w1_ratios() -> str:
@@ -124,7 +127,24 @@ def _w1_ratios() -> str:
         ours, theirs = (peers.speeds(results, engine, "W1") for engine in ("octavo", best))
         once = statistics.median(ours[number] / theirs[number] for number in ours)  # as the table of peers has it
         rows.append([name, f"{once:.1f}", f"{_medians_of_modes(slug)['W1']['32 bits'] / speed:.2f}"])
-    return _table(["W1, times the best other engine", "weights quantised once", "weights of 32 bits"], rows)
+    return markdown_table(["W1, times the best other engine", "weights quantised once", "weights of 32 bits"], rows)
+
+
+def _w1_runs() -> str:
+    """The same figure from each of the runs whose tables show it, so that readers do not mix them up."""
+    whole, alone, beside = newest("", ZEN5), newest("cpu-workloads", ZEN5), newest("peers", ZEN5)
+    of_rounds = {
+        "readme_figures": [
+            row["output_tokens_per_s"] for row in whole["rounds"] if (row["workload"], row["over"]) == ("W1", "LLM")
+        ],
+        "cpu_workloads": [one["default"]["W1"] for one in alone["rounds"]],
+        "peers": list(peers.speeds(beside, "octavo", "W1").values()),
+    }
+    rows = []
+    for (name, speeds), found in zip(of_rounds.items(), (whole, alone, beside), strict=True):
+        cells = [f"{statistics.median(speeds):.0f}", ", ".join(f"{speed:.0f}" for speed in speeds)]
+        rows.append([f"`benchmarks.{name}`", found["date"][:16].replace("T", " "), *cells])
+    return markdown_table(["run", "date", "W1, tokens/s", "its rounds"], rows)
 
 
 # ---- Octavo alone ---------------------------------------------------------------------------------------------------
@@ -152,7 +172,7 @@ def _recovery() -> str:
         for row in newest("chaos")["from a fault to the next token"]
         if row["moment"] == "any"
     ]
-    return _table(["fault", "runs", "p50", "longest"], rows)
+    return markdown_table(["fault", "runs", "p50", "longest"], rows)
 
 
 def _slow_network() -> str:
@@ -160,7 +180,7 @@ def _slow_network() -> str:
     for row in newest("chaos")["throughput over a slow network"]:
         by_delay.setdefault(row["delay_ms_each_way"], []).append(f"{row['tokens_per_s']:,.0f}")
     rows = [[f"{delay} ms", *speeds] for delay, speeds in by_delay.items()]
-    return _table(["delay each way", "1 step in flight, tokens/s", "2 steps in flight, tokens/s"], rows)
+    return markdown_table(["delay each way", "1 step in flight, tokens/s", "2 steps in flight, tokens/s"], rows)
 
 
 def _step_costs() -> str:
@@ -170,7 +190,7 @@ def _step_costs() -> str:
         [*(f"{row[place]:,}" for place in places), *(f"{row['us_per_step'][name]:,.0f} µs" for name in columns)]
         for row in newest("steps", "amd-epyc-2-cores")["rows"]
     ]
-    return _table([name.replace("_", " ") for name in (*places, *columns)], rows)
+    return markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows)
 
 
 def _way_out() -> str:
@@ -182,7 +202,7 @@ def _way_out() -> str:
             p50, p99 = row["between_messages_p50_ms"], row["between_messages_p99_ms"]
             rows.append([*cells, f"{p50:.1f} / {p99:.0f} ms"])
     headers = ["", "streams", "messages/s", "tokens/s", "CPU s / 1,000 tokens", "of the core"]
-    return _table([*headers, "between messages p50 / p99"], rows)
+    return markdown_table([*headers, "between messages p50 / p99"], rows)
 
 
 def _loading() -> str:
@@ -190,12 +210,12 @@ def _loading() -> str:
         [row["what"], row["page_cache"], f"{row['seconds']:.2f} s", f"{row['peak_mb']:,} MB"]
         for row in newest("loading")["rows"]
     ]
-    return _table(["", "file cache", "time", "peak memory"], rows)
+    return markdown_table(["", "file cache", "time", "peak memory"], rows)
 
 
 def _sampler() -> str:
     rows = [[row["kind"], f"{row['adjust_ms'] + row['sample_ms']:.0f} ms"] for row in newest("sampler")["kinds"]]
-    return _table(["sampling", "256 rows of 128,256 tokens"], rows)
+    return markdown_table(["sampling", "256 rows of 128,256 tokens"], rows)
 
 
 def _int8_quality() -> str:
@@ -207,12 +227,25 @@ def _int8_quality() -> str:
         ["most likely tokens that stay", f"{text['same_most_likely_token']:.1%}"],
         ["greedy tokens of W2 that stay", f"{found['greedy_w2']['same_token_given_the_same_before']:.1%}"],
     ]
-    return _table(["SmolLM2-135M-Instruct, `--quantization int8`", ""], rows)
+    return markdown_table(["SmolLM2-135M-Instruct, `--quantization int8`", ""], rows)
 
 
-def _two_workers() -> str:
-    rows = [
-        [f"{pair['one']:,.0f}", f"{pair['two']:,.0f}", f"{pair['ratio']:.2f}"]
-        for pair in newest("two-workers")["pairs"]
-    ]
-    return _table(["one worker, tokens/s", "two workers, tokens/s", "times"], rows)
+def _step_profile() -> str:
+    return "\n\n".join(step_profile.report(result) for result in newest("step-profile").values())
+
+
+def _busy_neighbour() -> str:
+    """Two threads with the way of waiting that workers have, by workload; medians over rounds."""
+    found = newest("threads", ZEN4)
+    speeds, cores_taken = found["output_tokens_per_s"], found["cores_taken_by_neighbours"]
+    num_cores = found["machine"]["cores"]
+    rows = []
+    for name in ("W1", "W2"):
+        key = f"{name} | {num_cores} | {thread_settings.CHOSEN}"
+        alone, beside = speeds[f"{key} | 0"], speeds[f"{key} | 1"]
+        part = statistics.median(b / a for a, b in zip(alone, beside, strict=True))
+        not_taken = 1 - statistics.median(cores_taken[f"{key} | 1"]) / num_cores
+        cells = [f"{statistics.median(alone):.1f}", f"{statistics.median(beside):.1f}", f"{part:.2f}"]
+        rows.append([name, *cells, f"{not_taken:.2f}", f"{thread_settings.fair_share(num_cores, num_cores, 1):.2f}"])
+    headers = ["workload", "alone, tokens/s", "beside it, tokens/s", "speed kept", "cores left by it", "a fair share"]
+    return markdown_table(headers, rows)

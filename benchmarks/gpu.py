@@ -162,7 +162,7 @@ print(json.dumps(facts))
 
 
 def _gpu() -> dict[str, Any]:
-    """Asked in a process that ends: whoever asks holds some of the card's memory from then on."""
+    """In a process of its own: a process that calls CUDA holds some of the card's memory until it ends."""
     facts: dict[str, Any] = json.loads(subprocess.check_output([sys.executable, "-c", _FACTS], text=True))
     return facts
 

@@ -20,7 +20,7 @@ from kernels.cpu.vectors.numbers import FLOAT32, lines
 from kernels.cpu.vectors.registers import prefetch
 
 _READ_BYTES = 512 << 20  # far more than any cache
-_LINE = 1024  # numbers that are asked for at once
+_LINE = 1024  # numbers that are prefetched at once
 _AHEAD = 4  # such lines before they are added
 _SHAPES = ((128, 3072, 576), (512, 3072, 576), (512, 576, 1536))  # rows, out features, in features
 _ROUNDS = 5

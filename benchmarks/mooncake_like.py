@@ -3,7 +3,7 @@
 Published of its conversations: 12,031 requests in 3,537 s, 12,035 tokens in and 343 out on average, 37 % of the former
 in blocks that an earlier request had; every prompt begins with the same block; arrivals fall on ticks of 3 s, up to 28
 on one. Made alike here: a request has a follower with a chance of 0.365, whose prompt is all before, its answer and
-more. Lengths are lognormal. What is not published (who follows whom after how long) is a guess.
+more. Lengths are lognormal. What is not published (which turn follows after how long) is a guess.
 
     python -m benchmarks.mooncake_like --requests 12031 > trace.jsonl
 """

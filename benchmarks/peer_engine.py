@@ -148,7 +148,7 @@ class PeerEngine:
         self.close()
 
     def run(self, workload: Workload) -> tuple[float, list[list[int]]]:
-        """Seconds, and the ids of each request; all lengths are as asked for."""
+        """Seconds, and the ids of each request; all outputs have the workload's lengths."""
         requests = [(request.prompt_token_ids, request.max_tokens) for request in workload.requests]
         assert self._process.stdin is not None
         try:

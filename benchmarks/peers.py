@@ -2,8 +2,8 @@
 
 Each engine lives in a virtual environment of its own (`--how-to-install` prints the commands) and is one process that
 answers workloads over its pipes (`benchmarks/peer_engines/`). All are loaded, one after the other; then they take
-turns, workload by workload and round by round, and those whose turn it is not are stopped, so that no spinning thread
-of one costs another. A round has token ids of its own, so that nobody finds a prompt in its cache. What is not
+turns, workload by workload and round by round. The others are stopped meanwhile, so that no spinning thread
+of one costs another. A round has token ids of its own, so that no engine finds a prompt in its cache. What is not
 installed is left out, by name.
 """
 

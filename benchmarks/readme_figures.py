@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _start_to_first_token(model: str) -> dict[str, float]:
-    """Seconds from starting the command to the first token of a short prompt, which is asked for until it comes."""
+    """Seconds from starting the command to the first token of a short prompt, tried again until it comes."""
     started = time.monotonic()
     with served(model) as address, Client(address, retry=PATIENT) as client:
         stream = client.generate("The sea is", SamplingParams(temperature=0, max_tokens=2), timeout=_STARTED_WITHIN_S)

@@ -1,7 +1,7 @@
 """Other rules for which worker gets a request, written anew from their sources, to be compared in one simulator.
 
 All of them see what Octavo knows, which is more than their authors' routers do: exact caches, and loads at the moment
-of the decision. Who is bound stays bound. Ties are drawn.
+of the decision. A bound request stays bound. Ties are drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Seen:
     number: int
     num_requests: int  # that run or wait there
     num_uncomputed_tokens: float  # of prompts there
-    num_blocks: float  # in use, or that those who wait there will need
+    num_blocks: float  # in use, or that requests waiting there will need
     num_hit_blocks: int  # of the request's prompt, cached there
     num_outstanding_tokens: int  # of the requests that run
 
@@ -108,7 +108,7 @@ RULES: dict[str, Callable[[], Cost]] = {
 
 
 def use(engine: Engine, rule: Cost, seed: int) -> None:
-    """Lets another rule choose in an engine that has not started; nobody is bound again while his worker is there."""
+    """Lets another rule choose, before an engine starts. A request is bound again only if its worker is lost."""
     chooser = _Chooser(engine, rule, seed)
     engine.router._choose = chooser.choose  # type: ignore[method-assign]  # another rule
     engine._rebinding.is_due = lambda worker: False  # type: ignore[method-assign]  # bound once

@@ -150,7 +150,7 @@ def _measure(
     name: str, kind: Parameters, logits: torch.Tensor, rounds: int, clock_ns: Callable[[], int]
 ) -> dict[str, Any]:
     batch = Batch(kind, logits.shape[0], logits.shape[1], rounds)
-    batch.time_ns(logits, clock_ns)  # counts all tokens anew; in service once a sequence
+    batch.time_ns(logits, clock_ns)  # counts all tokens again; in service once a sequence
     times_ns = [batch.time_ns(logits, clock_ns) for _ in range(rounds)]
     adjust_ms, sample_ms = (statistics.median(column) / 1e6 for column in zip(*times_ns, strict=True))
     return {"kind": name, "adjust_ms": round(adjust_ms, 2), "sample_ms": round(sample_ms, 2)}

@@ -1,12 +1,11 @@
 """What more workers bring, in virtual time: the figures and pictures of docs/scaling.md.
 
-    python -m benchmarks.scaling          measures, and keeps the figures in benchmarks/results/, part by part
-    python -m benchmarks.scaling --draw   draws docs/pictures/ from the newest figures that are kept, those of
-                                          benchmarks.routing among them, and prints its tables
+    python -m benchmarks.scaling [--part NAME]     measures, and keeps the figures in benchmarks/results/
+    python -m docs.generate                        writes the tables and pictures of the page from them
 
-Pools of 1 to 64 equal workers with a backlog, and with arrivals at random at 80 % of what one worker does with a
-backlog, for each worker; what a decision costs where 10,000 requests wait; a pool of 8 that loses one worker and gets
-it back. Medians over seeds.
+Pools of 1 to 64 equal workers with a backlog, and with random arrivals at 80 % of the rate at which one worker works
+off a backlog, for each worker; what a decision costs while 10,000 requests wait; a pool of 8 that loses one worker and
+gets it back; 1,000 workers behind 50 shards. Medians over seeds; the last two play one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from octavo.bench.picture import Chart, Series
 from octavo.shared import log
 
 RESULTS = Path(__file__).parent / "results"
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 SIZES_OF_DECISIONS = (1, 8, 64)
 KIND = WorkerKind(max_num_seqs=64)
@@ -83,7 +81,7 @@ def loss(rate: float, seed: int) -> dict[str, Any]:
 
 
 def _by_second(run: Run) -> list[float | None]:
-    """99th percentiles of the times to the first token of those who arrived in each second, in ms."""
+    """99th percentiles of the times to the first token of requests that arrived in each second, in ms."""
     arrived_s = np.array([outcome.request.at_ns / 1e9 for outcome in run.outcomes])
     ttft_ms = np.array([outcome.ttft_ns / 1e6 for outcome in run.outcomes])
     found: list[float | None] = []
@@ -121,11 +119,20 @@ def measure_loss(seeds: int, known: dict[str, Any]) -> dict[str, Any]:
     return loss(0.8 * known["backlog"][0]["tokens_per_s"] / MEAN_OUTPUT, 0)
 
 
+def measure_thousand_workers(seeds: int, known: dict[str, Any]) -> dict[str, Any]:
+    """As `octavo bench fleet --workers 1000 --shards 50 ...` on docs/sharding.md, which says it all."""
+    kind = WorkerKind(step_ms=40, token_us=20, max_num_seqs=128)
+    requests = Load(100_000, prompt_tokens=64, output_tokens=128).arrivals(0)
+    run = Simulation([kind] * 1000, requests, num_shards=50).run()
+    return _said("50 shards", measure(run, 1000).as_dict())
+
+
 PARTS = {
     "backlog": measure_backlog,
     "at_80_percent": measure_arrivals,
     "decisions": measure_decisions,
     "loss": measure_loss,
+    "thousand_workers": measure_thousand_workers,
 }
 
 
@@ -142,12 +149,11 @@ def _said(name: str, row: dict[str, Any]) -> dict[str, Any]:
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 
-def draw(scaling: dict[str, Any], routing: dict[str, Any]) -> None:
-    """Writes the three pictures of docs/scaling.md."""
-    PICTURES.mkdir(exist_ok=True)
-    picture.write(PICTURES / "pool-sizes.svg", sizes_of_pool(scaling))
-    picture.write(PICTURES / "worker-loss.svg", [lost_worker(scaling["loss"])])
-    picture.write(PICTURES / "routing-rules.svg", [routing_rules(routing)])
+def draw(scaling: dict[str, Any], routing: dict[str, Any], folder: Path) -> None:
+    """Writes the pictures of docs/scaling.md, from the figures of this script and of `benchmarks.routing`."""
+    picture.write(folder / "pool-sizes.svg", sizes_of_pool(scaling))
+    picture.write(folder / "worker-loss.svg", [lost_worker(scaling["loss"])])
+    picture.write(folder / "routing-rules.svg", [routing_rules(routing)])
 
 
 def sizes_of_pool(scaling: dict[str, Any]) -> list[Chart]:
@@ -218,50 +224,12 @@ def _mean_ms(of_rules: dict[str, dict[str, float]], rule: str) -> float:
     return of_rules[rule]["ttft_mean_ms"] if rule in of_rules else float("nan")
 
 
-def tables(scaling: dict[str, Any], routing: dict[str, Any]) -> str:
-    """The tables of docs/scaling.md, in Markdown."""
-    first = scaling["backlog"][0]["tokens_per_s"]
-    lines = ["| workers | backlog, tokens/s | times one worker's | at 80 %: first token mean / p99 |", _rule(4)]
-    arrivals = {row["workers"]: row for row in scaling["at_80_percent"]}
-    for row in scaling["backlog"]:
-        speed, busy = row["tokens_per_s"], arrivals.get(row["workers"])
-        waits = f"{busy['ttft_mean_ms']:.0f} / {busy['ttft_p99_ms']:.0f} ms" if busy else "-"
-        lines.append(f"| {row['workers']} | {speed:,.0f} | {speed / first:.2f} | {waits} |")
-    by_workload = routing["medians"]
-    rules = [rule for rule in next(iter(by_workload.values())) if rule != OWN_BOUND_ONCE]
-    lines += ["", f"| | {' | '.join(rules)} |", _rule(1 + len(rules))]
-    for name, of in by_workload.items():
-        cells = [_routed(of[rule]) if rule in of else "-" for rule in rules]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _rule(columns: int) -> str:
-    return "|" + " --- |" * columns
-
-
-def _routed(values: dict[str, float]) -> str:
-    mean_s, p99_s = values["ttft_mean_ms"] / 1e3, values["ttft_p99_ms"] / 1e3
-    return f"{mean_s:.2f} / {p99_s:.2f} s, {100 * values['cache_hit_rate']:.0f} %, {values['balance']:.2f}"
-
-
-def newest(kind: str) -> dict[str, Any]:
-    """The newest figures of a kind that are kept."""
-    found: dict[str, Any] = json.loads(max(RESULTS.glob(f"*-{kind}-*.json")).read_text(encoding="utf-8"))
-    return found
-
-
 def main() -> None:
-    """Measures part by part and keeps each when it is done; with --draw only draws and prints tables."""
+    """Measures part by part and keeps each when it is done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--part", choices=PARTS, action="append", help="measure only that (needs a backlog of the day)")
-    parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_args()
-    if arguments.draw:
-        draw(newest("scaling"), newest("routing"))
-        print(tables(newest("scaling"), newest("routing")))
-        return
     log.configure_library("error")
     facts = machine.describe()
     path = RESULTS / f"{time.strftime('%Y-%m-%d')}-scaling-{machine.slug(facts)}.json"

@@ -1,9 +1,9 @@
 """What a step costs a scheduler in one to four shards: `python -m benchmarks.sharded_steps`.
 
-Two simulated workers a shard, each with 64 sequences that decode at a steady pace, behind a scheduler with that many
-shards; clients take each answer in one message, so that the steps are what is done. Linux is asked for the processor
-time of each process before and after: that of the shards for 1,000 steps of their workers is the figure, which should
-not rise with their number. With one shard it is the core's, `--frontends 2` keeping clients out of it.
+Two simulated workers a shard, each with 64 sequences that decode at a steady pace. Clients take each answer in one
+message, so that steps are most of the work. The figure is the processor time of the shards' processes for 1,000 steps
+of their workers, as Linux counts it; it should not rise with the number of shards. With one shard it is that of the
+process that schedules; `--frontends 2` keeps clients out of it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def measure(address: str, pid: int, num_shards: int, seconds: float) -> di
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         inference, control = inference_pb2_grpc.InferenceStub(channel), inference_pb2_grpc.ControlStub(channel)
         await _until_serving(control, num_workers)
-        # One more than there is room for: a place that comes free is taken at once.
+        # One more than there are slots: a slot that becomes free is taken at once.
         requests = [asyncio.create_task(_request(inference, n)) for n in range(num_workers * SEQUENCES)]
         try:
             await _until_running(control, num_workers * SEQUENCES)
@@ -143,7 +143,7 @@ def cpu_s(pid: int, num_shards: int) -> dict[str, float]:
 
 
 async def _request(inference: inference_pb2_grpc.InferenceStub, number: int) -> None:
-    """One that goes on for longer than anybody measures; its seed and prompt are its own."""
+    """A request that runs longer than the measurement; its seed and prompt are its own."""
     ids = [(7 * number + place) % 200 + 30 for place in range(PROMPT_TOKENS)]
     request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids), stream=False)
     request.sampling_params.max_tokens, request.sampling_params.seed = MAX_MODEL_LEN - PROMPT_TOKENS, number

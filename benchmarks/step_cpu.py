@@ -2,8 +2,8 @@
 benchmarks.step_cpu`.
 
 On a machine with few cores every microsecond beside the forward pass is taken from it. Requests of short prompts are
-generated over `LLM`, so that nearly every step decodes, and Linux is asked before and after for the time and the
-switches of each thread (`/proc/PID/task/*/schedstat` and `status`). A thread that gives its core up of its own accord
+generated over `LLM`, so that nearly every step decodes, and Linux says before and after the time and the
+switches of each thread (`/proc/PID/task/*/schedstat` and `status`). A thread that gives up its core voluntarily
 waited for something: that is a hop from thread to thread, or a barrier of the model's threads.
 """
 

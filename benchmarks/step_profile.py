@@ -1,12 +1,12 @@
-"""Where a decode step's time goes, operator by operator, against what the machine can do: `python -m
-benchmarks.step_profile`.
+"""Where the time of a decode step goes, operator by operator: `python -m benchmarks.step_profile`.
 
-One forward pass of a loaded model, without scheduler or wire: N sequences of the same length, each computing one token
-over blocks that lie scattered. Where a worker computes all layers in one call, the operators are those of the layers
-one by one, whose numbers are the same, and the whole pass is timed both ways. The limit of an operator is the longer of
-reading its bytes at the machine's measured bandwidth and computing its products at its measured speed; both are
-measured in the same run. Times are medians over passes, the machine's limits the best of some rounds.
-`docs/cpu-performance.md` explains the table.
+One forward pass of a loaded model, without scheduler or gRPC. N sequences of the same length compute one token each;
+their cache blocks lie scattered. Each operator is timed by itself and set beside its limit: the longer of reading its
+bytes at the machine's bandwidth and computing its products at the machine's speed, both measured in the same run. A
+worker runs all layers in one compiled call, with the same results; that pass is timed as well ("as served"), with and
+without prefetching the blocks that attention reads. Times are medians over passes, limits the best of some rounds.
+
+`--save` keeps the figures in benchmarks/results/; docs/cpu-performance.md shows them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ import torch
 from benchmarks import machine, machine_limits
 from benchmarks.machine_limits import Limits
 from kernels import cpu
+from kernels.cpu.vectors import cache_prefetch
 from octavo.models.resolve import resolve_model
 from octavo.serving_plan import waiting_threads
 from octavo.shared.cores import available_cores
@@ -42,6 +44,7 @@ from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.packed_linear import PackedLinear
 
+RESULTS = Path(__file__).parent / "results"
 _BLOCK_SIZE = 16
 _WARM_UP = 3
 
@@ -68,6 +71,7 @@ class Profiler:
         self.operators: dict[str, Operator] = {}
         self.passes: list[float] = []  # seconds of each, all operators and what lies between them
         self.served: list[float] = []  # of passes as a worker computes them
+        self.served_without_prefetch: list[float] = []  # in turns with those
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -94,7 +98,7 @@ class Profiler:
         self.passes.append(time.perf_counter() - started)
 
     def forget(self) -> None:
-        """Begin anew, after passes that only warmed up."""
+        """Begin again, after passes that only warmed up."""
         self.operators.clear()
         self.passes.clear()
 
@@ -155,11 +159,16 @@ def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int
             with profiler.one_pass():
                 model.forward(*step)
     model = load_model(folder, config, "cpu")
-    for _ in range(_WARM_UP + num_passes):
-        started = time.perf_counter()
-        model.forward(*step)
-        profiler.served.append(time.perf_counter() - started)
-    del profiler.served[:_WARM_UP]
+    for number in range(_WARM_UP + num_passes):
+        for budget_bytes, seconds in (
+            (cache_prefetch.BUDGET_BYTES, profiler.served),
+            (0, profiler.served_without_prefetch),
+        ):
+            with mock.patch.object(cache_prefetch, "BUDGET_BYTES", budget_bytes):
+                started = time.perf_counter()
+                model.forward(*step)
+            if number >= _WARM_UP:
+                seconds.append(time.perf_counter() - started)
     return profiler
 
 
@@ -184,31 +193,72 @@ def _decode_step(model: Model, num_sequences: int, seq_len: int) -> tuple[Any, .
     return token_ids, torch.full((num_sequences,), last), cache.layers, attention, torch.arange(num_sequences)
 
 
-def table(profiler: Profiler, limits: Limits) -> str:
-    """Markdown; operators by time, what lies between them, and the whole pass, so and as it is served."""
-    whole_s = statistics.median(profiler.passes)
-    lines = ["| operator | calls | ms | share | limit, ms | of the limit |", "| --- | --- | --- | --- | --- | --- |"]
-    medians = {name: statistics.median(operator.seconds) for name, operator in profiler.operators.items()}
-    limit_s = 0.0
-    for name in sorted(medians, key=lambda name: -medians[name]):
-        operator, seconds = profiler.operators[name], medians[name]
-        own_s = operator.limit_s(limits)
-        limit_s += own_s
-        bound = f"{own_s * 1e3:.2f} | {own_s / seconds:.2f}" if own_s else "- | -"
-        lines.append(f"| {name} | {operator.num_calls} | {seconds * 1e3:.2f} | {seconds / whole_s:.1%} | {bound} |")
-    between_s = whole_s - sum(medians.values())
-    lines.append(f"| between operators |  | {between_s * 1e3:.2f} | {between_s / whole_s:.1%} | - | - |")
-    for name, seconds in (("whole pass", whole_s), ("whole pass as served", statistics.median(profiler.served))):
-        bound = f"{limit_s * 1e3:.2f} | {limit_s / seconds:.2f}"
-        lines.append(f"| {name} |  | {seconds * 1e3:.2f} | {seconds / whole_s:.1%} | {bound} |")
+def figures(profiler: Profiler, limits: Limits) -> dict[str, Any]:
+    """For JSON: ms of each operator, slowest first, with its limit, and of the whole pass. A limit of 0: none known."""
+    operators = [
+        {
+            "operator": name,
+            "calls": operator.num_calls,
+            "ms": statistics.median(operator.seconds) * 1e3,
+            "limit_ms": operator.limit_s(limits) * 1e3,
+        }
+        for name, operator in profiler.operators.items()
+    ]
+    products = [operator for operator in profiler.operators.values() if operator.float32_bytes]
+    return {
+        "operators": sorted(operators, key=lambda row: -row["ms"]),
+        "pass_ms": statistics.median(profiler.passes) * 1e3,
+        "served_ms": statistics.median(profiler.served) * 1e3,
+        "served_without_prefetch_ms": statistics.median(profiler.served_without_prefetch) * 1e3,
+        "weights_mb": sum(operator.num_bytes for operator in products) / 1e6,
+        "weights_as_float32_mb": sum(operator.float32_bytes for operator in products) / 1e6,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown of `figures`: operators, the time between them, the whole pass one by one and as served."""
+    whole_ms = found["pass_ms"]
+    lines = ["| operator | calls | ms | share | limit, ms | limit / time |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in found["operators"]:
+        ms, limit_ms = row["ms"], row["limit_ms"]
+        bound = f"{limit_ms:.2f} | {limit_ms / ms:.2f}" if limit_ms else "- | -"
+        lines.append(f"| {row['operator']} | {row['calls']} | {ms:.2f} | {ms / whole_ms:.1%} | {bound} |")
+    between_ms = whole_ms - sum(row["ms"] for row in found["operators"])
+    lines.append(f"| between operators |  | {between_ms:.2f} | {between_ms / whole_ms:.1%} | - | - |")
+    limit_ms = sum(row["limit_ms"] for row in found["operators"])
+    rows = {
+        "whole pass": whole_ms,
+        "as served": found["served_ms"],
+        "as served, no prefetch": found["served_without_prefetch_ms"],  # None in results from before it was measured
+    }
+    for name, ms in rows.items():
+        if ms is None:
+            continue
+        lines.append(f"| {name} |  | {ms:.2f} | {ms / whole_ms:.1%} | {limit_ms:.2f} | {limit_ms / ms:.2f} |")
     return "\n".join(lines)
 
 
-def weights(profiler: Profiler) -> str:
-    """What a pass reads of them, whatever else it reads, and what that is short for."""
-    products = [operator for operator in profiler.operators.values() if operator.float32_bytes]
-    read, float32 = (sum(getattr(one, name) for one in products) / 1e6 for name in ("num_bytes", "float32_bytes"))
-    return f"{read:.0f} MB of weights are read, {float32:.0f} MB as float32"
+def title(count: str, seq_len: int, quantization: str, found: dict[str, Any]) -> str:
+    """What stands above a table; quantization: none or int8."""
+    sequences = "1 sequence" if count == "1" else f"{count} sequences"
+    weights = f"{found['weights_mb']:.0f} MB of weights are read, {found['weights_as_float32_mb']:.0f} MB as float32"
+    return f"{sequences} of {seq_len} tokens, `--quantization {quantization}` ({weights}):"
+
+
+def machine_line(facts: dict[str, Any], limits: dict[str, Any]) -> str:
+    """The hardware, and what it can do at most."""
+    return (
+        f"{facts['cpu']}, {limits['num_threads']} threads: reads {limits['read_gb_per_s']:.1f} GB/s, "
+        f"computes {limits['gflop_per_s']:.0f} GFLOP/s"
+    )
+
+
+def keep(result: dict[str, Any]) -> Path:
+    """Writes into today's file of this machine, beside what it has of the other quantisation."""
+    path = RESULTS / f"{time.strftime('%Y-%m-%d')}-step-profile-{machine.slug(result['machine'])}.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**known, result["quantization"]: result}, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def main() -> int:
@@ -220,35 +270,39 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32], help="W1 has 1, W2 up to 32")
     parser.add_argument("--seq-len", type=int, default=200, help="tokens of each sequence (default: %(default)s)")
     parser.add_argument("--passes", type=int, default=30)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     arguments = parser.parse_args()
     if waiting := waiting_threads():  # OpenMP has read its variables: once more, with those that a worker is given
         command = [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | waiting)
     facts, limits = machine.describe(), machine_limits.measure(arguments.threads)
     quantization = "" if arguments.quantization == "none" else arguments.quantization
-    profilers = {
-        count: profile(arguments.model, quantization, count, arguments.seq_len, arguments.passes)
-        for count in arguments.sequences
+    result = {
+        "machine": facts,
+        "model": arguments.model,
+        "quantization": arguments.quantization,
+        "seq_len": arguments.seq_len,
+        "limits": dataclasses.asdict(limits),
+        "sequences": {
+            str(count): figures(
+                profile(arguments.model, quantization, count, arguments.seq_len, arguments.passes), limits
+            )
+            for count in arguments.sequences
+        },
     }
-    if arguments.json:
-        rows = {
-            count: {
-                "passes": profiler.passes,
-                "served": profiler.served,
-                "operators": {k: dataclasses.asdict(v) for k, v in profiler.operators.items()},
-            }
-            for count, profiler in profilers.items()
-        }
-        print(json.dumps({"machine": facts, "limits": dataclasses.asdict(limits), "sequences": rows}, indent=1))
-        return 0
-    print(
-        f"{facts['cpu']}, {limits.num_threads} threads: reads {limits.read_gb_per_s:.1f} GB/s, "
-        f"computes {limits.gflop_per_s:.0f} GFLOP/s"
-    )
-    for count, profiler in profilers.items():
-        print(f"\n{count} sequences of {arguments.seq_len} tokens; {weights(profiler)}\n\n{table(profiler, limits)}")
+    print(json.dumps(result, indent=1) if arguments.json else report(result))
+    if arguments.save:
+        print(f"kept in {keep(result)}", file=sys.stderr)
     return 0
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown of one run: the machine, then a table for each number of sequences."""
+    parts = [machine_line(result["machine"], result["limits"])]
+    for count, found in result["sequences"].items():
+        parts += [title(count, result["seq_len"], result["quantization"], found), table(found)]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

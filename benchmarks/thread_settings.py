@@ -1,9 +1,10 @@
 """How many threads a worker should compute with, and how they should wait: `python -m benchmarks.thread_settings`.
 
 A thread that spins at a barrier is quick on an idle machine and costs milliseconds on one where scheduler, client or a
-neighbour want the core. Every setting takes its turn in each round, each with a server of its own, alone and beside
-a busy neighbour, whose processor time is looked at, too: it should cost no more than that. Medians are shown.
-`octavo.serving_plan.worker_environment` holds what was chosen, `worker_svc.steps.giving_way` when a thread gives way.
+neighbour want the core. In each round every setting gets a server of its own, alone and beside a busy neighbour. The
+neighbour's processor time is measured too: it should cost no more than that. Medians are shown.
+`octavo.serving_plan.worker_environment` has the setting that was chosen, `worker_svc.steps.giving_way` the rule by
+which a worker computes with fewer threads.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SETTINGS = {
     "spin 20,000": {"GOMP_SPINCOUNT": "20000"},
     "active": {"OMP_WAIT_POLICY": "ACTIVE"},
 }
+CHOSEN = "spin 1,000"  # what workers are started with: `octavo.serving_plan.SPIN_COUNT`
 
 
 def main() -> int:
@@ -98,7 +100,7 @@ def table(speeds: dict[str, list[float]], cores_taken: dict[str, list[float]], n
 
 
 def fair_share(num_cores: int, num_threads: int, num_neighbours: int) -> float:
-    """What is left to `num_threads` threads where all threads on the machine get the same part of its cores."""
+    """The part of the machine that `num_threads` threads get if all threads on it get equal parts of its cores."""
     return min(num_cores / (num_threads + num_neighbours), 1.0)
 
 

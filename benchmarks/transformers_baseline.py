@@ -1,6 +1,6 @@
 """The same token ids through `transformers`: float32, greedy, one static batch padded on the left.
 
-The batch runs until its longest output is done, as static batches do; only tokens that were asked for are counted.
+The batch runs until its longest output is done, as static batches do; only tokens within each output's length count.
 """
 
 from __future__ import annotations

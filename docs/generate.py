@@ -1,4 +1,4 @@
-"""Writes what the pages take from elsewhere: figures, options, metrics, the README's plot. `python -m docs.generate`.
+"""Writes what the pages take from elsewhere: figures, plots, options, folders. `python -m docs.generate`.
 
 A page holds such a part between `<!-- NAME -->` and `<!-- end -->`. tests/test_docs.py compares.
 """
@@ -9,7 +9,7 @@ import ast
 import re
 from pathlib import Path
 
-from benchmarks import figures_page
+from benchmarks import figures_page, pool_figures_page, scaling
 from octavo.serving_plan import ServeConfig
 from octavo.shared.options import Described, described
 from scheduler_svc.config import SchedulerConfig
@@ -18,7 +18,7 @@ from worker_svc.config import WorkerConfig
 
 DOCS = Path(__file__).parent
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
-PLOT = DOCS / "pictures" / "engines.svg"
+PICTURES = DOCS / "pictures"
 _BLOCK = re.compile(r"<!-- (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -36,6 +36,7 @@ def blocks() -> dict[str, str]:
     """Everything that is generated, by name."""
     return {
         **figures_page.blocks(),
+        **pool_figures_page.blocks(),
         "rooms": "\n\n".join(_rooms(package) for package in ROOMS),
         "serve-options": _options(ServeConfig),
         "scheduler-options": _options(SchedulerConfig),
@@ -76,9 +77,15 @@ def _row(each: Described) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def draw(folder: Path) -> None:
+    """Writes every picture that shows figures."""
+    figures_page.draw(folder / "engines.svg")
+    scaling.draw(figures_page.newest("scaling"), figures_page.newest("routing"), folder)
+
+
 def main() -> None:
-    """Rewrites every page and the plot in place."""
-    figures_page.draw(PLOT)
+    """Rewrites every page and every plot in place."""
+    draw(PICTURES)
     made = blocks()
     for path in PAGES:
         path.write_text(page(path.read_text(encoding="utf-8"), made), encoding="utf-8")

@@ -46,7 +46,7 @@ class Server:
 
 
 class Servers:
-    """All of them. `current` is asked until somebody says that it failed; may be shared between threads."""
+    """All of them. `current` is used until a caller reports that it failed; may be shared between threads."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Servers:
         return self.all[self._at]
 
     def failed(self, server: Server) -> None:
-        """The next one is asked from now on, unless another call has found that out before."""
+        """The next one is used from now on, unless another call has already moved on."""
         if self.current is server:
             self._at = (self._at + 1) % len(self.all)
 
@@ -85,7 +85,7 @@ class Servers:
 
 
 def first_failure(failures: Sequence[RequestFailed], num_asked: int) -> RequestFailed | None:
-    """What a call that was made to all ends with: a refusal by any, or that nobody was there."""
+    """The error of a call to all addresses: a refusal by any of them, or else that none answered."""
     refusals = [failure for failure in failures if failure.code is not grpc.StatusCode.UNAVAILABLE]
     if refusals:
         return refusals[0]

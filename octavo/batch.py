@@ -23,7 +23,7 @@ Inbox = queue.SimpleQueue["Delivery"]
 
 
 class Callers:
-    """Who waits for which request, by request id."""
+    """Which caller waits for which request, by request id."""
 
     def __init__(self) -> None:
         self._inboxes: dict[str, Inbox] = {}
@@ -41,7 +41,7 @@ class Callers:
                 self._inboxes.pop(request_id, None)
 
     def deliver(self, delivery: Delivery) -> None:
-        """On the output thread: each caller is woken once, with what is his; nobody for a request that was given up."""
+        """On the output thread: wakes each caller once, with its own outputs; none for a request that was given up."""
         parts: dict[Inbox, Delivery] = {}
         with self._lock:
             for stream, message in delivery:

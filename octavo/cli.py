@@ -23,7 +23,7 @@ COMMANDS = {
     "worker": "a worker service alone",
     "generate": "complete a text, streamed to the terminal",
     "chat": "talk with the model",
-    "model": "fetch a model, or list those that are here",
+    "model": "fetch, list, show or remove models",
     "top": "watch a server: models, workers, queues and blocks",
     "health": "ask a server whether it is ready, by exit code",
     "bench": "measure speed, in this process or against a server",
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left; Python must not fail once more when it flushes at exit.
+        # The reader of our output has left; Python must not fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror:
             why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        elif not _is_expected(error):  # an error of ours: whoever mends it needs to see where
+        elif not _is_expected(error):  # an error of ours: its traceback is needed to mend it
             traceback.print_exc()
             why = f"unexpected {type(error).__name__}: {why}"
         print(f"{prog}: error: {why}", file=sys.stderr)
@@ -84,7 +84,7 @@ def _hear_sigterm() -> None:
     """Lets SIGTERM end this process, until a service handles it in its own way.
 
     It does so by itself, except in the first process of a container: there the kernel drops a signal that has no
-    handler (pid_namespaces(7)), and who stops a container that still loads would have to wait and kill it.
+    handler (pid_namespaces(7)), so a container that is stopped while it loads would have to be killed.
     """
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 

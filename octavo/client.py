@@ -36,7 +36,7 @@ _ENDED_EARLY = "the stream ended before the request did"
 def channel_credentials(
     ca_file: str | Path | None = None, cert_file: str | Path | None = None, key_file: str | Path | None = None
 ) -> grpc.ChannelCredentials:
-    """Credentials for TLS from PEM files: who is trusted (None: the system's), and who the client is (None: nobody)."""
+    """Credentials for TLS from PEM files: authorities to trust (None: the system's), the client's own certificate."""
     trusted, cert, key = (Path(name).read_bytes() if name else None for name in (ca_file, cert_file, key_file))
     return grpc.ssl_channel_credentials(trusted, key, cert)
 
@@ -58,7 +58,7 @@ class _Call:
         return self.generation.receive(response, time.monotonic_ns())
 
     def pause_after(self, failure: RequestFailed) -> float:
-        """Seconds to wait before the next attempt; raises when there is none, or no time for it."""
+        """Seconds to wait before the next attempt; raises when there is to be none, or no time is left for it."""
         if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and self._last_loss is not None:
             raise RequestFailed(failure.code, f"no time for another attempt after: {self._last_loss}")
         delay_s = self.generation.retry_delay_s(failure, time.monotonic_ns(), self.remaining_s())
@@ -78,8 +78,8 @@ class AsyncClient(_Settings):
     """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`.
 
     `address` is HOST:PORT or any other gRPC target, or several, in a list or with commas between them: the first is
-    asked for as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; `retry`
-    says how long a lost scheduler is waited for, two minutes by default, and is told of it.
+    used as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; `retry`
+    says how long to wait for a lost scheduler, two minutes by default, and is called when that begins.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class AsyncClient(_Settings):
         raise RequestFailed(grpc.StatusCode.INTERNAL, _ENDED_EARLY)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whoever sent it; False when there is none of that id."""
+        """Ends a request of any client; False when there is none of that id."""
         answers = await self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
         return any(answer.found for answer in answers)
 
@@ -283,7 +283,7 @@ class Client(_Settings):
         raise RequestFailed(grpc.StatusCode.INTERNAL, _ENDED_EARLY)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, whoever sent it and wherever it is; False when there is none of that id."""
+        """Ends a request of any client, on any server; False when there is none of that id."""
         answers = self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
         return any(answer.found for answer in answers)
 

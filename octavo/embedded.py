@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 READY_TIMEOUT_S = 600.0
 POLL_S = 0.01
-PATIENCE_TOKENS = 512  # half a millisecond of work, by which nothing else is held up for long
+PATIENCE_TOKENS = 512  # half a millisecond of work, so that nothing else waits long
 
 
 class Closed(OctavoError, RuntimeError):
@@ -106,7 +106,7 @@ class Embedded:
         return self.frontend.model()
 
     def use_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """In place of the model's own, for requests from now on."""
+        """Replaces the model's own tokenizer, for requests from now on."""
         self.serving.pool.replace_tokenizer(tokenizer)
 
     def generation(self, prompt: Prompt, params: SamplingParams, seed: int, **fields: Any) -> Generation:

@@ -22,7 +22,7 @@ class OctavoError(Exception):
 
 
 class InvalidPrompt(OctavoError, ValueError):
-    """What was given as a prompt is none; one line that says which, and what is accepted."""
+    """Not a prompt: one line that says which value, and what is accepted."""
 
 
 class WorkerEnded(OctavoError, RuntimeError):

@@ -74,7 +74,7 @@ class Generation:
     """The state of one request: what was sent, what has arrived, and what to send after a loss.
 
     What streams goes on with the tokens that the caller has been shown. What comes whole at its end (`stream` = false,
-    beams, `best_of` > `n`) begins anew: nothing of it was shown, and with the same seed the same comes of it.
+    beams, `best_of` > `n`) begins again: nothing of it was shown, and the same seed gives the same tokens.
     """
 
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy, now_ns: int, num_addresses: int = 1) -> None:
@@ -87,12 +87,12 @@ class Generation:
         self._metrics = RequestMetrics(arrival_ns=now_ns)
         self.finished = False
         params = request.sampling_params
-        # Long ones come in several messages, and begin anew after a loss between these.
+        # Long ones come in several messages, and begin again after a loss between these.
         streams = not request.HasField("stream") or request.stream
         self._comes_whole = not streams or params.use_beam_search or params.best_of > max(params.n, 1)
         self._whole = pb.GenerateResponse()
         self._model_fingerprint = ""
-        # A template may render another prompt tomorrow: what goes on has to go on after the same tokens.
+        # A template may render another prompt tomorrow: a resumed output must follow the same prompt tokens.
         self._shows_prompt = request.return_prompt_token_ids
         if request.WhichOneof("prompt_kind") == "messages" and not self._comes_whole:
             request.return_prompt_token_ids = True

@@ -1,9 +1,9 @@
-"""A stream of responses that a thread of its own reads, so that whoever waits for them can be interrupted.
+"""A stream of responses that a thread of its own reads, so that a caller that waits for them can be interrupted.
 
 Ctrl-C raises KeyboardInterrupt between any two instructions of the main thread. Within gRPC these may be such that a
 lock of the call has just been taken, or is about to be given back: the thread of the channel then waits for it for
-ever, and with it every later call. So whoever iterates over this runs no line of gRPC. A response is read when it is
-asked for, as without another thread: a server notices readers that are slow.
+ever, and with it every later call. So iterating over this runs no line of gRPC in the caller's thread. A response is
+read only when the caller wants it, as without another thread: a server notices slow readers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Response = TypeVar("Response")
 
 
 class InterruptibleStream(Generic[Response]):
-    """An iterator that raises RequestFailed where the call does. Who leaves it early has to `cancel` it."""
+    """An iterator that raises RequestFailed where the call does. A caller that leaves it early has to `cancel` it."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
-        """`start` begins the call, once the first response is asked for."""
+        """`start` begins the call, once the first response is wanted."""
         self._start = start
         self._asked: SimpleQueue[bool] = SimpleQueue()  # for a response; False: to end
         self._responses: SimpleQueue[Response | BaseException] = SimpleQueue()
@@ -83,5 +83,5 @@ class InterruptibleStream(Generic[Response]):
             return response
         except grpc.RpcError as error:
             failure = RequestFailed.from_rpc_error(error)
-            error.with_traceback(None)  # it is the call, which that would keep for whoever collects garbage
+            error.with_traceback(None)  # it is the call, which that would keep alive until garbage is collected
         raise failure

@@ -29,7 +29,7 @@ class LLM:
     """A model to generate with, offline: everything is submitted at once, steps are kept in flight.
 
     Threads may share one: their calls run together, each gets its own outputs, and what ends one call leaves the others
-    alone. The worker ends with `shutdown`, at the end of a `with`, when nobody holds the object any more, or with the
+    alone. The worker ends with `shutdown`, at the end of a `with`, when the object is garbage-collected, or with the
     process.
 
     Args:

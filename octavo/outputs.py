@@ -39,7 +39,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: Sequence[int] = ()
-    cumulative_logprob: float | None = None  # when logprobs were asked for, of the best of several, and of beams
+    cumulative_logprob: float | None = None  # with logprobs, with `best_of`, and of beams
     logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -73,6 +73,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one a token, when asked for; None for the first
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with `prompt_logprobs`: one a token; None for the first
     seed: int | None = None
     model: str = ""

@@ -50,7 +50,7 @@ class Waiting:
 
 
 def log_waiting(waiting: Waiting) -> None:
-    """A warning when an outage begins; what follows is for who debugs."""
+    """A warning when an outage begins; later pauses are logged at debug level."""
     level = logging.WARNING if waiting.is_first else logging.DEBUG
     log.log(
         level,
@@ -119,7 +119,7 @@ class Outages:
         `remaining_s`: of the caller's timeout, within which the pause ends where that is possible.
         """
         if self._first is not None and failure.code is grpc.StatusCode.UNIMPLEMENTED:
-            raise self._first  # a server that does not know how to resume: what is told of is the loss before it
+            raise self._first  # a server that does not know how to resume: the error to report is the loss before it
         if failure.code is not grpc.StatusCode.UNAVAILABLE and not (self._was_admitted and failure.code in _LOST):
             raise failure
         policy, is_first = self._policy, self._num_failures == 0

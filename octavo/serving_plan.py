@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
-# How often a thread looks before it gives its core away at a barrier, of which a forward pass has hundreds. Two cores,
+# How often a thread looks for work at a barrier before it sleeps; a forward pass has hundreds of them. Two cores,
 # SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings), alone on a Zen 5, then on a Zen 4
-# alone and beside one busy neighbour, to which a worker's threads give way (worker_svc.steps.giving_way):
+# alone and beside one busy neighbour, with fewer threads then (worker_svc.steps.giving_way):
 #     never (passive)   126  389    73  229    79  136        20,000 looks    162  379    97  238    64  136
 #     1,000 looks       153  393   112  226    73  129        for ever        149  396   119  234    57   84
 #     one thread that never waits: 134  238    89  138    81  138
@@ -75,7 +75,7 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
 
 
 def _cores_to_pin(worker: WorkerConfig) -> list[int]:
-    """Those that the workers share out among them; empty: none is asked for, or no worker computes on cores."""
+    """Cores that the workers divide among themselves; empty: no pinning is set, or no worker computes on cores."""
     if worker.cpu_pinning == "none" or not computes_on_host(worker.device):
         return []
     return allowed_cores() if worker.cpu_pinning == "auto" else parse_cores(worker.cpu_pinning)
@@ -108,7 +108,7 @@ def computes_on_host(device: str) -> bool:
 
 
 def check_memory(num_workers: int, worker: WorkerConfig) -> None:
-    """Raises PlanError where workers were asked to take more than there is, each of which alone would find room."""
+    """Raises PlanError where the workers together were told to take more memory than there is."""
     from worker_svc.host.memory import GIB, available_bytes
 
     cache = (worker.kv_cache_memory or 0.0) if computes_on_host(worker.device) else 0.0

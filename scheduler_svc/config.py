@@ -28,13 +28,13 @@ class SchedulerConfig:
     port: int = option(50051, "port to listen on; 0 takes a free one", group=COMMON)
     worker: tuple[str, ...] = option(
         (),
-        "a worker, HOST:PORT, or all addresses of a name, dns:///NAME:PORT; repeatable, no default",
+        "HOST:PORT of a worker, or dns:///NAME:PORT for all addresses of a name; repeatable, no default",
         group=COMMON,
         metavar="ADDRESS",
     )
     served_model_name: tuple[str, ...] = option(
         (),
-        "what requests name as model: NAME for all, ALIAS=NAME for one; repeatable (default: the workers' own names)",
+        "model name in requests: NAME for all models, ALIAS=NAME for one; repeatable (default: the workers' own)",
         group=COMMON,
         metavar="NAME",
     )
@@ -47,25 +47,27 @@ class SchedulerConfig:
     )
     tenant_metadata: str = option(
         "",
-        "metadata field with a call's tenant, set by a proxy (default: clients say, and share one weight under fair)",
+        "metadata field with a call's tenant, set by a proxy (default: clients name their tenant themselves)",
         group=REQUESTS,
         metavar="FIELD",
     )
     preemption_mode: str = option(
         "auto",
-        "how a running request gives up its cache: copied to host memory, or recomputed",
+        "what happens to a preempted request's cache: copied to host memory, or computed again",
         group=SCHEDULING,
         choices=MODES,
     )
-    enable_prefix_caching: bool = option(True, "share the cache of equal prompt beginnings", group=SCHEDULING)
+    enable_prefix_caching: bool = option(True, "share the cache of prompts that begin alike", group=SCHEDULING)
     enable_chunked_prefill: bool = option(
-        True, "compute long prompts in parts beside decodes; off: whole and first", group=SCHEDULING
+        True, "compute long prompts in parts, beside decodes; off: whole, before decodes", group=SCHEDULING
     )
     scheduler_delay_factor: float = option(
-        0.0, "without chunked prefill: pause between prompt steps, in times of one", group=SCHEDULING
+        0.0,
+        "without chunked prefill: pause between prompt steps, as a multiple of the last one's time",
+        group=SCHEDULING,
     )
     max_num_seqs: int | None = option(
-        None, "sequences that run at once on a worker (default: its own bound)", group=SCHEDULING
+        None, "sequences that run at once on a worker (default: the worker's)", group=SCHEDULING
     )
     max_num_batched_tokens: int | None = option(None, "tokens in one step (default: the worker's)", group=SCHEDULING)
     max_model_len: int | str | None = option(
@@ -86,25 +88,25 @@ class SchedulerConfig:
         1024, "calls at once over one connection; more wait in the client", group=REQUESTS
     )
     max_open_calls: int = option(
-        8192, "calls at once in all, of which one host may have three quarters; more are refused", group=REQUESTS
+        8192, "open calls in all, three quarters of them for one host; more are refused", group=REQUESTS
     )
     max_connections: int = option(
-        1024, "connections at once, shared by hosts when they are nearly used up; more are closed", group=REQUESTS
+        1024, "connections at once, shared among hosts when nearly used up; more are closed", group=REQUESTS
     )
     max_connection_age: float = option(
-        3600.0, "seconds after which a client is asked to connect anew; 0: never", group=REQUESTS
+        3600.0, "seconds after which a client is asked to connect again; 0: never", group=REQUESTS
     )
     max_preparing_bytes: int = option(
-        67_108_864, "bytes of requests that are being tokenised; more are refused with a retry hint", group=REQUESTS
+        67_108_864, "bytes of requests in preparation; more are refused with a retry hint", group=REQUESTS
     )
     text_timeout: float = option(10.0, "seconds that one request may take to render and tokenise", group=REQUESTS)
     allow_special_tokens_in_content: bool = option(
-        False, "take special tokens that are spelled out in a message as such, and not as text", group=REQUESTS
+        False, "special tokens spelled out in a message are special, not plain text", group=REQUESTS
     )
-    max_logprobs: int = option(20, "logprobs a token that a request may ask for", group=REQUESTS)
-    max_stop_string_chars: int = option(1024, "characters that one stop string may have", group=REQUESTS)
+    max_logprobs: int = option(20, "logprobs per token that a request may ask for", group=REQUESTS)
+    max_stop_string_chars: int = option(1024, "characters in one stop string", group=REQUESTS)
     stream_interval_ms: float = option(
-        0.0, "time between two messages of a stream while others stream, too", group=REQUESTS
+        0.0, "least time between two messages of a stream while others stream too", group=REQUESTS
     )
     drain_timeout: float = option(
         20.0, "seconds that requests get to finish after SIGTERM or Control.Drain", group=REQUESTS
@@ -113,27 +115,34 @@ class SchedulerConfig:
     max_workers: int = option(64, "workers to hold at most", group=WORKERS)
     worker_quota: int | None = option(
         None,
-        "workers to hold while other schedulers hold theirs, 0: stand by (default: all there are)",
+        "share of workers that other schedulers also use; 0: standby (default: all workers)",
         group=WORKERS,
         metavar="N",
     )
     takeover_after: float = option(
-        5.0, "seconds after which a worker beyond the quota that nobody has is taken", group=WORKERS
+        5.0, "seconds without a scheduler after which a worker beyond the quota is taken", group=WORKERS
     )
-    max_models: int = option(16, "models, and revisions of one, to know at once", group=WORKERS)
+    max_models: int = option(16, "models to know at once, each revision counted", group=WORKERS)
     steps_in_flight: int = option(2, "steps sent to a worker before the first is answered; 1: lock-step", group=WORKERS)
     worker_wait_timeout: float = option(
-        120.0, "seconds that requests wait while all workers are lost, before they fail", group=WORKERS
+        120.0, "seconds that requests wait for a worker before they fail", group=WORKERS
     )
-    max_worker_losses: int = option(3, "workers that may be lost under a request before it fails", group=WORKERS)
-    frontends: int = option(1, "processes that share the port and stream; 1: the one that schedules", group=WORKERS)
-    shards: int = option(1, "processes with a step loop, each with some of the workers; 1: one for all", group=WORKERS)
+    max_worker_losses: int = option(
+        3, "workers that may be lost while they run a request before it fails", group=WORKERS
+    )
+    frontends: int = option(
+        1, "processes that share the port, tokenise and stream; 1: the scheduler itself", group=WORKERS
+    )
+    shards: int = option(1, "processes with a step loop, each with some of the workers; 1: a single one", group=WORKERS)
     text_processes: int = option(2, "processes that render and tokenise, for each frontend", group=WORKERS)
 
-    log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
-    disable_log_stats: bool = option(False, "leave out the log line every 5 seconds", group=LOGGING)
+    log_level: str = option("info", "least severe log lines to show", group=LOGGING, choices=LEVELS)
+    disable_log_stats: bool = option(False, "do not log statistics every 5 seconds", group=LOGGING)
     metrics_port: int | None = option(
-        None, "port for Prometheus, 0 takes a free one (default: 9464, or none if taken)", group=LOGGING, metavar="PORT"
+        None,
+        "port for Prometheus; 0 takes a free one (default: 9464, or none if that is taken)",
+        group=LOGGING,
+        metavar="PORT",
     )
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from benchmarks import figures_page
 from docs import generate
 from octavo.cli import COMMANDS
 from octavo.shared.command_line import Parser
@@ -45,9 +44,11 @@ def test_everything_generated_stands_in_one_place() -> None:
     assert sorted(standing) == sorted(generate.blocks())
 
 
-def test_the_plot_is_that_of_the_newest_results(tmp_path: Path) -> None:
-    figures_page.draw(tmp_path / "engines.svg")
-    assert generate.PLOT.read_text(encoding="utf-8") == (tmp_path / "engines.svg").read_text(encoding="utf-8")
+def test_pictures_are_those_of_the_newest_results(tmp_path: Path) -> None:
+    generate.draw(tmp_path)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert {name: (generate.PICTURES / name).read_text(encoding="utf-8") for name in drawn} == drawn
+    assert [name for name in drawn if not any(f"pictures/{name})" in text for text in PAGES.values())] == []
 
 
 @pytest.mark.parametrize("name", PAGES)

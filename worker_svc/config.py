@@ -24,15 +24,20 @@ class WorkerConfig:
     """Raises ValueError for options that contradict one another or that this build cannot serve."""
 
     model: str = option(
-        "smollm2-135m-instruct", "folder, GGUF file, or name; of the hub: OWNER/NAME", group=COMMON, metavar="MODEL"
+        "smollm2-135m-instruct",
+        "folder, GGUF file, known name, or OWNER/NAME on the hub",
+        group=COMMON,
+        metavar="MODEL",
     )
     host: str = option("127.0.0.1", "address to listen on", group=COMMON)
     port: int = option(50061, "port to listen on; 0 takes a free one", group=COMMON)
-    device: str = option("auto", "the first GPU where there is one", group=COMMON, metavar="auto|cpu|cuda|cuda:N")
-    dtype: str = option("auto", "of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
+    device: str = option(
+        "auto", "auto: the first GPU, or the CPU where there is none", group=COMMON, metavar="auto|cpu|cuda|cuda:N"
+    )
+    dtype: str = option("auto", "type of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
     quantization: str = option(
         "none",
-        "int8: products of 8-bit weights and activations, on a CPU",
+        "int8: multiply 8-bit weights and activations, on a CPU",
         group=COMMON,
         choices=("none", "int8"),
     )
@@ -42,77 +47,83 @@ class WorkerConfig:
         group=COMMON,
         metavar="N|auto",
     )
-    max_num_seqs: int = option(256, "sequences that run at once on a worker, at most", group=COMMON)
-    max_num_batched_tokens: int = option(2048, "tokens in one step, at most", group=COMMON)
+    max_num_seqs: int = option(256, "most sequences that run at once on a worker", group=COMMON)
+    max_num_batched_tokens: int = option(2048, "most tokens in one step", group=COMMON)
 
     load_format: str = option(
         "auto",
-        "bin: pickles, of which tensors alone are read; dummy: random weights",
+        "auto: safetensors, else GGUF; bin: pickles, tensors only; dummy: random weights",
         group=MODEL_FILES,
         choices=("auto", "safetensors", "gguf", "bin", "dummy"),
     )
     download_dir: str = option(
-        "", "where to find and keep models by name (default: the caches)", group=MODEL_FILES, metavar="DIR"
+        "", "folder of models by name (default: the caches of the hub and of Octavo)", group=MODEL_FILES, metavar="DIR"
     )
     tokenizer: str = option(
-        "", "folder, GGUF file or name of a tokenizer (default: the model's own)", group=MODEL_FILES, metavar="MODEL"
+        "",
+        "folder, GGUF file or name of a model whose tokenizer to use (default: the model's own)",
+        group=MODEL_FILES,
+        metavar="MODEL",
     )
     tokenizer_mode: str = option(
         "auto",
-        "fast: never make a tokenizer.json of other files; slow: always",
+        "auto: make a tokenizer.json where there is none; fast: never; slow: always",
         group=MODEL_FILES,
         choices=("auto", "fast", "slow"),
     )
     model_impl: str = option(
         "auto",
-        "whose layers compute; auto: Octavo's if it knows the family",
+        "whose code computes the layers; auto: Octavo's if it knows the family",
         group=MODEL_FILES,
         choices=("auto", "octavo", "transformers"),
     )
-    trust_remote_code: bool = option(False, "run Python code that lies in the model's folder", group=MODEL_FILES)
-    seed: int = option(0, "of the random weights that --load-format dummy makes", group=MODEL_FILES)
+    trust_remote_code: bool = option(False, "run Python code from the model's folder", group=MODEL_FILES)
+    seed: int = option(0, "seed of the random weights of --load-format dummy", group=MODEL_FILES)
 
     kv_cache_memory: float | None = option(
         None,
-        "of cache (default: 4 and at most 0.4 of what is free on a CPU, all that is left on a GPU)",
+        "GiB of cache (default: on a CPU 4, at most 0.4 of the free memory; on a GPU all that is left)",
         group=MEMORY,
         metavar="GIB",
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use", group=MEMORY)
     swap_space: float | None = option(
         None,
-        "of host memory for swapped blocks (default: 4, at most half of what is left)",
+        "GiB of host memory for swapped blocks (default: 4, at most half of what is left)",
         group=MEMORY,
         metavar="GIB",
     )
     memory_share: float = option(
-        1.0, "share of the free memory that these defaults count on; serve divides it", group=MEMORY
+        1.0, "share of the free memory that the defaults of cache and swap space start from", group=MEMORY
     )
-    block_size: int = option(16, "tokens in a block of the cache", group=MEMORY)
+    block_size: int = option(16, "tokens in a cache block", group=MEMORY)
     kv_cache_dtype: str = option(
         "auto",
-        "of keys and values; auto: as dtype; fp8: float8_e4m3fn, on GPUs that have it",
+        "type of keys and values; auto: that of --dtype; fp8: float8_e4m3fn, on GPUs that have it",
         group=MEMORY,
         choices=("auto", "float32", "float16", "bfloat16", "fp8"),
     )
     cuda_graph_memory: float = option(
-        1.0, "that CUDA graphs may take; with too little fewer batch sizes get one", group=MEMORY, metavar="GIB"
+        1.0, "GiB for CUDA graphs; with too little, fewer batch sizes get one", group=MEMORY, metavar="GIB"
     )
 
-    num_threads: int = option(0, "that compute; 0: one a core, or OMP_NUM_THREADS", group=COMPUTE)
+    num_threads: int = option(0, "threads that compute; 0: OMP_NUM_THREADS, or one for each core", group=COMPUTE)
     cpu_pinning: str = option(
-        "none", "cores for the threads that compute, such as 0-3,8, or auto", group=COMPUTE, metavar="CORES"
+        "none",
+        "cores to keep these threads on, such as 0-3,8; auto: a core each; none: any core",
+        group=COMPUTE,
+        metavar="CORES",
     )
     batch_invariant: bool = option(
-        False, "a row's logits depend on nothing in its batch, bit for bit, on a GPU, too", group=COMPUTE
+        False, "logits do not depend on the batch, bit for bit, on a GPU too (on a CPU they never do)", group=COMPUTE
     )
-    enforce_eager: bool = option(False, "capture no CUDA graphs of decode steps", group=COMPUTE)
-    max_loras: int = option(0, "adapters in one step, at most", hidden=True)  # none can be loaded yet
+    enforce_eager: bool = option(False, "do not capture CUDA graphs of decode steps", group=COMPUTE)
+    max_loras: int = option(0, "most adapters in one step", hidden=True)  # none can be loaded yet
 
     finish_timeout: float = option(
-        20.0, "seconds after SIGTERM for requests that no other worker can go on with", group=COMMON
+        20.0, "seconds after SIGTERM to finish requests that no other worker can take over", group=COMMON
     )
-    log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
+    log_level: str = option("info", "least severe log lines to show", group=LOGGING, choices=LEVELS)
 
     def __post_init__(self) -> None:
         check_port("port", self.port)

@@ -76,7 +76,7 @@ class WorkerServer:
     async def stop(
         self, grace_s: float = DRAIN_LIMIT_S, finish_s: float = 0.0, urgent: asyncio.Event | None = None
     ) -> None:
-        """Not ready, drained, closed, in this order; a step that takes longer than `grace_s` is left behind.
+        """Not ready, drained, closed, in this order; a step that takes longer than `grace_s` is abandoned.
 
         `finish_s`: before that, for requests that no other worker can go on with, until `urgent` is set.
         """
@@ -123,7 +123,7 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
 
     To be called on the thread that will run the model. Every thread that computes gets an OpenMP pool of its own, and
     with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
-    SmolLM2 on two cores then takes 30 ms in place of 16.
+    SmolLM2 on two cores then takes 30 ms instead of 16.
     """
     device = choose_device(config.device)
     set_threads(config, device)

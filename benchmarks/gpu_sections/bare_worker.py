@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0
 
 
 class BareWorker:
-    """Sequences that decode, each with a context that nobody computed: its cache blocks hold whatever was in memory."""
+    """Sequences that decode, each with a context that was never computed: its cache blocks hold old memory."""
 
     def __init__(
         self, folder: Path, *, device: str, max_num_seqs: int, max_num_batched_tokens: int, **options: Any
@@ -83,7 +83,7 @@ class BareWorker:
             rows = worker_pb2.Rows(slots_u16=_column(range(self._num_seqs), "<u2"), num_decode_rows=self._num_seqs)
             self._submit(worker_pb2.Step(rows=rows))
         self._worker.answered().result()
-        for _ in range(STEPS_IN_FLIGHT):  # whoever answers later than that thread is waited for, too
+        for _ in range(STEPS_IN_FLIGHT):  # answers that arrive after that thread ended are waited for, too
             self._take_place()
         self._places.release(STEPS_IN_FLIGHT)
         if self._failure:

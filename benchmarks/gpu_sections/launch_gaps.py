@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def gap_share(run: Callable[[], object], device: str = "cuda") -> float:
-    """Of what `run` does: on a GPU by kernels and copies, whoever launches them; on a CPU by this thread's operators.
+    """Of what `run` does: on a GPU by all kernels and copies; on a CPU by this thread's operators.
 
     Raises RuntimeError where the profiler saw nothing.
     """

@@ -1,4 +1,4 @@
-"""What must be installed where the GPU is, asked for before anything runs: that machine may reach no registry."""
+"""What must be installed where the GPU is, checked before anything runs: that machine may reach no registry."""
 
 from __future__ import annotations
 

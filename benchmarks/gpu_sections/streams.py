@@ -18,7 +18,7 @@ Delivery = tuple[int, int]  # monotonic ns, tokens that came
 
 
 async def generate_all(address: str, requests: Sequence[BenchRequest]) -> list[list[Delivery]]:
-    """What came for each request and when. Raises RuntimeError when one does not get as many tokens as it asked for."""
+    """What came for each request and when. Raises RuntimeError when one gets another number of tokens than it wants."""
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection a channel
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(min(_NUM_CHANNELS, len(requests)))]
     try:

@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 2  # GiB: all of W3, and room for the other engines
+    scheduler.cache_size = 2  # GiB: holds all of W3, and leaves memory for the other engines
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = True
     # Without the hint it computes in bfloat16 where the CPU can.

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB: all of W3, and room for the other engines
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB: holds all of W3, and leaves memory for the other engines
 
 import vllm
 from line_protocol import Request, serve

@@ -27,7 +27,7 @@ class Figures:
     between_tokens_p99_ms: float
     ready_s: float = math.nan  # from the start of the engine, weights included, to the moment it takes requests
     worker_peak_gib: float = math.nan  # of the process that computes
-    streams: int | None = None  # that ran at once, where so many were asked for
+    streams: int | None = None  # that ran at once, where a number was given
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what was not measured is null."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def run(llm: LLM, workload: Workload) -> tuple[Figures, list[list[int]]]:
     """One timed run on an empty prefix cache, everything submitted at once: figures, and each request's token ids.
 
-    Raises RuntimeError when other than the tokens that were asked for came back.
+    Raises RuntimeError where a request got another number of tokens than it wanted.
     """
     params = [
         SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.max_tokens) for request in workload.requests

@@ -17,12 +17,17 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 2", "1 2", "10 4")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one name, joined by a line in order, or not. A NaN is left out."""
+    """Points of one name, joined by a line in order, or not. A NaN is left out.
+
+    Attributes:
+        color: its number among `COLORS`; None takes the series' place in its chart.
+    """
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     is_joined: bool = True
+    color: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,8 @@ def _chart(chart: Chart, width: int) -> list[str]:
         across = _Axis(-0.5, len(chart.categories) - 0.5, LEFT, width - RIGHT)
     else:
         across = _Axis(min(xs, default=0), max(xs, default=1), LEFT, width - RIGHT, chart.log_x)
-    low, high = (min(ys, default=1), max(ys, default=1)) if chart.log_y else (0, max(ys, default=1) * 1.05)
-    if chart.log_y:
-        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high) + 1e-9)
-    up = _Axis(low, high, HEIGHT - BOTTOM, TOP, chart.log_y)
+    heights = _powers(min(ys, default=1), max(ys, default=1)) if chart.log_y else _ticks_around(max(ys, default=1))
+    up = _Axis(heights[0], heights[-1], HEIGHT - BOTTOM, TOP, chart.log_y)
     middle = (LEFT + width - RIGHT) / 2
     parts = [
         f'<text x="{middle:g}" y="18" text-anchor="middle" font-size="13">{escape(chart.title)}</text>',
@@ -97,7 +100,7 @@ def _chart(chart: Chart, width: int) -> list[str]:
         f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)" text-anchor="middle">'
         f"{escape(chart.y_label)}</text>",
     ]
-    for value in _powers(low, high) if chart.log_y else _ticks(high):
+    for value in heights:
         y = up.at(value)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{width - RIGHT}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{value:,g}</text>')
@@ -116,18 +119,16 @@ def _chart(chart: Chart, width: int) -> list[str]:
         row, column = divmod(number, _columns(chart, width))
         x, y = LEFT + _entry_width(chart) * column, HEIGHT + LEGEND_LINE * row + 6
         if chart.is_bars:
-            parts.append(
-                f'<rect x="{x + 8}" y="{y - 9}" width="10" height="10" fill="{COLORS[number % len(COLORS)]}"/>'
-            )
+            parts.append(f'<rect x="{x + 8}" y="{y - 9}" width="10" height="10" fill="{_color(series, number)}"/>')
         else:
-            parts += _mark(x, y - 4, number, series.is_joined)
+            parts += _mark(x, y - 4, _color(series, number), DASHES[number % len(DASHES)], series.is_joined)
         parts.append(f'<text x="{x + 26}" y="{y}">{escape(series.name)}</text>')
     return parts
 
 
 def _bars(chart: Chart, number: int, across: _Axis, up: _Axis) -> list[str]:
     """One series of a chart of bars, each with its value above it; four fifths of a category's place are bars."""
-    series, color = chart.series[number], COLORS[number % len(COLORS)]
+    series, color = chart.series[number], _color(chart.series[number], number)
     width = 0.8 * (across.at(1) - across.at(0)) / len(chart.series)
     parts = []
     for x, y in zip(series.xs, series.ys, strict=True):
@@ -142,7 +143,7 @@ def _bars(chart: Chart, number: int, across: _Axis, up: _Axis) -> list[str]:
 
 
 def _points(series: Series, number: int, across: _Axis, up: _Axis) -> list[str]:
-    color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
+    color, dash = _color(series, number), DASHES[number % len(DASHES)]
     places = [(across.at(x), up.at(y)) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
     parts = []
     if series.is_joined and len(places) > 1:
@@ -153,8 +154,12 @@ def _points(series: Series, number: int, across: _Axis, up: _Axis) -> list[str]:
     return parts
 
 
-def _mark(x: float, y: float, number: int, is_joined: bool) -> list[str]:
-    color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
+def _color(series: Series, number: int) -> str:
+    """Of the series with that number in its chart."""
+    return COLORS[(number if series.color is None else series.color) % len(COLORS)]
+
+
+def _mark(x: float, y: float, color: str, dash: str, is_joined: bool) -> list[str]:
     if not is_joined:
         return [f'<circle cx="{x + 12}" cy="{y}" r="3.5" fill="{color}"/>']
     return [f'<path d="M{x} {y}h22" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}"/>']
@@ -188,6 +193,13 @@ def _ticks(high: float) -> list[float]:
     return [step * place for place in range(int(high / step + 1e-9) + 1)]
 
 
-def _powers(low: float, high: float) -> list[float]:
-    first, last = round(math.log10(low)), round(math.log10(high))
+def _ticks_around(highest: float) -> list[float]:
+    """The same, and one more above the highest value where that comes close to the last."""
+    ticks = _ticks(1.05 * highest)
+    return ticks if ticks[-1] >= 1.05 * highest else [*ticks, ticks[-1] + (ticks[1] if len(ticks) > 1 else 1.0)]
+
+
+def _powers(lowest: float, highest: float) -> list[float]:
+    """Powers of ten, from the last below the values to the first above."""
+    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest) + 1e-9)
     return [10.0**power for power in range(first, last + 1)]

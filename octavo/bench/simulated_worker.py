@@ -1,6 +1,6 @@
 """A worker without a model, as a process of its own: `python -m octavo.bench.simulated_worker --port PORT`.
 
-It answers a step from the step's own columns, a letter for every token that is asked for, and keeps nothing about any
+It answers a step from the step's own columns, a letter for every token that it wants, and keeps nothing about any
 sequence, so that what a scheduler is measured with costs next to nothing. It never ends a text and knows no logprobs.
 """
 

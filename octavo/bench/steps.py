@@ -54,7 +54,7 @@ def measure(sequences: int, workers: int = 1, steps: int = 256, waiting: int = 0
     """Times `steps` steps of `sequences` sequences spread over `workers` workers.
 
     Args:
-        waiting: groups that wait behind them and find no slot.
+        waiting: further groups, which find no slot.
         cached_blocks: blocks of each worker that nobody uses and whose content can be found.
     """
     if not 1 <= workers <= sequences or steps < 1:
@@ -91,7 +91,7 @@ def table(rows: list[StepTimes]) -> str:
 
 
 class _Run:
-    """Workers, their steps in flight, and the queue behind them."""
+    """Workers, their steps in flight, and the queue of waiting groups."""
 
     def __init__(self, sequences: int, workers: int, steps: int, waiting: int, cached_blocks: int) -> None:
         from scheduler_svc.core.policy import POLICIES
@@ -213,7 +213,7 @@ class _NoLink:
         raise AssertionError("nobody calls here")
 
     def distrust(self) -> None:
-        """There is nobody."""
+        """No clients."""
 
     def close(self) -> None:
         pass

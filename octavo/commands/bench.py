@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--batch-invariant", action="store_true", help="as `octavo worker` takes it")
     serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
     serve.add_argument(
-        "--streams", type=_counts, metavar="N[,N...]", help="each is measured (default: one a request, at most 64)"
+        "--streams",
+        type=_counts,
+        metavar="N[,N...]",
+        help="streams at once; each number is measured (default: one per request, at most 64)",
     )
     serve.add_argument(
         "--simulated-worker",
@@ -44,10 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(serve)
     steps = kinds.add_parser("steps", help="what a step costs the scheduler, with workers that are only simulated")
     steps.add_argument("--sequences", type=_counts, default=[64, 256, 1024], metavar="N[,N...]", help="running at once")
-    steps.add_argument("--workers", type=int, default=1, metavar="W", help="that they are spread over (default: 1)")
-    steps.add_argument("--steps", type=int, default=256, help="measured (default: %(default)s)")
-    steps.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a place behind them")
-    steps.add_argument("--cached-blocks", type=int, default=0, metavar="N", help="idle ones in each prefix cache")
+    steps.add_argument(
+        "--workers", type=int, default=1, metavar="W", help="workers that they are spread over (default: 1)"
+    )
+    steps.add_argument("--steps", type=int, default=256, help="steps to measure (default: %(default)s)")
+    steps.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait beside those that run")
+    steps.add_argument("--cached-blocks", type=int, default=0, metavar="N", help="unused blocks in each prefix cache")
     steps.add_argument("--json", action="store_true", help="print JSON in place of the table")
     bench_fleet.add_arguments(kinds.add_parser("fleet", help="pools of simulated workers in virtual time, of any size"))
     bench_kernels.add_arguments(kinds.add_parser("kernels", help="GPU kernels: compiled, or timed on the GPU here"))

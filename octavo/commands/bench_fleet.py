@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind, load = WorkerKind(), Load()
     pool = parser.add_argument_group("workers")
     pool.add_argument("--workers", type=_counts(MAX_WORKERS), default=[1, 2, 8], metavar="W[,W...]",
-                      help="sizes of pool, each is measured (default: 1,2,8)")  # fmt: skip
+                      help="workers in the pool; each number is measured (default: 1,2,8)")  # fmt: skip
     pool.add_argument("--step-ms", type=_number(0), default=kind.step_ms, metavar="X",
                       help="what a step takes beside its tokens (default: %(default)g)")  # fmt: skip
     pool.add_argument("--token-us", type=_number(0), default=kind.token_us, metavar="X",

@@ -71,7 +71,7 @@ def _converse(client: Client, params: SamplingParams, arguments: argparse.Namesp
 
 
 def _read_question() -> str | None:
-    """What was typed that is meant for the model; empty for what was not; None for the end."""
+    """What was typed for the model; empty where it was not for the model; None at the end."""
     try:
         line = input("> ").strip()
     except EOFError:

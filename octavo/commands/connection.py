@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=addresses,
         default=DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help="several with commas between them: the next one is asked when one is gone; default: %(default)s",
+        help="server; with several, separated by commas, the next one is used when one is lost (default: %(default)s)",
     )
     group.add_argument(
         "--retry-window",
         type=seconds,
         metavar="SECONDS",
-        help=f"how long a lost server is waited for, and one that is not there yet; default: ${RETRY_WINDOW}, or"
-        " 120 for what has begun and 0 for what has not",
+        help=f"how long to wait for a server that is lost or not there yet (default: ${RETRY_WINDOW}, else 120 for"
+        " requests that have begun and 0 for others)",
     )
     group.add_argument("--api-key", metavar="KEY", help="sent as `authorization: Bearer KEY`")
     add_tls_arguments(group)

@@ -50,7 +50,7 @@ class Conversation:
         return [*self._system, *(message for turn in self._turns[first:] for message in turn), asked]
 
     def _make_room(self, asked: Message) -> None:
-        """Forgets the oldest turns, until what is left has room for an answer behind it; says how many."""
+        """Drops the oldest turns until the rest leaves space for an answer; returns how many."""
         if not self._max_model_len or not self._turns:
             return
         # As long as an answer may be, but never at the cost of more than half of what the model can look back on.

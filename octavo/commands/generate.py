@@ -11,14 +11,16 @@ from octavo.shared.options import OptionError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompt, how to sample, and where the server is."""
-    parser.add_argument("prompt", nargs="?", help="the text to go on from; `-` or a pipe: standard input")
+    parser.add_argument("prompt", nargs="?", help="text to continue; `-` or a pipe: standard input")
     parser.add_argument("--chat", action="store_true", help="ask it as a question, in the model's chat template")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error at the end")
     sampling.add_arguments(parser, max_tokens=128)
     sampling.add_several_outputs(parser)
     request = parser.add_argument_group("request")
     sampling.add_model(request)
-    request.add_argument("--priority", type=int, metavar="N", help="lower is served first, where the server goes by it")
+    request.add_argument(
+        "--priority", type=int, metavar="N", help="lower is served first, on a server with --scheduling-policy priority"
+    )
     request.add_argument("--cache-salt", metavar="TEXT", help="share cached prompts only with requests of this salt")
     connection.add_arguments(parser)
 

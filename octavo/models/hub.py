@@ -1,7 +1,7 @@
 """Fetches models from the Hugging Face hub into its cache, by `huggingface_hub`: resumed where it broke off, with its
 progress bar on a terminal. HF_TOKEN or a login, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to that library.
 
-Of a repository's files only those are taken that the model is loaded from, and no pickles unless they are asked for.
+Of a repository's files only those are taken that the model is loaded from, and pickles only with `--load-format bin`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.shared.command_line import did_you_mean
 T = TypeVar("T")
 
 _REACH_TIMEOUT_S = 10.0
-_NAMES_LOOKED_AT = 500  # of an owner's models, for one that is nearly what was asked for
+_NAMES_LOOKED_AT = 500  # of an owner's models, to find a similar name
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # so a large file is called in the cache; small ones by their hash in git
 

@@ -56,7 +56,7 @@ def hub_name_of(text: str) -> HubName | None:
 
 
 def served_name(text: str, path: Path) -> str:
-    """By which clients know a model that was asked for as `text` and lies at `path`; empty: by the name of its folder,
+    """The clients' name for the model that was named `text` and lies at `path`; empty: by the name of its folder,
     which in the hub's cache says nothing."""
     if "snapshots" not in path.parts:
         return ""

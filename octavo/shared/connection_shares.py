@@ -1,8 +1,8 @@
-"""Room for one more host: while connections are nearly used up, hosts that have the most of them lose some.
+"""Connections divided among hosts: while they are nearly used up, the hosts that have the most lose some.
 
-gRPC closes connections beyond a number as they come, whosesoever they are, so that one host could keep all others out.
-In Python nobody is asked when one is accepted. So they are counted by host every now and then, and those above an equal
-share are shut down: first those without an open call, of these the latest, and open streams last.
+gRPC closes connections beyond a number as they come, from whatever host, so that one host could keep all others out.
+Its Python server accepts connections without calling us. So they are counted by host every now and then, and those
+above an equal share are shut down: first those without an open call, of these the latest, and open streams last.
 """
 
 from __future__ import annotations

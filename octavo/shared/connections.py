@@ -92,7 +92,7 @@ def _open_files() -> Iterator[int]:
 
 
 def _network_socket(number: int) -> socket.socket:
-    """Raises OSError for what is none."""
+    """Raises OSError for a file that is no connection."""
     duplicate = os.dup(number)  # the number may be another file's by the time that it is looked at; this is not
     try:
         found = socket.socket(fileno=duplicate)

@@ -36,7 +36,7 @@ def configure(level: str = "info") -> None:
 
 
 def configure_library(level: str) -> None:
-    """For Octavo within a program of somebody else's: only its own lines, and no handler of the program is touched.
+    """For Octavo within another program: only its own lines; the program's handlers stay untouched.
 
     Nothing is changed where the program has set structlog up. Called again, the least important level holds.
     """

@@ -281,7 +281,7 @@ def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field[Any],
 
 
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:
-    """What stands behind the flag in --help."""
+    """What follows the flag in --help."""
     choices, item = field.metadata["choices"], _item_hint(hint)
     return field.metadata["metavar"] or ("|".join(choices) if choices else _metavar(hint, item))
 

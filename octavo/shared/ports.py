@@ -23,7 +23,7 @@ class PortInUse(BindError):
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raises BindError where nobody could listen on host:port now; 0 stands for any port that is free."""
+    """Raises BindError where host:port cannot be listened on now; 0 stands for any port that is free."""
     with _bound(host, port):
         pass
 
@@ -33,7 +33,7 @@ def reserve_port(host: str, port: int) -> tuple[socket.socket, int]:
     may listen as long as the socket is open. Raises BindError."""
     holder = _bound(host, port)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: it was nobody's when it was bound
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: at the bind the port had to be free
     return holder, holder.getsockname()[1]
 
 

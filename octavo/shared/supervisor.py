@@ -1,7 +1,7 @@
 """Child processes that live and die together: what `octavo serve` is made of.
 
 Knows nothing of schedulers and workers, only children: they start at once; one that ends before all are ready, or one
-that is essential, ends the rest; others are started again, with growing pauses. Nobody outlives the supervisor: on a
+that is essential, ends the rest; others are started again, with growing pauses. No child outlives the supervisor: on a
 signal children are ended in order, and on Linux the kernel ends them when the supervisor itself is killed.
 """
 
@@ -115,7 +115,7 @@ class Supervisor:
             self.reason = reason
 
     def _on_keeper_ended(self, keeper: asyncio.Task[None]) -> None:
-        """A child that cannot even be started, or a fault of our own, is no reason to wait for ever."""
+        """A child that cannot even be started, or an error in this code, must not leave a caller waiting."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             log.error("a child cannot be kept", exc_info=error)
             self._end_with(1, f"a child cannot be kept: {type(error).__name__}: {error}")
@@ -155,7 +155,7 @@ class Supervisor:
             self._end_with(1, _why(life, code))
 
     async def _stop_all(self, is_urgent: bool) -> None:
-        """The essential children, then the rest, each with its grace; SIGKILL to what is left."""
+        """The essential children, then the rest, each with its grace; SIGKILL to those that remain."""
         for essential in (True, False):
             group = [life for life in self._lives if life.child.essential is essential and _is_alive(life)]
             for life in group:

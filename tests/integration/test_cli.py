@@ -109,10 +109,10 @@ def test_help_of_a_service_is_grouped_short_and_true(
         assert 1 <= len(explained) <= 2, entry
     flat = " ".join(shown.split())
     if name == "serve":
-        assert "--max-num-seqs N sequences that run at once on a worker, at most (default: 256)" in flat
+        assert "--max-num-seqs N most sequences that run at once on a worker (default: 256)" in flat
         assert "--worker " not in flat
     if name == "scheduler":
-        assert "--max-num-seqs N sequences that run at once on a worker (default: its own bound)" in flat
+        assert "--max-num-seqs N sequences that run at once on a worker (default: the worker's)" in flat
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`quantization="int8"` through the whole service: the same tokens in any company, and what is said of the model."""
+"""`quantization="int8"` through the whole service: the same tokens in any batch, and what is said of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of `--batch-invariant` workers: right, and a row the same in any company."""
+"""The product of `--batch-invariant` workers: right, and a row the same in any batch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ another by 5e-6, on every processor. So no constant is the bound, but the errors
 same precision, against the same truth. Over all tiny models of the tests the ratio of the two errors' root mean
 squares was 0.92 to 1.12.
 
-A product of Octavo sums its n terms in one order, so that a row has the same bits in any company. Roundings then add
+A product of Octavo sums its n terms in one order, so that a row has the same bits in any batch. Roundings then add
 up to about sqrt(n / 24) units of the result, of a sum in p parts to sqrt(n / p / 24): with 16 parts, as a register has,
 to a fourth, once n is large. The ratio for SmolLM2, of 576 and 1,536 terms, was 3.2.
 """

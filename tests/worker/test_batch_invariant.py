@@ -1,4 +1,4 @@
-"""On a CPU a row has the same logits alone and in any company, of every model of the tests, whatever the processor.
+"""On a CPU a row has the same logits alone and in any batch, of every model of the tests, whatever the processor.
 
 That the bits are the same on this machine would not show it for others: a library has products of its own for each
 processor and number of rows. So none of a library may be called at all; what is left is Octavo's compiled code.

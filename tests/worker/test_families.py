@@ -1,4 +1,4 @@
-"""Every family against transformers in float32, whole, in pieces and in company; see `families` for the models."""
+"""Every family against transformers in float32, whole, in pieces and in batches; see `families` for the models."""
 
 from __future__ import annotations
 

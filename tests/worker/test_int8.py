@@ -1,4 +1,4 @@
-"""Models with weights of eight bits: near the float ones, the same in any company, and read back as they were made."""
+"""Models with weights of eight bits: near the float ones, the same in any batch, and read back as they were made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward pass against transformers in float32, in whatever pieces and company a sequence is computed."""
+"""The forward pass against transformers in float32, in whatever pieces and batches a sequence is computed."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_weights_bytes_counts_what_is_held(uneven: Path, without_padding: None) 
 
 @pytest.mark.smollm2
 def test_smollm2_logits_and_greedy_tokens() -> None:
-    """The real model, in company and alone."""
+    """The real model, in a batch and alone."""
     folder = resolve_model("smollm2-135m-instruct")
     # "The capital of France is", and 60 arbitrary tokens.
     sequences = [[504, 3575, 282, 4649, 314], random.Random(0).choices(range(49152), k=60)]

@@ -74,7 +74,7 @@ def tokens(length: int) -> list[int]:
 
 
 def check(model: Model, folder: Path) -> None:
-    """Whole prompts together, then random pieces in random company, against whole prompts alone in transformers."""
+    """Whole prompts together, then random pieces in random batches, against whole prompts alone in transformers."""
     sequences = [tokens(length) for length in LENGTHS]
     truth = truth_of_folder(folder, sequences)
     together = Stepper(model, sequences).step({i: (0, length) for i, length in enumerate(LENGTHS)})

@@ -11,9 +11,9 @@ from worker_svc.config import AUTO, WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.host.memory import GIB
 
-CPU_CACHE_BYTES = 4 * GIB  # when nothing is asked for: room for others on the machine
+CPU_CACHE_BYTES = 4 * GIB  # default: the rest is for other processes on the machine
 CPU_CACHE_SHARE = 0.4  # of the free memory that this worker counts on
-SWAP_BYTES = 4 * GIB  # when nothing is asked for
+SWAP_BYTES = 4 * GIB  # default
 SWAP_SHARE = 0.5  # of what cache and steps leave
 
 
@@ -48,8 +48,8 @@ def size_cache(
     `available_bytes` are those of the device; `host_bytes` those of the host, None: the same memory.
 
     Defaults count on `memory_share` of what is free of the host: a neighbour that starts as well has not taken its own
-    part yet. What was asked for only has to fit: a worker that is started again beside one that is full then finds its
-    place. Never more blocks than all sequences at their longest need, except on the host where they were asked for.
+    part yet. A size that was set only has to fit: a worker that is started again beside one that is full then finds its
+    place. Never more blocks than all sequences at their longest need, except on the host where `--swap-space` says so.
     """
     is_host = host_bytes is None
     share = config.memory_share if is_host else 1.0  # of a GPU, gpu_memory_utilization has been taken off

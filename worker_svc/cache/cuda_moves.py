@@ -5,7 +5,7 @@
     swaps                └─ gather ─ event ──────┘
                                         └─ transfer to the host ...
 
-Swaps run in the order in which they are asked for, so a block that comes back is whole on the host. A block that is
+Swaps run in the order in which they were submitted, so a block that comes back is whole on the host. A block that is
 swapped out is free for the compute stream once it has been gathered, one that is swapped in once it is scattered.
 """
 

@@ -1,7 +1,7 @@
 """How much of this process's cores other processes use, as Linux counts it.
 
 /proc/stat says what every core has done since the machine started, in ticks of mostly 10 ms, and a clock of the process
-what part of that was its own. Processes of lower priority (`nice`) give way by themselves and are not counted beside
+what part of that was its own. Processes of lower priority (`nice`) yield to this one and are not counted beside
 one that has none; nor is what a hypervisor has taken: fewer threads would not bring that back.
 """
 

@@ -13,7 +13,7 @@ class DeviceMarks:
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """When the device has done what it was asked for so far."""
+        """Marks the moment when the device has done all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         self._events.append(event)

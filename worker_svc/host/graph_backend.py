@@ -1,7 +1,7 @@
-"""CUDA graphs: work that a device is asked for once, and then again with one call and at the same addresses.
+"""CUDA graphs: work that is launched once, captured, and then launched again by one call with the same addresses.
 
 Everything that only a GPU can do about them is here. All graphs share one pool of memory: they are replayed one at a
-time, and none leaves anything behind in it that is read later.
+time, and none keeps anything in it that is read later.
 """
 
 from __future__ import annotations

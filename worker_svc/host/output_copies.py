@@ -1,6 +1,6 @@
 """What a step has computed, on its way to the host.
 
-On a GPU the copies go over a stream of their own into pinned memory, behind what computes them and beside what comes
+On a GPU the copies go over a stream of their own into pinned memory, after what computes them and beside what comes
 next: nobody waits for the device before `wait`.
 
     compute   ... step N ─┬─ step N + 1 ...
@@ -34,7 +34,7 @@ class OutputCopies(Protocol):
         """Whether a step may be on its way before the outputs of the one before are here."""
 
     def start(self, tensors: Sequence[torch.Tensor]) -> OutputCopy:
-        """Behind everything that the current stream has been asked for; the tensors may be given up at once."""
+        """After all work that is queued on the current stream; the tensors may be dropped at once."""
 
 
 class HostOutputs:
@@ -72,7 +72,7 @@ class CudaOutputs:
     def start(self, tensors: Sequence[torch.Tensor]) -> CudaOutput:
         """See `OutputCopies`; the host waits for nothing."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        is_done = torch.cuda.Event(blocking=True)  # whoever waits sleeps: the model thread may need the core
+        is_done = torch.cuda.Event(blocking=True)  # waiting threads sleep: the model thread may need the core
         with torch.cuda.stream(self._stream):
             copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
             for copy, tensor in zip(copies, tensors, strict=True):

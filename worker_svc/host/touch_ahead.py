@@ -2,7 +2,7 @@
 
 The first write to a page waits until the system has found memory for it and cleared it, and on a virtual machine until
 the host has done the same: of SmolLM2-135M on two cores a second of processor time for the 370 MB that 32 sequences of
-230 tokens need, within the steps that the first requests wait for. So a thread asks for it, a piece at a time, once no
+230 tokens need, within the steps that the first requests wait for. So a thread touches it, a piece at a time, once no
 step has arrived for a moment. Contents do not change. A cache that is not used all the same keeps most of its pages
 untouched.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-AHEAD_BYTES = 512 << 20  # the most that is asked for; a scheduler uses blocks with low ids first
+AHEAD_BYTES = 512 << 20  # the most that is touched; a scheduler uses blocks with low ids first
 PIECE_BYTES = 2 << 20  # a page; a step that arrives waits for no more
 _QUIET_S = 0.05  # without a step, before the next pieces
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later

@@ -24,7 +24,7 @@ def upload(device: str | torch.device, *arrays: npt.NDArray[Any]) -> tuple[torch
 
 
 def pack(arrays: Sequence[npt.NDArray[Any]], *, pin_memory: bool) -> tuple[torch.Tensor, list[int]]:
-    """All arrays behind one another in bytes, u8, and where each of them begins."""
+    """All arrays one after another as bytes, u8, and where each begins."""
     places, size = [], 0
     for array in arrays:
         places.append(size)

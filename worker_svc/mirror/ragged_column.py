@@ -28,7 +28,7 @@ class RaggedColumn:
         self.counts[slot] = len(values)
 
     def copy(self, parent: int, child: int) -> None:
-        """The child gets the parent's list, which nobody changes in place."""
+        """The child gets the parent's list, which is never changed in place."""
         self._lists[child] = self._lists[parent]
         self.counts[child] = self.counts[parent]
 

@@ -20,7 +20,7 @@ from worker_svc.mirror.ragged_column import RaggedColumn
 
 WEAKEST_REPETITION, STRONGEST_REPETITION = 0.01, 100.0  # what schedulers accept; no finite logit overflows by it
 WHOLE_VOCABULARY = np.int32(-1)
-"""`num_logprobs` of a request that asked for all of them (`SamplingParams.logprobs` = -1)."""
+"""`num_logprobs` of a request that wants all of them (`SamplingParams.logprobs` = -1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SamplingColumns:
 
     `takes_largest` is set where the model's largest logit decides and nothing else is told. `adjusts_logits` is set
     where any of the columns after it does something, `is_penalised` where one of the penalties does, `compares_words`
-    where bad words depend on the history. What is of any size is given back when a slot is cleared.
+    where bad words depend on the history. Whatever has a size of its own is freed when a slot is cleared.
     """
 
     def __init__(self, max_num_seqs: int) -> None:

@@ -36,7 +36,7 @@ class SlotColumns:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)  # [slots]
         self.tenancy = np.zeros(max_num_seqs, np.int64)  # [slots], another number for every sequence that a slot had
         self.sampling = SamplingColumns(max_num_seqs)
-        self.loaded_adapters: set[str] = set()  # names; who loads them keeps this
+        self.loaded_adapters: set[str] = set()  # names; the code that loads them maintains this
         self.adapters: list[str] = [""] * max_num_seqs  # by slot; "": none
         self.request_ids: list[str | None] = [None] * max_num_seqs
         self.sampling_params: list[inference_pb2.SamplingParams | None] = [None] * max_num_seqs

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, opened: every tensor by the name that the model knows it by, read when it is asked for.
+"""The files of a checkpoint, opened: every tensor by the model's name for it, read when it is taken.
 
 Of safetensors only the header is read at first; pickled files and GGUF files are memory-mapped, and the tensors of the
 latter expanded to float32. All raise `ModelError` with one line that names the file.
@@ -46,7 +46,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "bin", "dummy")
 def detect_format(folder: Path) -> str:
     """What `auto` means for a folder: safetensors, or gguf where there is such a file alone.
 
-    Never bin: a pickle may carry code, and though none of it is run, it is not read unless asked for.
+    Never bin: a pickle may carry code; none of it would run, but pickles are read only with `--load-format bin`.
     """
     if any(folder.glob("model*.safetensors*")):
         return "safetensors"

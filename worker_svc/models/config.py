@@ -40,7 +40,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    max_positions: int  # that the model knows; more than max_model_len where less is asked for
+    max_positions: int  # that the model was trained for; may be more than max_model_len
     max_model_len: int
     tie_word_embeddings: bool
     style: DecoderStyle  # of Octavo's own decoder; not of one that transformers computes
@@ -50,7 +50,7 @@ class ModelConfig:
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
     quantization: str = ""  # of the weights of products: int8; empty: none
-    is_batch_invariant: bool = False  # whether products have to give a row the same bits in any company
+    is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
 
     @property
     def weights_bytes(self) -> int:

@@ -18,7 +18,7 @@ def dense(
     memory: HugePages | None = None,
 ) -> FloatLinear | PackedLinear | TiledLinear:
     """The form for the weight's device; weight [out_features, in_features]. On a CPU a row has the same bits in any
-    company, on a GPU where `is_batch_invariant`. `memory`: where a packed form is kept; None: anywhere."""
+    batch, on a GPU where `is_batch_invariant`. `memory`: where a packed form is kept; None: anywhere."""
     if weight.device.type == "cpu":
         return PackedLinear(weight, bias, memory)
     return TiledLinear(weight, bias) if is_batch_invariant else FloatLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""The layers of a Llama-like model on a CPU in one call of compiled code, in place of ten calls a layer."""
+"""The layers of a Llama-like model on a CPU in one call of compiled code, instead of ten calls a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads logits of many rows, and wants them a few at a time: all at once they may be larger than the cache."""
+"""A reader of the logits of many rows, a few at a time: all at once they may be larger than the cache."""
 
 from __future__ import annotations
 

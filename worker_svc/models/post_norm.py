@@ -1,4 +1,4 @@
-"""One layer of a decoder whose norms stand behind the sums, as in the first Transformer (Vaswani et al. 2017,
+"""One layer of a decoder whose norms follow the sums, as in the first Transformer (Vaswani et al. 2017,
 arXiv:1706.03762); of the models here, OPT-350m's.
 
     residual = norm(residual + attention(residual))

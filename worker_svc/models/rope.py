@@ -7,7 +7,7 @@ scales cosines and sines; `longrope` (Ding et al. 2024, arXiv:2402.13753) divide
 raises theta with the length ("NTK-aware", described in section 3.1 of YaRN).
 
 `dynamic` and `longrope` change their frequencies with the length of a sequence, which keys that are in a cache already
-do not follow. So both go by the longest sequence that is admitted: as trained, unless a longer `max_model_len` is asked
+do not follow. So both go by the longest sequence that is admitted: as trained, unless a longer `max_model_len` is set
 for.
 """
 
@@ -48,13 +48,13 @@ class Rope:
     magnitude: float = 1.0  # of cosines and sines; for yarn and longrope
 
     def default_len(self, max_positions: int) -> int:
-        """Tokens in a sequence unless asked for more; `max_positions` is the model's own number."""
+        """Tokens in a sequence, unless `max_model_len` is larger; `max_positions` is the model's own number."""
         if self.kind == "longrope":
             return min(self.original_max_position_embeddings, max_positions)
         return max_positions
 
     def longest(self, max_positions: int) -> int:
-        """The most tokens in a sequence that may be asked for."""
+        """The largest `max_model_len` that is accepted."""
         if self.kind in ("yarn", "dynamic"):
             return max(max_positions, int(self.factor * self.original_max_position_embeddings))
         return max_positions

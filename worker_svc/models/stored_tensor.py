@@ -1,7 +1,7 @@
 """A tensor of a checkpoint, known by shape and type before a byte of it is read, and read into the place it is for.
 
 Read and not mapped: a map's pages stay in the process beside the copy that the device needs, a tensor of another type
-or one of several parts would be made twice, and a file that somebody shortens would end the process with SIGBUS.
+or one of several parts would be copied twice, and a file that is shortened meanwhile would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoredTensor(Protocol):
 
 
 class OpenFile:
-    """A file to read at any place; closed when nobody has it any more."""
+    """A file to read at any place; closed with its last reference."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""

@@ -9,7 +9,7 @@ class TiledLinear:
     """See `Linear`; on a GPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        from kernels.gpu.matmul import matmul  # here: Triton is for those who have a GPU
+        from kernels.gpu.matmul import matmul  # here: only workers with a GPU need Triton
 
         self._matmul = matmul
         self._weight, self._bias = weight.contiguous(), bias

@@ -79,7 +79,7 @@ class TransformersModel:
 
     @property
     def is_capturable(self) -> bool:
-        """Nobody knows what the library's code does for a token."""
+        """Unknown: it depends on the library's code."""
         return False
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class TransformersModel:
             options["logits_to_keep"] = logits_rows
         try:
             logits: torch.Tensor = self._model(input_ids=token_ids[None], **options).logits[0]
-        finally:  # whoever gives up a cache wants its memory back
+        finally:  # a cache that is given up must free its memory
             context.caches, context.attention = [], None
         if len(context.layers_seen) != self.config.num_layers:
             seen, all_layers = len(context.layers_seen), self.config.num_layers

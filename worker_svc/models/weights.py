@@ -1,7 +1,7 @@
-"""Where weights come from: a checkpoint or thin air, behind one `take`.
+"""Where weights come from: a checkpoint or random numbers, both through `take`.
 
-A model takes each tensor once, by name and expected shape; `finish` then complains about tensors that nobody took, so
-that a checkpoint is understood whole or refused.
+A model takes each tensor once, by name and expected shape; `finish` then refuses tensors that were not taken. So a
+checkpoint is understood whole or refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Weights(Protocol):
 
     int8: Int8Store | None  # what keeps products in eight bits; None: they stay in the model's dtype
     memory: HugePages  # for packed products
-    is_batch_invariant: bool  # set by who makes them: whether products give a row the same bits in any company
+    is_batch_invariant: bool  # set by the loader: whether a row's products have the same bits in any batch
 
     def has(self, name: str) -> bool:
         """Whether this tensor can be taken."""
@@ -71,7 +71,7 @@ class CheckpointWeights:
 
     def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
         """See `Weights`; every part is read straight into its place."""
-        # All are looked at before memory is taken for them.
+        # All are checked before memory is allocated for them.
         stored = [self._pop(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
         out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
         for part, tensor in zip(out.split(list(sizes)), stored, strict=True):

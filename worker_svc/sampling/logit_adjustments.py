@@ -51,7 +51,7 @@ class LogitAdjustments:
         keeps_logits: bool = True,
     ) -> torch.Tensor:
         """`logits` f32[R, vocab] of the next token of each of `slots` [R], adjusted: in a copy where `keeps_logits`,
-        else in place. The same tensor, untouched, where nobody asks for anything."""
+        else in place. The same tensor, untouched, where no request adjusts anything."""
         sampling = states.sampling
         if not sampling.adjusts_logits[slots].any():
             return logits

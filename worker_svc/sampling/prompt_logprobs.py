@@ -1,4 +1,4 @@
-"""Logprobs of the prompt tokens that a step computes, for those who asked: what the model thought of each of them.
+"""Logprobs of the prompt tokens that a step computes, for requests that want them.
 
 The logits after position p say how likely the token at p + 1 was, so the first token of a prompt has none, and the last
 token of a chunk brings that of the next one. Where nothing of a prompt was found in a cache, its chunks together bring
@@ -41,7 +41,7 @@ class PromptLogprobs:
         self._num_read = 0
 
     def reader(self, device: str | torch.device) -> LogitReader | None:
-        """Reads what is asked for; None: nothing is."""
+        """Reads what the step's requests want; None: nothing."""
         if not self._rows.size:
             return None
         return LogitReader(torch.from_numpy(self._logits_rows).to(device), self._take)

@@ -25,6 +25,6 @@ class Sampled:
 
     token_ids: npt.NDArray[np.int64]  # [N]; 0 where the row is bad
     bad_rows: npt.NDArray[np.int64]  # rows of the logits without a finite maximum; nothing can be drawn from them
-    logprobs: Logprobs | None  # None: nobody asked
+    logprobs: Logprobs | None  # None: no request wants them
     emptied_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Those of `bad_rows` where it was the row's parameters that forbade every token, of logits that are finite."""

@@ -2,7 +2,7 @@
 
 A row of counts belongs to a slot for as long as one sequence has it. Before they are read, rows are brought up to the
 mirror: mostly by the one token that was drawn last, of all rows at once, also where the device alone knows it; a row
-that is new, forked or rolled back is counted anew. So nothing that happens to a slot needs to be told here.
+that is new, forked or rolled back is counted again. So nobody has to report here what happens to a slot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that a scheduler makes, and who may make them.
+"""Calls that schedulers make, and which scheduler may make them.
 
 Nothing of what a step computes.
 """

@@ -1,4 +1,4 @@
-"""How many calls of one kind may be going on at once: who waits costs memory, whoever it is."""
+"""How many calls of one kind may be open at once: every waiting call costs memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 
 
 class CallLimit:
-    """For one event loop. A call beyond the limit is told so at once; its sender may come again."""
+    """For one event loop. A call beyond the limit is refused at once; its sender may try again."""
 
     def __init__(self, what: str, most: int) -> None:
         """`what` calls of this kind are, in the plural, for the message."""
@@ -19,7 +19,7 @@ class CallLimit:
 
     @contextlib.asynccontextmanager
     async def admit(self, context: Any) -> AsyncIterator[None]:
-        """A place for the time of the block. Aborts `context` with RESOURCE_EXHAUSTED when there is none."""
+        """Takes a place during the `with` block. Aborts `context` with RESOURCE_EXHAUSTED when none is free."""
         if self._num_calls >= self._most:
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {self._most} {self._what} already")
         self._num_calls += 1

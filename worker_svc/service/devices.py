@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and what it can do: what was asked for, against what machine and torch have."""
+"""Which device a worker computes on, and what it can do: the option, checked against what machine and torch have."""
 
 from __future__ import annotations
 

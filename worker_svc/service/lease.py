@@ -1,10 +1,10 @@
-"""Who may send steps: at most one scheduler at a time, for as long as its connection lives and it is heard from.
+"""Which scheduler may send steps: at most one at a time, as long as its connection lives and it is not silent.
 
     free --take--> held --end--> ending --settled--> free        (each `take` begins a new epoch)
 
 That a scheduler is stopped, cut off or dead is found by gRPC's pings (`shared.rpc`), which end the stream and with it
 the lease within 2.5 s. A message has to come as well, much less often: an interpreter may be busy for seconds with one
-request, but not for ever. `ending` lasts until the step that still runs is over and those behind it are thrown away.
+request, but not for ever. `ending` lasts until the step that still runs is over and those after it are dropped.
 Reads no clock and calls no gRPC: time is passed in.
 """
 

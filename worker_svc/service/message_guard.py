@@ -1,4 +1,4 @@
-"""Bytes that are no message: INVALID_ARGUMENT for who sent them, and one line of the log.
+"""Bytes that are no message: INVALID_ARGUMENT for the sender, and one line in the log.
 
 gRPC's own answer is INTERNAL, UNKNOWN for a stream, and a traceback in the log for each.
 """
@@ -29,7 +29,7 @@ _MAKERS = {
 
 
 class _Malformed(Exception):
-    """The message is meant for the client; it says nothing of what the bytes were."""
+    """The message is for the client; it does not repeat the bytes."""
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types

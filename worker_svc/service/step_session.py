@@ -67,7 +67,7 @@ class StepSession:
                 task.cancel()
 
     def finish(self, seconds: float) -> None:
-        """Tells the scheduler that steps are taken for so long still, for requests that nobody else can go on with."""
+        """Tells the scheduler how much longer steps are taken, for requests that no other worker can continue."""
         self._used_s = time.monotonic()
         draining = worker_pb2.Draining(finishes_within_ms=int(seconds * 1000))
         self._say(notice=worker_pb2.Notice(draining=draining))
@@ -135,7 +135,7 @@ class StepSession:
         await self._draining.wait()
         self._say(notice=worker_pb2.Notice(draining=worker_pb2.Draining()))
         await asyncio.wrap_future(self._worker.answered())
-        self._outbox.put_nowait(None)  # behind the last answer; ends the writer, and with it the session
+        self._outbox.put_nowait(None)  # follows the last answer; ends the writer, and with it the session
         await asyncio.Event().wait()
 
     def _say(self, **kind: Any) -> None:

@@ -30,7 +30,7 @@ OPEN_TIMEOUT_S = 5.0  # until the first message of a stream
 MAX_STREAMS = 16  # of `Execute`; one of them can hold the lease
 MAX_INITIALIZING = 16  # schedulers that wait for the model thread
 MAX_TOKENIZER_CALLS = 8
-UNUSED_S = 2.0  # after which a worker that is to end takes it that nobody has requests to end here
+UNUSED_S = 2.0  # after which an ending worker assumes that no scheduler has requests to finish here
 TOKENIZER_TIMEOUT_S = 60.0  # as long as a scheduler waits for the files
 
 
@@ -132,7 +132,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
     def scheduler_peers(self) -> list[str]:
-        """Who holds the lease, if anybody does."""
+        """The scheduler that holds the lease, if there is one."""
         return [self._session.peer] if self._session is not None else []
 
     async def Execute(self, requests: Any, context: Any) -> None:

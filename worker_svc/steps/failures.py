@@ -10,7 +10,7 @@ from worker_svc.errors import ProtocolError
 # What says so in words alone: torch's allocator on the CPU, cuBLAS, the driver, and Triton when it loads a kernel.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
 _DRIVER_ERROR = "Triton Error [CUDA]"
-MAX_CHARS = 2048  # of what a scheduler is told; it takes a text of many for that of a worker gone wrong
+MAX_CHARS = 2048  # of the error sent to a scheduler, which takes a longer text for the sign of a broken worker
 
 
 def is_out_of_memory(error: BaseException) -> bool:

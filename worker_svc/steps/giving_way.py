@@ -16,10 +16,10 @@ from worker_svc.models import ModelConfig
 
 log = structlog.get_logger()
 
-WINDOW_S = 0.25  # what others used is looked at for so long: 25 ticks of Linux's accounting
+WINDOW_S = 0.25  # length of one measurement of what others used: 25 ticks of Linux's accounting
 # A longer window in which this process computed for less than a part of the time says little of now.
 STALE_S, LEAST_BUSY = 1.0, 0.25
-# Cores that others may use before a thread gives way, and have to use less than before it comes back. Scheduler and
+# Cores that others may use before a thread is taken out, and the bound below which it comes back. Scheduler and
 # clients on the same two cores take 0.2 to 0.4 of one beside SmolLM2-135M, a busy neighbour 0.9.
 GIVE_WAY, COME_BACK = 0.75, 0.5
 
@@ -61,7 +61,7 @@ class GivingWay:
         self._read = read or (lambda: read_core_times(cores))
         self._clock = clock
         self._most = torch.get_num_threads()
-        # Threads that somebody asked for beyond the cores stay.
+        # Threads beyond the number of cores, which only an option gives, stay.
         self._num_cores = max(len(cores) if num_cores is None else num_cores, self._most)
         self._since = self._read()
 

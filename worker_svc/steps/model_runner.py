@@ -175,7 +175,7 @@ class ModelRunner:
         return self.launch(states, rows, timer).outputs(timer)
 
     def _draw(self, logits: torch.Tensor, states: SequenceStates, rows: AppliedRows) -> RowSamples:
-        """Adjusts `logits` f32[L, vocab] where somebody asked for it, and draws; L rows sample."""
+        """Adjusts `logits` f32[L, vocab] where a request wants that, and draws; L rows sample."""
         sampling = states.sampling
         if sampling.takes_largest[rows.sample_slots].all():
             return largest_of_rows(logits, rows)

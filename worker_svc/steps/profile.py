@@ -51,7 +51,7 @@ class Profiler:
         self._runner, self._memory = runner, memory
 
     def measure(self, bounds: Limits) -> Profile:
-        """A prefill, after a smaller one that compiles and warms up. `bounds` are the largest that may be asked for."""
+        """A prefill, after a smaller one that compiles and warms up. `bounds` are the largest sizes of a step."""
         is_whole = not self._memory.is_host
         longest = max(bounds.max_model_len - 2, 1)  # a prompt, a token drawn after it, and one more
         num_seqs = bounds.max_num_seqs if is_whole else 1
@@ -59,7 +59,7 @@ class Profiler:
         if not is_whole:
             num_tokens = min(num_tokens, _CPU_TOKENS)
         self._measure(1, min(num_tokens, longest, _WARM_UP_TOKENS))
-        if is_whole:  # so many rows call for other kernels, which are compiled and loaded when they are first asked for
+        if is_whole:  # more rows need other kernels, which are compiled and loaded at their first call
             self._measure(num_seqs, num_tokens)
         num_bytes, seconds = self._measure(num_seqs, num_tokens)
         self._runner.release_cache()

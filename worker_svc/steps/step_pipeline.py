@@ -12,8 +12,8 @@ copy a history, and one that adjusts logits by it.
 
 What can fail does so at the launch, before the next step is looked at: a contradiction in the message, memory that runs
 out. Then the steps before it are answered first. Should outputs fail all the same, steps launched after them are rolled
-back too, the last one first, and answered SKIPPED whatever they did on the device: who goes on releases every slot and
-takes nothing for granted of a step that was skipped.
+back too, the last one first, and answered SKIPPED whatever they did on the device: a scheduler that resumes releases
+every slot and takes nothing for granted of a skipped step.
 
 Lives on the model thread, but for `running`.
 """
@@ -156,7 +156,7 @@ class StepPipeline:
         return launched
 
     def _forget(self, step: worker_pb2.Step) -> ProtocolError | None:
-        """Does what the step says of cached blocks to be forgotten; what is wrong with that."""
+        """Forgets the cached blocks that the step names. Returns what is wrong with them."""
         try:
             self._cached.forget(step)
         except ProtocolError as error:
@@ -219,7 +219,7 @@ class StepPipeline:
             self._cached.fail_over(self.states, flight.rows.slots[bad_rows], is_last=not self._flights)
 
     def _fail(self, error: Exception) -> None:
-        """The first flight has failed: those behind it are skipped."""
+        """The first flight has failed: those after it are skipped."""
         failed = self._flights[0]
         if is_out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # they hold what the step had got

@@ -1,4 +1,4 @@
-"""The worker behind the servicer: sizes the cache, and runs steps in order on the model thread.
+"""What the servicer calls: sizes the cache, and runs steps in order on the model thread.
 
 A failed step is answered FAILED with nothing of its rows left in the mirror; every later one is SKIPPED until a step
 says `resume_after` with the failed step's id (`StepPipeline`). Never decides what runs. Methods may be called from any
@@ -203,7 +203,7 @@ class Worker:
         return (0, 0) if pipeline is None else pipeline.running
 
     def _num_steps(self) -> int | None:
-        """See `TouchAhead`; until the first lease others, who have yet to start, need the processor more."""
+        """See `TouchAhead`; until the first lease the processor is left to the processes that still start."""
         return None if not self._was_leased or self.running[0] else self._num_submitted
 
     def submit(self, epoch: int, step: worker_pb2.Step, arrived_ns: int, deliver: Deliver) -> None:
@@ -236,7 +236,7 @@ class Worker:
 
 
 def _end_process() -> None:
-    """Nothing can be computed any more: whoever started this process starts another."""
+    """Nothing can be computed any more: the parent of this process starts another."""
     log.critical("the device is lost")
     sys.stderr.flush()
     os._exit(1)

@@ -33,7 +33,7 @@ class TokenizerFiles:
     ) -> TokenizerFiles:
         """The files that are there; `mode` is the option tokenizer_mode, `tokenizer_folder` the option tokenizer.
 
-        Raises ModelError, also where `tokenizer_folder` has no tokenizer: it was asked for.
+        Raises ModelError, also where `tokenizer_folder`, which was named explicitly, has no tokenizer.
         """
         source = tokenizer_folder or folder
         contents = _read(folder, _OF_MODEL) | _read(source, _OF_TOKENIZER)

@@ -49,8 +49,8 @@ class Run:
     num_steps: int = 0
     engine_cpu_ns: int = 0  # of the step loops' threads
     decision_cpu_ns: int = 0  # of that, all but taking answers
-    num_begun: int = 0  # requests that steps began, or began anew
-    plain_cpu_ns: int = 0  # of deciding upon steps that begin nobody
+    num_begun: int = 0  # requests that steps began, or began again
+    plain_cpu_ns: int = 0  # of deciding steps that begin no request
     num_plain_steps: int = 0  # those that this was measured of
     front_cpu_ns: int = 0  # of choosing shards
     num_shards: int = 1

@@ -1,7 +1,7 @@
 """What arrives when: requests of a load that is described by a few numbers, and what their prompts are made of.
 
-A prompt is told by its content: runs of (text, tokens), where the same text is the same tokens. So two prompts share as
-many tokens as their contents begin alike, and a trace of prompts needs no memory for their tokens.
+A prompt is described by its content: runs of (text, tokens), where the same text is the same tokens. So two prompts
+share as many tokens as their contents begin alike, and a trace of prompts needs no memory for their tokens.
 """
 
 from __future__ import annotations

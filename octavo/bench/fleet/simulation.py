@@ -39,7 +39,7 @@ class NeverEnds(Exception):
 
 
 class Simulation:
-    """One pool and what it is asked. `run` once.
+    """One pool and its requests. `run` once.
 
     Args:
         pool: a worker each; they are dealt out to `num_shards` engines.
@@ -296,7 +296,7 @@ _SAMPLING = inference_pb2.SamplingParams(seed=1, ignore_eos=True, temperature=0)
 
 @contextmanager
 def _frozen_memory() -> Iterator[None]:
-    """What is there before is none of the collector's business, and of no measurement."""
+    """Objects from before are kept from the garbage collector, so that no measurement pays for them."""
     gc.collect()
     gc.freeze()
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = (1 << 31) - 1
 BLOCK_SIZE = 16
-NEVER_SILENT_NS = 1 << 62  # was heard last in the far future: who is lost ends its stream, and does not fall silent
+NEVER_SILENT_NS = 1 << 62  # last heard in the far future: a lost worker ends its stream and is never merely silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class WorkerKind:
 class RunStep:
     """A step that a worker has been sent, when it will have been computed, and what it says then.
 
-    `num_begun`: requests that begin with it, or begin anew.
+    `num_begun`: requests that begin with it, or begin again.
     """
 
     worker: VirtualWorker
@@ -104,7 +104,7 @@ class VirtualWorker:
         self._unread: deque[bytes] = deque()
 
     def send(self, data: bytes) -> None:
-        """Reads it later: what a worker does is none of the scheduler's time."""
+        """Reads it later, so that a worker's time does not count as the scheduler's."""
         if not self._unread:
             self._was_sent(self)
         self._unread.append(data)
