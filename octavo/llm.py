@@ -130,7 +130,7 @@ class LLM:
     def reset_prefix_cache(self) -> int:
         """Lets the worker forget what prompts it has computed; how many cache blocks could be found before."""
         self._embedded.check()
-        return self._embedded.engine.flush_prefix_cache()
+        return self._embedded.engine.flush_prefix_cache().result()
 
     def worker_peak_bytes(self) -> int:
         """The most memory that the worker process has had at once; 0 if unknown."""

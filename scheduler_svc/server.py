@@ -86,7 +86,7 @@ async def serve(config: SchedulerConfig) -> SchedulerConfig | None:
         if broken.done():
             await front.drain()  # not ready, and nobody is let in
             await broken  # raises
-        log.info("scheduler is draining", requests=len(serving.engine.live))
+        log.info("scheduler is draining", requests=serving.engine.num_live)
         await front.drain()
         await _drained(front, stopping, serving, config.drain_timeout)
         if serving.vital.failure:
@@ -98,7 +98,7 @@ async def serve(config: SchedulerConfig) -> SchedulerConfig | None:
         serving.vital.on_failure(anyway.start)  # what is broken may keep the rest from ending
         for watch in watches:
             watch.cancel()
-        serving.engine.live.close()  # before those who wait are sent away: who comes now is, too, and not aborted
+        serving.engine.close()  # before those who wait are sent away: who comes now is, too, and not aborted
         front.break_off()
         ending = [serving.stop] if metrics is None else [serving.stop, metrics.stop]
         await asyncio.gather(*map(asyncio.to_thread, ending))

@@ -62,7 +62,7 @@ class Serving:
             self.outputs,
             self.vital,
         )
-        self.vital.on_failure(self.engine.live.close)
+        self.vital.on_failure(self.engine.close)
         self._watch = TurnWatch("step-loop", self.engine.turns, self.vital)
         self.pool = WorkerPool(
             self.engine,

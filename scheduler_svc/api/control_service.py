@@ -68,7 +68,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         page, engine = RequestPage.asked(request), self._serving.engine
 
         def copy() -> tuple[list[RequestCopy], str]:
-            return page.copy(engine.live.page(page.after, page.limit + 1), engine.workers)
+            return page.copy(engine.page(page.after, page.limit + 1), engine.workers)
 
         copies, token = await self._between_steps(copy)
         name_of = self._serving.pool.models.name_of
@@ -80,7 +80,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         engine = self._serving.engine
 
         def find() -> RequestCopy:
-            for group in engine.live.find(request.request_id):
+            for group in engine.find(request.request_id):
                 return RequestCopy.of(group, engine.workers)
             raise UnknownName(f"no live request {request.request_id!r}")
 
@@ -95,14 +95,14 @@ class ControlService(inference_pb2_grpc.ControlServicer):
     async def GetBlocks(self, request: pb.GetBlocksRequest, context: grpc.aio.ServicerContext) -> pb.GetBlocksResponse:
         """A page of the blocks in use or cached; raises UnknownName for a worker that is not here."""
         page, engine = BlockPage.asked(request), self._serving.engine
-        pools = await self._between_steps(lambda: page.copy(engine.joined.at(request.worker)))
+        pools = await self._between_steps(lambda: page.copy(engine.workers_at(request.worker)))
         return await asyncio.to_thread(page.message, pools)
 
     async def WatchSteps(
         self, request: pb.WatchStepsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """A summary of each step until the caller leaves; a slow reader misses some. Raises TooMany."""
-        await self._between_steps(lambda: self._serving.engine.joined.at(request.worker))
+        await self._between_steps(lambda: self._serving.engine.workers_at(request.worker))
         async for summary in self._step_watchers.watch(request.worker):
             yield summary
 
@@ -110,7 +110,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
         """At one worker, or at all; what runs keeps its blocks. Raises UnknownName."""
-        flushed = await asyncio.to_thread(self._serving.engine.flush_prefix_cache, request.worker)
+        flushed = await asyncio.wrap_future(self._serving.engine.flush_prefix_cache(request.worker))
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
@@ -118,7 +118,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         if request.worker:
             return pb.DrainResponse(num_requests_left=await asyncio.to_thread(self._serving.pool.drain, request.worker))
         self._drain()
-        return pb.DrainResponse(num_requests_left=len(self._serving.engine.live))
+        return pb.DrainResponse(num_requests_left=self._serving.engine.num_live)
 
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
@@ -141,10 +141,10 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         engine = self._serving.engine
         return pb.Load(
             num_requests_running=sum(worker.num_running for worker in engine.workers),
-            num_requests_waiting=engine.live.num_waiting,
-            num_tokens_waiting=engine.live.num_waiting_tokens,
+            num_requests_waiting=engine.num_waiting,
+            num_tokens_waiting=engine.num_waiting_tokens,
             workers=self._workers(),
-            models=model_loads(self._serving.pool.models, engine.live.num_by_model(), engine.workers),
+            models=model_loads(self._serving.pool.models, engine.num_live_by_model(), engine.workers),
         )
 
     def _workers(self) -> list[pb.WorkerState]:

@@ -22,7 +22,7 @@ class EngineCollector(Collector):
     """Over one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._metrics = engine, engine.metrics
 
     def collect(self) -> Iterator[Metric]:
         """On the thread of whoever asks: the step loop's counters are read without a lock."""
@@ -45,7 +45,7 @@ class EngineCollector(Collector):
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
-        models = self._engine.metrics.by_name()
+        models = self._metrics.by_name()
         preemptions = {model: metrics.num_preemptions for model, metrics in models.items()}
         ends = {
             model: {reason.name.lower(): count for reason, count in metrics.num_finished.items()}
@@ -56,7 +56,7 @@ class EngineCollector(Collector):
         rejections = CounterMetricFamily(
             PREFIX + "admission_rejections", "Requests that were not admitted", labels=["reason"]
         )
-        for reason, count in list(self._engine.metrics.num_rejected.items()):
+        for reason, count in list(self._metrics.num_rejected.items()):
             rejections.add_metric([reason], count)
         yield rejections
         for name, attribute, text in (
@@ -73,7 +73,7 @@ class EngineCollector(Collector):
             yield counter
 
     def _histograms(self) -> Iterator[Metric]:
-        models = self._engine.metrics.by_name()
+        models = self._metrics.by_name()
         for name, attribute, text in (
             ("time_to_first_token_seconds", "time_to_first_token_s", "From arrival to the first token"),
             ("inter_token_latency_seconds", "inter_token_latency_s", "Between two tokens of an output"),

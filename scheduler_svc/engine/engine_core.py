@@ -44,16 +44,16 @@ class EngineCore:
 
     async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
         """See `Core`."""
-        self._engine.live.check_room(request.tenant, request.request_id, num_preparing)
+        self._engine.check_room(request.tenant, request.request_id, num_preparing)
 
     def refused(self, refusal: RequestRefused) -> None:
         """See `Core`."""
-        self._engine.metrics.rejected(refusal)
+        self._engine.refused(refusal)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
         """See `Core`; a request that is replaced has ended when this returns."""
         # Once more where another replacement was faster.
-        for replaced in self._engine.live.find(group.request_id, group.tenant) if replaces else ():
+        for replaced in self._engine.find(group.request_id, group.tenant) if replaces else ():
             self._engine.abandon(replaced)
         while replaces and self._engine.abort(group.request_id, group.tenant):
             await asyncio.wrap_future(self._engine.call(lambda: None))  # between steps: the id is free by then
@@ -72,4 +72,4 @@ class EngineCore:
 
     async def adapters(self) -> list[str]:
         """See `Core`."""
-        return self._engine.adapters.names()
+        return self._engine.adapter_names()

@@ -23,8 +23,15 @@ RETRY_AFTER_S = 1.0
 class LiveRequests:
     """Counts what waits in `waiting` together with what is on its way there."""
 
-    def __init__(self, waiting: BoundQueues, max_waiting_requests: int, max_waiting_tokens: int) -> None:
+    def __init__(
+        self,
+        waiting: BoundQueues,
+        admitted_before: AdmittedBefore,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+    ) -> None:
         self._waiting = waiting
+        self._admitted_before = admitted_before
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._lock = threading.Lock()
@@ -36,7 +43,6 @@ class LiveRequests:
         self._num_on_the_way = 0
         self._num_tokens_on_the_way = 0
         self.is_closed = False
-        self.admitted_before = AdmittedBefore()
 
     def __len__(self) -> int:
         return self._count
@@ -89,7 +95,7 @@ class LiveRequests:
         Not for an id that is live: `add` has another answer to it, or it is about to be replaced. Nor for one that had
         its turn.
         """
-        if tenant not in self._by_id.get(request_id, ()) and request_id not in self.admitted_before:
+        if tenant not in self._by_id.get(request_id, ()) and request_id not in self._admitted_before:
             self._check_requests(num_to_come)
 
     def arrived(self, group: SequenceGroup) -> None:

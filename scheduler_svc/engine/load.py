@@ -29,19 +29,19 @@ class Load:
     @classmethod
     def of(cls, engine: Engine) -> Load:
         """From any thread; states that change meanwhile may be counted twice or not at all."""
-        return cls._of_schedulers([worker.scheduler for worker in list(engine.workers)], len(engine.live))
+        return cls._of_schedulers([worker.scheduler for worker in list(engine.workers)], engine.num_live)
 
     @classmethod
     def by_model(cls, engine: Engine) -> dict[str, Load]:
         """By the names of models, those of workers and those of requests without any. As `of`."""
-        name_of, schedulers, num_live = engine.metrics.name_of, dict[str, list[Scheduler]](), Counter[str]()
+        metrics, schedulers, num_live = engine.metrics, dict[str, list[Scheduler]](), Counter[str]()
         for worker in list(engine.workers):
-            schedulers.setdefault(name_of(worker.model), []).append(worker.scheduler)
-        for model, count in engine.live.num_by_model().items():
-            num_live[name_of(model)] += count
+            schedulers.setdefault(metrics.name_of(worker.model), []).append(worker.scheduler)
+        for model, count in engine.num_live_by_model().items():
+            num_live[metrics.name_of(model)] += count
         return {
             name: cls._of_schedulers(schedulers.get(name, []), num_live[name])
-            for name in {**dict.fromkeys(engine.metrics.by_name()), **schedulers, **num_live}
+            for name in {**dict.fromkeys(metrics.by_name()), **schedulers, **num_live}
         }
 
     @classmethod

@@ -20,7 +20,7 @@ class StatisticsLine:
     """Says what has happened since it was made or called last, unless nothing ran or waits."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._metrics = engine, engine.metrics
         self._num_prefilled = self._num_generated = 0
         self._last_ns = time.monotonic_ns()
 
@@ -31,7 +31,7 @@ class StatisticsLine:
 
     def log(self) -> None:
         """Logs the line; speeds are those since the last call."""
-        metrics = self._engine.metrics.total()
+        metrics = self._metrics.total()
         prefilled, generated = metrics.num_prefill_tokens, metrics.num_generation_tokens
         load, now_ns = Load.of(self._engine), time.monotonic_ns()
         if (prefilled, generated) != (self._num_prefilled, self._num_generated) or load.num_running or load.num_pending:

@@ -35,7 +35,7 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
         reading = asyncio.create_task(_read(request_iterator, link))
         try:
             async for events in link.outbox.batches():
-                is_queue_full = self._serving.engine.live.is_full
+                is_queue_full = self._serving.engine.is_full
                 await context.write(frontend_pb2.CoreMessage(events=events, is_queue_full=is_queue_full))
         finally:
             reading.cancel()
@@ -51,7 +51,7 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
     ) -> frontend_pb2.CheckRoomResponse:
         """Refuses a request before its text is prepared, where the queue is full."""
         try:
-            self._serving.engine.live.check_room(request.tenant, request.request_id, request.num_preparing)
+            self._serving.engine.check_room(request.tenant, request.request_id, request.num_preparing)
         except RequestRefused as error:
             return frontend_pb2.CheckRoomResponse(refused=encode_refusal(0, error))
         return frontend_pb2.CheckRoomResponse()
@@ -60,7 +60,7 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
         self, request: frontend_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> frontend_pb2.ListAdaptersResponse:
         """Names of those that a request may use now."""
-        return frontend_pb2.ListAdaptersResponse(names=self._serving.engine.adapters.names())
+        return frontend_pb2.ListAdaptersResponse(names=self._serving.engine.adapter_names())
 
 
 async def _read(messages: AsyncIterator[frontend_pb2.FrontendMessage], link: FrontendLink) -> None:

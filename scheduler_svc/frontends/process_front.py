@@ -22,7 +22,7 @@ from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine.live_requests import LiveRequests
+from scheduler_svc.engine.engine import Engine
 from scheduler_svc.frontends.core_service import CoreService
 from scheduler_svc.frontends.frontend_links import FrontendLinks
 from scheduler_svc.frontends.kept_processes import KeptProcesses
@@ -44,13 +44,13 @@ class ProcessFront:
         self._reserved: socket.socket  # keeps the port while no frontend listens
         self._folder: Path
         self._state: ToldState
-        self._live: LiveRequests
+        self._engine: Engine
         self._processes: KeptProcesses
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         """See `Front`; frontends start listening by themselves, after this returns."""
         config = self._config
-        self._live = serving.engine.live
+        self._engine = serving.engine
         self._reserved, port = reserve_port(config.host, config.port)
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         self._state = ToldState(self._links, self._folder)
@@ -76,7 +76,7 @@ class ProcessFront:
     @property
     def is_idle(self) -> bool:
         """See `Front`."""
-        return not len(self._live)  # what has ended here has been handed to its frontend, and has its grace there
+        return not self._engine.num_live  # what has ended here has been handed to its frontend, and has its grace there
 
     def break_off(self) -> None:
         """See `Front`."""

@@ -71,7 +71,7 @@ async def serve(socket: str, index: int, config: SchedulerConfig) -> None:
     """Serves until the parent closes the link. Where a part breaks that it needs, the process ends here."""
     links = FrontendLinks(asyncio.get_running_loop())
     serving = Serving(config, links)
-    serving.engine.live.number_by(request_numbers(index, time.monotonic_ns))
+    serving.engine.number_requests_by(request_numbers(index, time.monotonic_ns))
     shard = ShardService(serving)
     server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(RequestGuard(),))
     frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, links), server)

@@ -91,19 +91,19 @@ class ShardReporter:
             are_busy=[bool(worker.in_flight) for worker in workers],
             are_draining=[worker.is_draining for worker in workers],
             num_cached=[len(worker.scheduler.blocks.cache) for worker in workers],
-            num_live=len(self._engine.live),
+            num_live=self._engine.num_live,
             links={link: link.last_settled_number for link in self._links.connected()},
-            generations=self._engine.adapters.generations(),
+            generations=self._engine.adapter_generations(),
         )
 
     async def report(self) -> None:
         """Tells every frontend what is news to it."""
         settled = {link: link.last_settled_number for link in self._links.connected()}
         seen = await asyncio.wrap_future(self._engine.call(partial(look, self._engine)))
-        adapters = self._engine.adapters.generations()
+        adapters = self._engine.adapter_generations()
         report = shards_pb2.ShardReport(
             workers=[self._fold(each) for each in seen],
-            num_outputs=self._engine.router.num_outputs,
+            num_outputs=self._engine.expected_outputs,
             process=PROCESS,
             adapters=[shards_pb2.ReportedAdapter(name=name, generation=number) for name, number in adapters.items()],
         )

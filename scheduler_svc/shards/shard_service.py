@@ -56,7 +56,7 @@ class ShardService(shards_pb2_grpc.ShardServicer):
         page = RequestPage(request.after, min(request.limit, LARGEST_PAGE))
 
         def copy() -> tuple[list[RequestCopy], str, list[int]]:
-            numbered = engine.live.page(page.after, page.limit + 1)
+            numbered = engine.page(page.after, page.limit + 1)
             return *page.copy(numbered, engine.workers), [number for number, _ in numbered]
 
         copies, token, numbers = await asyncio.wrap_future(engine.call(copy))
@@ -83,7 +83,7 @@ class ShardService(shards_pb2_grpc.ShardServicer):
         return shards_pb2.ShardStatus(
             is_ready=serving.is_ready,
             serving=sorted(worker.link.address for worker in list(serving.engine.workers)),
-            num_live=len(serving.engine.live),
+            num_live=serving.engine.num_live,
             model=model.name if model is not None else "",
         )
 

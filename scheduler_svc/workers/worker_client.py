@@ -78,7 +78,7 @@ class Membership:
 
 
 class Members(Protocol):
-    """Who decides whether a worker may join and who hears what it says: the pool, and the engine behind it."""
+    """Who decides whether a worker may join: the pool."""
 
     def settings_for(self, info: worker_pb2.WorkerInfo) -> worker_pb2.InitializeRequest:
         """What to initialise the worker with; raises WorkerRefused for one that cannot belong here."""
@@ -100,11 +100,15 @@ class Members(Protocol):
     def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None:
         """The lease is granted; `link` carries steps from now on."""
 
-    def said(self, link: StepStream, data: bytes) -> None:
-        """One message of the stream, as it came."""
 
-    def lost(self, link: StepStream, reason: str) -> None:
-        """The stream has ended; nothing comes over it any more."""
+class Listener(Protocol):
+    """Who hears what joined workers say: the engine. On the thread that reads the stream, so nothing here blocks."""
+
+    def worker_said(self, link: StepStream, data: bytes) -> None:
+        """A `StepResponse`, still in bytes."""
+
+    def worker_lost(self, link: StepStream, reason: str) -> None:
+        """Nothing more comes from it. Also called for a stream that never joined."""
 
 
 @dataclass(slots=True)
@@ -200,19 +204,22 @@ def _problem(call: grpc.Future) -> str:
 class WorkerClient:
     """Keeps one address connected until `close`."""
 
-    def __init__(self, address: str, members: Members, vital: VitalParts) -> None:
+    def __init__(self, address: str, members: Members, listener: Listener, vital: VitalParts) -> None:
         self.address = address
         self.state = ConnectionState()
         self.was_heard = False  # whether it has ever said who it is
         self.heard_s = time.monotonic()  # when it did so last; before that, since when it is asked
         self.expected: worker_pb2.WorkerInfo | None = None  # who it said it is, where it has yet to join and may
         self._members = members
+        self._listener = listener
         self._stream: StepStream | None = None
         self._num_failures = 0  # since it served last, not told of
         self._told = ""  # the problem that the log has
         self._num_distrusted = 0  # times in a row that what it said was wrong
         self._closed = threading.Event()
         self._leaving = threading.Event()
+        self._joining = threading.Lock()  # of what follows
+        self._has_joined = False
         self._thread = vital.thread(f"worker-{address}", self._run, self._is_done)
 
     def start(self) -> None:
@@ -226,9 +233,11 @@ class WorkerClient:
             stream.close()
 
     def leave(self) -> None:
-        """Ends with the stream that it has, which somebody else ends; without one at once."""
-        self._leaving.set()
-        if self._stream is None:
+        """Joins no more. A stream that has joined ends when the engine gives the worker back, any other one now."""
+        with self._joining:
+            self._leaving.set()
+            has_joined = self._has_joined
+        if not has_joined:
             self.close()
 
     def _is_done(self) -> bool:
@@ -296,21 +305,23 @@ class WorkerClient:
             self._stream = stream
             lease = stream.wait_for_lease(member.info)
             check_cached(member.sizes, lease)
-            if self._closed.is_set():
-                return
-            self._members.joined(member, stream, lease)
+            with self._joining:  # so that whoever calls `leave` knows which of the two came first
+                if self._is_done():
+                    return
+                self._members.joined(member, stream, lease)
+                self._has_joined = True
             self.expected = None
             self._now(inference_pb2.WORKER_HEALTH_SERVING, "")
             for data in stream.messages():
-                self._members.said(stream, data)
-            self._members.lost(stream, "it ended the stream")
+                self._listener.worker_said(stream, data)
+            self._listener.worker_lost(stream, "it ended the stream")
         except grpc.RpcError as error:
-            if self._closed.is_set() and not self._leaving.is_set():
+            if self._closed.is_set():
                 raise _Closed from error
-            self._members.lost(stream, f"{error.code().name}: {error.details()}")
+            self._listener.worker_lost(stream, f"{error.code().name}: {error.details()}")
             raise
         finally:
-            self._stream = None
+            self._stream, self._has_joined = None, False
             if stream.is_distrusted:
                 self._num_distrusted += 1
             elif self.state.health == inference_pb2.WORKER_HEALTH_SERVING:

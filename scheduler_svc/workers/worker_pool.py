@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -65,7 +66,7 @@ class WorkerPool:
         forget_after_s: float = 0.0,
         quota: WorkerQuota | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._metrics = engine, engine.metrics
         engine.on_wanted = self._on_wanted
         self._quota = quota or WorkerQuota(None)
         self.hands_over = threading.Event()  # the last worker is wanted elsewhere: this scheduler has to end
@@ -103,10 +104,13 @@ class WorkerPool:
 
         Returns how many requests it has. Raises UnknownName.
         """
-        instances = {worker.link.address: worker.info.instance_id for worker in list(self.engine.workers)}
-        num_requests = self.engine.drain_worker(address, may_finish=True)
-        self._drained.add(instances[address])
-        return num_requests
+
+        def drain() -> int:
+            (worker,) = self.engine.workers_at(address)
+            self._drained.add(worker.info.instance_id)
+            return self.engine.drain_worker(worker, may_finish=True)
+
+        return self.engine.call(drain).result()
 
     def close(self) -> None:
         """Every worker is lost to the engine, and none joins any more."""
@@ -189,7 +193,7 @@ class WorkerPool:
             self.hands_over.set()
         else:
             log.info("worker is wanted by another scheduler", worker=worker.link.address)
-            self.engine.give_back(worker)
+            self.engine.drain_worker(worker)
 
     def joined(self, member: Membership, link: StepStream, lease: worker_pb2.LeaseGranted) -> None:
         """See `Members`."""
@@ -204,14 +208,6 @@ class WorkerPool:
         with self._lock:
             self._members.remove(member)
             self._count()
-
-    def said(self, link: StepStream, data: bytes) -> None:
-        """See `Members`."""
-        self.engine.worker_said(link, data)
-
-    def lost(self, link: StepStream, reason: str) -> None:
-        """See `Members`."""
-        self.engine.worker_lost(link, reason)
 
     # ---- models -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +237,7 @@ class WorkerPool:
         if self.models.find(fingerprint) is None:
             log.info("model is known", model=member.model.name, fingerprint=fingerprint, others=self.models.names)
             known = (*self.models.known, KnownModel(member.model))
-            self.engine.metrics.introduce(fingerprint, member.model.name)
+            self._metrics.introduce(fingerprint, member.model.name)
         else:
             known = tuple(
                 replace(each, model=each.model.with_worker(member.info, member.sizes))
@@ -292,7 +288,7 @@ class WorkerPool:
 
     def _forget_one(self) -> bool:
         """Makes room: forgets the model that has been without a worker for longest, if no request is live for one."""
-        wanted = self.engine.live.num_by_model()
+        wanted = self.engine.num_live_by_model()
         for fingerprint in sorted(self._empty_since_s, key=self._empty_since_s.__getitem__):
             if fingerprint not in wanted:
                 self._forget(fingerprint)
@@ -301,7 +297,7 @@ class WorkerPool:
 
     def _forget(self, fingerprint: str) -> None:
         del self._empty_since_s[fingerprint]
-        self.engine.metrics.forget(fingerprint)
+        self._metrics.forget(fingerprint)
         known = (each for each in self.models.known if each.model.fingerprint != fingerprint)
         self.models = replace(self.models, known=tuple(known))
         log.info("model is forgotten", fingerprint=fingerprint, others=self.models.names)
@@ -313,17 +309,21 @@ class WorkerPool:
         self._has_addresses = True
         for address in self.clients.keys() - set(addresses):
             log.info("worker is given back", worker=address)
-            client = self.clients.pop(address)
-            with contextlib.suppress(UnknownName):  # it has not joined
-                self.engine.drain_worker(address)
-            client.leave()
+            self.clients.pop(address).leave()
+            self.engine.call(partial(self._give_back, address)).result()
         for address in addresses:
             if address not in self.clients:
                 self._add(address)
 
+    def _give_back(self, address: str) -> None:
+        """On the step loop's thread. Does nothing for a worker that has not joined."""
+        with contextlib.suppress(UnknownName):
+            for worker in self.engine.workers_at(address):
+                self.engine.drain_worker(worker)
+
     def _add(self, address: str) -> None:
         self._has_addresses = True
-        client = self.clients[address] = WorkerClient(address, self, self._vital)
+        client = self.clients[address] = WorkerClient(address, self, self.engine, self._vital)
         client.start()
 
     def _follow_names(self) -> None:

@@ -230,7 +230,7 @@ def test_threads_share_a_model_and_one_that_fails_leaves_the_others_alone(llm, m
         thread.join(60)
         assert not thread.is_alive()
     assert right == dict.fromkeys(PROMPTS, True) and len(raised) == 1
-    wait_until(lambda: not llm._embedded.engine.live.all())
+    wait_until(lambda: not llm._embedded.engine.live_groups())
     assert llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs[0].token_ids == expected[PROMPTS[0]]
 
 

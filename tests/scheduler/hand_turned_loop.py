@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,13 @@ class Loop:
         for request_id in request_ids:
             self.engine.submit(self.group(request_id))
 
+    def drain(self, address: str) -> Future[int]:
+        def drain() -> int:
+            (worker,) = self.engine.workers_at(address)
+            return self.engine.drain_worker(worker)
+
+        return self.engine.call(drain)
+
     def turn(self) -> None:
         self.engine.call(lambda: None)  # something to find, or it waits
         self.engine.take_events()
@@ -103,7 +111,7 @@ class Loop:
         self.engine.worker_said(link, worker_pb2.StepResponse(**fields).SerializeToString())
 
     def run_to_end(self, link: FakeLink) -> None:
-        while self.engine.live.all():
+        while self.engine.live_groups():
             self.turn()
             self.answer(link)
             self.turn()

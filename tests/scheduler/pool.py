@@ -318,16 +318,20 @@ class Pool:
     def drain(self, worker: PoolWorker, from_above: bool) -> None:
         worker.may_close = True
         if from_above:
-            self.engine.call(lambda: self.engine._drain(worker.address))
+            self.engine.call(partial(self._drain, worker.address))
         elif not worker.is_ending:
             worker.is_ending = True
             self._say(worker, notice=worker_pb2.Notice(draining=worker_pb2.Draining()))
+
+    def _drain(self, address: str) -> None:
+        for worker in self.engine.workers_at(address):
+            self.engine.drain_worker(worker)
 
     def answer(self, worker: PoolWorker) -> None:
         self._say(worker, result=worker.results.popleft())
 
     def flush(self) -> None:
-        self.engine.call(lambda: self.engine._flush(""))
+        self.engine.flush_prefix_cache()
 
     def _say(self, worker: PoolWorker, **fields: Any) -> None:
         self.engine.worker_said(worker, worker_pb2.StepResponse(epoch=worker.epoch, **fields).SerializeToString())
@@ -375,7 +379,7 @@ class Pool:
         for group in self.unfinished():
             can_run = any(handle.can_ever_run(group) for handle in self.engine.workers)
             assert not can_run and group in self.engine._waiting, f"stuck: {self._places()}"
-        self.engine.time_limits.worker_wait_timeout_s = 0.0
+        self.engine._time_limits.worker_wait_timeout_s = 0.0
 
     def _places(self) -> dict[str, str]:
         places = {}
@@ -427,7 +431,7 @@ class Pool:
                 assert got == (expected[: len(got)] if is_cut else expected), (group.request_id, index)
 
     def check_nothing_left(self) -> None:
-        assert not self.engine.live.all() and not len(self.engine._waiting)
+        assert not self.engine.live_groups() and not len(self.engine._waiting)
         assert self.engine._waiting.num_tokens == 0
         for handle in self.engine.workers:
             scheduler = handle.scheduler

@@ -37,14 +37,14 @@ def order_of(pool: Pool) -> list[str]:
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_who_had_a_turn_is_first_and_past_the_bounds(policy: str) -> None:
     pool = pool_of(scheduling_policy=policy)
-    pool.engine.live.admitted_before.learn(["a", "b"])
+    pool.engine.admitted_before.learn(["a", "b"])
     pool.submit(PROMPT, 20, request_id="new", tenant="x")
     pool.submit(PROMPT, 20, request_id="new-too", tenant="y")
     with pytest.raises(QueueFull):
         pool.submit(PROMPT, 20, request_id="one-too-many")
-    pool.engine.live.check_room("", "b", 5)
+    pool.engine.check_room("", "b", 5)
     with pytest.raises(QueueFull):
-        pool.engine.live.check_room("", "c", 0)
+        pool.engine.check_room("", "c", 0)
     resume(pool, "b", tenant="y")
     resume(pool, "a", tenant="x")
     assert order_of(pool) == ["b", "a", "new", "new-too"]
@@ -55,7 +55,7 @@ def test_who_had_a_turn_is_first_and_past_the_bounds(policy: str) -> None:
 
 def test_urgency_counts_before_a_lost_turn() -> None:
     pool = pool_of(scheduling_policy="priority")
-    pool.engine.live.admitted_before.learn(["a"])
+    pool.engine.admitted_before.learn(["a"])
     pool.submit(PROMPT, 20, request_id="urgent", priority=-1)
     resume(pool, "a")
     assert order_of(pool) == ["urgent", "a"]
@@ -63,7 +63,7 @@ def test_urgency_counts_before_a_lost_turn() -> None:
 
 def test_a_claim_alone_queues_as_a_new_request() -> None:
     pool = pool_of()
-    pool.engine.live.admitted_before.learn(["nothing", "once"])
+    pool.engine.admitted_before.learn(["nothing", "once"])
     pool.submit(PROMPT, 20, request_id="new")
     resume(pool, "made-up", num_tokens=5)
     with pytest.raises(QueueFull):
@@ -92,7 +92,7 @@ def test_a_worker_names_those_who_had_their_turn_to_the_next_scheduler() -> None
     pool.engine.worker_joined(
         worker, worker_pb2.WorkerInfo(block_size=4), _sizes(), worker_pb2.LeaseGranted(epoch=9, request_ids=seen.all())
     )
-    assert "third" in pool.engine.live.admitted_before and "first" not in pool.engine.live.admitted_before
+    assert "third" in pool.engine.admitted_before and "first" not in pool.engine.admitted_before
 
 
 def test_a_client_that_lost_its_connection_gets_its_turn_back_and_one_that_only_waited_does_not() -> None:
@@ -105,14 +105,14 @@ def test_a_client_that_lost_its_connection_gets_its_turn_back_and_one_that_only_
     for group in (running, waiting):
         pool.cut_short.add(group)
         pool.engine.abandon(group)
-    known = pool.engine.live.admitted_before
+    known = pool.engine.admitted_before
     assert known.take("running") and not known.take("waiting") and not known.take("running")
 
 
 def test_under_fair_a_resumed_request_is_paid_for() -> None:
     """Its prompt and the tokens that it brings along, by its tenant."""
     pool = pool_of(scheduling_policy="fair")
-    pool.engine.live.admitted_before.learn(["a"])
+    pool.engine.admitted_before.learn(["a"])
     group = resume(pool, "a", num_tokens=4, tenant="x")
     pool.join(ONE)
     served = pool.engine._served

@@ -67,7 +67,7 @@ class Ends:
     async def keep_nothing(self) -> None:
         """Returns once neither end knows a request, nor the engine."""
         kept = (self.link._groups, self.link._numbers, self.link._answers, self.core_end._groups)
-        await until(lambda: not any(kept) and not self.core_end._submissions and not self.serving.engine.live.all())
+        await until(lambda: not any(kept) and not self.core_end._submissions and not self.serving.engine.live_groups())
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ async def test_a_stop_string_ends_it_in_the_core(tmp_path):
         async with both_ends(tmp_path, worker) as ends:
             group = await ends.submit(temperature=0.0, stop=["de"])
             await until(lambda: group.output.is_finished)
-            await until(lambda: not ends.serving.engine.live.all())  # though its reader is still there
+            await until(lambda: not ends.serving.engine.live_groups())  # though its reader is still there
             output = group.output.next_message().outputs[0]
             assert (output.text, output.finish_reason) == ("abc", pb.FINISH_REASON_STOP)
             ends.leave(group)
@@ -131,7 +131,7 @@ async def test_the_end_of_one_output_is_not_that_of_another(tmp_path):
     with FakeWorker(delay_s=0.02) as worker:
         async with both_ends(tmp_path, worker) as ends:
             group = await ends.submit(n=2, max_tokens=100, ignore_eos=True)
-            (there,) = ends.serving.engine.live.all()
+            (there,) = ends.serving.engine.live_groups()
             ends.link.finish_sequence(group.sequences[1])
             await until(lambda: there.sequences[1].status is SequenceStatus.FINISHED)
             assert there.unfinished() == [there.sequences[0]]
@@ -203,6 +203,6 @@ async def test_requests_of_a_link_that_breaks_end(tmp_path):
         async with both_ends(tmp_path, worker) as ends:
             await ends.submit("one"), await ends.submit("two")
             ends.following.cancel()
-            await until(lambda: not ends.serving.engine.live.all() and not ends.core_end._groups)
+            await until(lambda: not ends.serving.engine.live_groups() and not ends.core_end._groups)
             with pytest.raises(NotReady):
                 await ends.submit("three")

@@ -252,7 +252,7 @@ def test_two_that_replace_a_request_at_once_are_both_taken():
     """The later one replaces the earlier one: a client's next attempt finds its last one on the way in."""
     with FakeWorker(delay_s=0.02) as worker, client(worker) as it:
         it.submit("one", max_tokens=200)
-        core, first = EngineCore(it.serving.engine), it.serving.engine.live.find("one")
+        core, first = EngineCore(it.serving.engine), it.serving.engine.find("one")
         request = pb.GenerateRequest(request_id="one", prompt="say|", attempt=1)
         groups = [it.serving.frontend.prepare(request) for _ in range(2)]
 
@@ -260,7 +260,7 @@ def test_two_that_replace_a_request_at_once_are_both_taken():
             await asyncio.gather(*(core.submit(group, replaces=True) for group in groups))
 
         asyncio.run(replace())
-        assert it.serving.engine.live.find("one") == groups[1:]
+        assert it.serving.engine.find("one") == groups[1:]
         assert all(group.is_finished for group in (*first, groups[0]))
 
 

@@ -128,7 +128,7 @@ def test_the_request_that_brings_a_fault_ends_and_nobody_else_does(
         (handle,) = it.serving.engine.workers
         assert worker.num_leases == 1 and it.serving.engine.metrics.total().num_worker_losses == 0, "no worker was lost"
         handle.scheduler.check_integrity()
-        assert not handle.scheduler.groups.has_work and not it.serving.engine.live.all()
+        assert not handle.scheduler.groups.has_work and not it.serving.engine.live_groups()
 
 
 def test_a_request_that_cannot_be_encoded_ends_at_once_and_nobody_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_requests_that_cannot_be_taken_back_end_rather_than_hang(monkeypatch: py
     loop.engine.worker_lost(link, "gone")
     loop.turn()
     assert {reason for reason, _ in loop.ends.values()} == {FinishReason.ERROR} and len(loop.ends) == 2
-    assert not loop.engine.live.all()
+    assert not loop.engine.live_groups()
     loop.submit("three")
     loop.run_to_end(loop.join(epoch=2))
     assert loop.token_ids == {"three": [7] * 9}
@@ -261,4 +261,4 @@ def test_a_request_that_cannot_be_routed_ends_at_once_also_when_its_worker_is_lo
     loop.turn()
     assert "bad later" in loop.ends
     loop.run_to_end(next(link for link in links if link is not holder))
-    assert loop.token_ids["good"] == [7] * 9 and not loop.engine.live.all()
+    assert loop.token_ids["good"] == [7] * 9 and not loop.engine.live_groups()

@@ -11,6 +11,7 @@ import pytest
 from protos import worker_pb2
 from scheduler_svc.core.block_manager import BlockSpaceManager
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
+from scheduler_svc.engine import time_limits
 from scheduler_svc.leases import worker_handle
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
@@ -108,7 +109,8 @@ def test_every_fault_is_found_once_all_parts_were_looked_at(
 
 
 def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> None:
-    loop = Loop()
+    now_ns = time.monotonic_ns()
+    loop = Loop(clock=lambda: now_ns)
     link = loop.join()
     loop.turn()
     (worker,) = loop.engine.workers
@@ -116,15 +118,15 @@ def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> No
     loop.turn()
     worker.checked_ns = 0  # long ago
     worker.scheduler.blocks.allocator.ref_counts[31] += 1
-    loop.engine.time_limits.watch()
+    loop.engine.take_events(0)
     assert loop.engine.workers == [worker], "it is busy"
     loop.engine.abort("one")
     loop.turn()
     while worker.in_flight:
         loop.answer(link)
         loop.turn()
-    loop.engine.time_limits._checked_ns = 0
-    loop.engine.time_limits.watch()
+    now_ns += time_limits.CHECK_SPACING_NS
+    loop.engine.take_events(0)
     assert loop.engine.workers == [worker] and not link.is_closed
     worker.scheduler.check_integrity()
     loop.submit("two")
@@ -148,6 +150,6 @@ def test_idle_workers_are_looked_at_one_after_the_other(monkeypatch: pytest.Monk
             link.last_heard_ns = now_ns
         before = len(checked)
         for _ in range(5):  # a loop that is woken often
-            loop.engine.time_limits.watch()
+            loop.engine.take_events(0)
         assert len(checked) <= before + 1
     assert len(set(map(id, checked))) == 64, "each has its turn"

@@ -13,6 +13,7 @@ from protos import inference_pb2 as pb
 from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.engine.admitted_before import AdmittedBefore
 from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.errors import DuplicateRequest
 from scheduler_svc.routing.bound_queues import BoundQueues
@@ -23,7 +24,7 @@ def group(request_id: str, tenant: str = "") -> SequenceGroup:
 
 
 def new_live() -> LiveRequests:
-    return LiveRequests(BoundQueues(POLICIES["fcfs"]), 1_000_000, 1_000_000)
+    return LiveRequests(BoundQueues(POLICIES["fcfs"]), AdmittedBefore(), 1_000_000, 1_000_000)
 
 
 NAMES = st.sampled_from("abcd")

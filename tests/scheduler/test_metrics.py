@@ -167,7 +167,7 @@ def test_each_model_by_its_name_revisions_together_and_what_was_counted_stays() 
     assert samples["octavo:num_requests_running a"] == samples["octavo:num_requests_running b"] == 2
     assert samples["octavo:kv_cache_usage_perc a"] == pytest.approx(2 / 64)
     assert samples["octavo:kv_cache_usage_perc b"] == pytest.approx(2 / 32)
-    while loop.engine.live.all():
+    while loop.engine.live_groups():
         for worker in loop.engine.workers:
             if worker.in_flight:
                 loop.answer(links[worker.model])

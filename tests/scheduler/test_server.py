@@ -27,7 +27,7 @@ async def test_no_request_is_taken_once_those_who_wait_are_sent_away(monkeypatch
             return await super().open(serving, drain)
 
         def break_off(self) -> None:
-            is_closed.append(self.serving.engine.live.is_closed)
+            is_closed.append(self.serving.engine.is_closed)
             super().break_off()
 
     monkeypatch.setattr(server, "InProcessFront", Front)

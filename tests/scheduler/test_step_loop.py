@@ -29,7 +29,7 @@ def test_a_request_that_loses_too_many_workers_ends_with_an_error():
         loop.engine.worker_lost(link, "gone")
         loop.turn()
     assert loop.ends == {"unlucky": (FinishReason.ERROR, "2 workers were lost while running it")}
-    assert [group.request_id for group in loop.engine.live.all()] == ["waits"]
+    assert [group.request_id for group in loop.engine.live_groups()] == ["waits"]
     loop.run_to_end(loop.join())
     assert loop.token_ids == {"waits": [7] * 9}
 
@@ -53,7 +53,7 @@ def test_who_passes_its_trial_after_each_loss_and_is_there_at_the_next_ends_befo
         loop.turn()
         assert [group.num_worker_losses for group in groups] == [1, 1]
     ended = (FinishReason.ERROR, f"{most} workers were lost while running it")
-    assert loop.ends == {"one": ended, "other": ended} and not loop.engine.live.all()
+    assert loop.ends == {"one": ended, "other": ended} and not loop.engine.live_groups()
 
 
 def test_what_a_lost_worker_gives_back_comes_before_later_arrivals():
@@ -103,7 +103,7 @@ def test_a_drained_worker_is_given_back_when_it_has_answered_and_nothing_is_lost
     loop.submit("one")
     loop.turn()
     assert len(first.steps) == 2
-    left = loop.engine.call(lambda: loop.engine._drain("first"))
+    left = loop.drain("first")
     loop.turn()
     assert left.result(0) == 1
     for num_tokens in (1, 2):
@@ -112,7 +112,7 @@ def test_a_drained_worker_is_given_back_when_it_has_answered_and_nothing_is_lost
         loop.turn()
         assert loop.token_ids == {"one": [7] * num_tokens}
     assert first.is_closed and len(first.steps) == 2 and not loop.engine.workers
-    (group,) = loop.engine.live.all()
+    (group,) = loop.engine.live_groups()
     assert (group.num_moves, group.num_worker_losses, loop.engine.metrics.total().num_worker_losses) == (1, 0, 0)
     loop.run_to_end(loop.join("second"))
     assert loop.token_ids == {"one": [7] * 9}
@@ -127,7 +127,7 @@ def test_prompt_tokens_that_wait_are_bounded():
         loop.turn()
     loop.engine.submit(loop.group("two", num_tokens=8))
     loop.run_to_end(loop.join())
-    assert loop.engine.live.num_waiting_tokens == 0
+    assert loop.engine.num_waiting_tokens == 0
 
 
 def test_a_look_that_was_cancelled_does_not_end_the_loop():
@@ -167,7 +167,7 @@ def test_a_refused_duplicate_leaves_the_live_request_as_it_was():
         loop.submit("one")
     assert loop.engine.abort("one")
     loop.turn()
-    assert loop.ends == {"one": (FinishReason.ABORT, "")} and not loop.engine.live.all()
+    assert loop.ends == {"one": (FinishReason.ABORT, "")} and not loop.engine.live_groups()
 
 
 def test_an_id_is_one_tenants_own():
@@ -178,7 +178,7 @@ def test_an_id_is_one_tenants_own():
     assert not loop.engine.abort("one", tenant="c")
     assert loop.engine.abort("one", tenant="b")
     loop.turn()
-    assert second.is_finished and loop.engine.live.all() == [first]
+    assert second.is_finished and loop.engine.live_groups() == [first]
 
 
 def test_a_group_that_is_aborted_on_its_way_to_the_queue_never_gets_there():
@@ -187,11 +187,11 @@ def test_a_group_that_is_aborted_on_its_way_to_the_queue_never_gets_there():
     loop.engine.abort_group(group)
     loop.engine.submit(group)
     loop.turn()
-    assert loop.engine.live.num_waiting == 0
+    assert loop.engine.num_waiting == 0
     link = loop.join()
     loop.turn()
     assert loop.ends == {"one": (FinishReason.ABORT, "")}
-    assert loop.engine.live.num_waiting == 0 and not link.steps
+    assert loop.engine.num_waiting == 0 and not link.steps
     loop.submit("one")  # its id is free
 
 
@@ -296,7 +296,7 @@ def test_a_step_that_is_past_its_deadline_costs_the_worker(monkeypatch):
     loop.submit("one")
     loop.turn()
     loop.turn()
-    assert link.is_closed and loop.engine.live.num_waiting == 1
+    assert link.is_closed and loop.engine.num_waiting == 1
 
 
 def floats(*values: float) -> bytes:
@@ -425,7 +425,7 @@ def test_the_last_worker_of_a_model_that_says_it_will_go_ends_its_requests_first
             loop.turn()
 
     answer_until_closed(first)
-    assert len(loop.engine.live.all()) == 3 and len(loop.engine.workers) == 1, "its request has moved"
+    assert len(loop.engine.live_groups()) == 3 and len(loop.engine.workers) == 1, "its request has moved"
     answer_until_closed(other)
     assert loop.token_ids == {"one": [7] * 9, "two": [7] * 9} and not loop.engine.workers
     assert loop.engine.metrics.total().num_worker_losses == 0
@@ -564,4 +564,4 @@ def test_who_answers_at_once_never_holds_more_than_its_room():
         for worker, link in zip(loop.engine.workers, links, strict=True):
             if worker.in_flight and (link.address == "fast" or turn % 5 == 0):
                 loop.answer(link)
-    assert most == 2 and len(loop.token_ids) == 12 and not loop.engine.live.all()
+    assert most == 2 and len(loop.token_ids) == 12 and not loop.engine.live_groups()

@@ -54,16 +54,16 @@ async def test_a_watcher_sees_every_step_from_now_on_and_leaves_nothing_behind()
     seen = [await first, await anext(steps), await anext(steps)]
     assert [(step.worker, step.step_id, step.num_rows) for step in seen] == [("here:1", n, 1) for n in (2, 3, 4)]
     await steps.aclose()  # type: ignore[attr-defined]  # an iterator, and a generator in truth
-    assert not watched.loop.engine._step_observers
+    assert not watched.loop.engine.num_step_observers
 
 
 async def test_a_watcher_that_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
     watched = Watched()
     _, first = await watched.watch()
-    assert watched.loop.engine._step_observers
+    assert watched.loop.engine.num_step_observers
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert not watched.loop.engine._step_observers
+    assert not watched.loop.engine.num_step_observers
 
 
 async def test_a_watcher_of_one_worker_sees_no_other() -> None:
@@ -110,4 +110,4 @@ async def test_watchers_are_few_and_a_step_is_made_into_bytes_once(monkeypatch: 
     await watching[0][0].aclose()  # type: ignore[attr-defined]  # an iterator, and a generator in truth
     _, late = await watched.watch()
     await watched.step()
-    assert (await late).step_id == 2 and made == 2 and len(watched.loop.engine._step_observers) == 1
+    assert (await late).step_id == 2 and made == 2 and watched.loop.engine.num_step_observers == 1

@@ -108,7 +108,7 @@ def test_tenants_that_share_a_weight_have_their_request_ids_each() -> None:
         loop.engine.submit(loop.group("same", tenant=tenant))
     with pytest.raises(DuplicateRequest):
         loop.engine.submit(loop.group("same", tenant="a"))
-    assert loop.engine.abort("same", "a") and len(loop.engine.live.find("same", "b")) == 1
+    assert loop.engine.abort("same", "a") and len(loop.engine.find("same", "b")) == 1
 
 
 # ---- over the service -----------------------------------------------------------------------------------------------

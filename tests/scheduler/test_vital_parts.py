@@ -108,7 +108,7 @@ def test_every_thread_of_a_scheduler_is_vital(monkeypatch: pytest.MonkeyPatch, p
             wait(lambda: serving.vital.failure)
             assert serving.vital.failure.startswith(part) and "KeyError: 'broken'" in serving.vital.failure
             assert not serving.is_ready
-            wait(lambda: serving.engine.live.is_closed)
+            wait(lambda: serving.engine.is_closed)
             with pytest.raises(NotReady):
                 serving.engine.submit(serving.frontend.prepare(pb.GenerateRequest(request_id="two", prompt="say|")))
         finally:
@@ -210,7 +210,7 @@ async def test_a_scheduler_with_a_broken_part_is_not_ready_refuses_and_ends(
             return False
 
     def serving_now() -> bool:
-        return found[0].engine.live.is_closed
+        return found[0].engine.is_closed
 
     monkeypatch.setattr(server, "InProcessFront", Front)
     with FakeWorker() as worker:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,6 +86,43 @@ def test_one_that_cannot_be_reached_is_given_up_at_once() -> None:
         pool.hold([])
         assert not pool.clients
         until(lambda: not client._thread.is_alive())
+
+
+def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() -> None:
+    """It would be held for ever: nobody gives back what had not joined, and another shard is to have it."""
+
+    class Slow(FakeWorker):
+        asked, grants = threading.Event(), threading.Event()
+
+        def Execute(self, request_iterator: Any, context: Any) -> Iterator[Any]:
+            self.asked.set()
+            assert self.grants.wait(10)
+            yield from super().Execute(request_iterator, context)
+
+    with Slow() as worker, pool_of() as pool:
+        pool.hold([worker.address])
+        (client,) = pool.clients.values()
+        assert worker.asked.wait(10)
+        until(lambda: client._stream is not None)
+        pool.hold([])
+        worker.grants.set()
+        until(lambda: not client._thread.is_alive())
+        assert not pool.engine.call(lambda: pool.engine.workers).result()
+
+
+def test_one_that_joins_while_it_is_drained_is_drained() -> None:
+    with FakeWorker() as worker, pool_of() as pool, ThreadPoolExecutor(1) as executor:
+        goes_on = threading.Event()
+        pool.engine.call(goes_on.wait)  # the step loop stands still
+        pool.hold([worker.address])
+        (client,) = pool.clients.values()
+        until(lambda: client.state.health == pb.WORKER_HEALTH_SERVING)
+        draining = executor.submit(pool.drain, worker.address)
+        until(lambda: pool.engine._inbox.qsize() >= 2)  # it joins, and it is drained
+        goes_on.set()
+        assert draining.result(10) == 0
+        until(lambda: "it was drained" in client.state.problem)
+        assert not _serving(pool)
 
 
 def test_a_worker_initialises_while_its_tokenizer_is_fetched_and_made() -> None:

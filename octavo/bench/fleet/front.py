@@ -88,7 +88,7 @@ class Front:
         for number, came, went in changes:
             table.change_bits(shard, number, came, went)
         table.contains(shard, self._num_given[shard])
-        table.expect(shard, self._engines[shard].router.num_outputs)
+        table.expect(shard, self._engines[shard].expected_outputs)
 
 
 def _known(worker: WorkerHandle, bits: CachedBits) -> KnownWorker:

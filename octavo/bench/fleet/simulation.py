@@ -137,7 +137,7 @@ class Simulation:
 
     @property
     def _num_live(self) -> int:
-        return sum(len(engine.live) for engine in self.engines)
+        return sum(engine.num_live for engine in self.engines)
 
     def _wake_all(self) -> None:
         self._awake[:], self._turned_ns = self.engines, self._now_ns
