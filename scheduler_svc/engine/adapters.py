@@ -27,6 +27,7 @@ from scheduler_svc.errors import (
     InvalidRequest,
     NameTaken,
     NotReady,
+    RequestRefused,
     UnknownName,
     Unsupported,
     WorkerFailed,
@@ -112,7 +113,8 @@ class Adapters:
     # ---- loading and unloading --------------------------------------------------------------------------------------
 
     def load(self, name: str, path: str, caller: Future[int]) -> None:
-        """Has an adapter loaded wherever it is not; `caller` gets its generation, or WorkerFailed if a worker cannot.
+        """Has an adapter loaded wherever it is not; `caller` gets its generation, or WorkerFailed if a worker cannot,
+        or NotReady if all that were asked left meanwhile.
 
         What was not loaded before is then taken back from those that could. Raises RequestRefused.
         """
@@ -248,8 +250,11 @@ class Adapters:
         if adapter.asked or (adapter.phase is Phase.UNLOADING and (adapter.users or self._is_anywhere(adapter))):
             return
         problems, adapter.problems = adapter.problems, []
+        refusal: RequestRefused | None = None
+        if problems:
+            refusal = WorkerFailed(f"adapter {adapter.name!r}: {'; '.join(problems)}")
         if adapter.phase is Phase.LOADING and not self._is_anywhere(adapter):
-            problems = problems or ["every worker that takes adapters was lost meanwhile"]
+            refusal = refusal or NotReady(f"adapter {adapter.name!r}: every worker that takes adapters left meanwhile")
             self._forget(adapter)
         elif adapter.phase is Phase.LOADING:
             self._pass_to(Phase.UNLOADING if problems else Phase.LOADED, adapter)
@@ -257,8 +262,8 @@ class Adapters:
             self._forget(adapter)
         callers, adapter.callers = adapter.callers, []
         for caller in callers:
-            if problems:
-                caller.set_exception(WorkerFailed(f"adapter {adapter.name!r}: {'; '.join(problems)}"))
+            if refusal is not None:
+                caller.set_exception(refusal)
             else:
                 caller.set_result(adapter.generation)
         if adapter.phase is Phase.UNLOADING and adapter.name in self._by_name:

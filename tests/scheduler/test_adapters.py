@@ -69,10 +69,10 @@ def test_an_adapter_is_there_when_every_worker_that_takes_any_has_it():
     assert (asked.name, asked.path, asked.generation, asked.epoch) == ("a", "/adapters/a", 1, 1)
     with pytest.raises(UnknownName, match="adapter 'a' is being loaded; loaded: none"):
         loop.take("early", "a")
-    assert not call.done() and loop.engine.adapters.names() == []
+    assert not call.done() and loop.engine.adapter_names() == []
     assert loop.reply(second, Load).epoch == 4
     assert call.result(0) == 1 and not plain.calls
-    assert loop.engine.adapters.names() == ["a"]
+    assert loop.engine.adapter_names() == ["a"]
     loop.take("one", "a")
     assert sorted(len(link.steps) for link in (first, second)) == [0, 2] and not plain.steps
     assert (first.steps or second.steps)[0].groups[0].adapter == "a"
@@ -166,9 +166,20 @@ def test_a_worker_lost_while_loading_is_not_waited_for():
     call = loop.begin(loop.engine.load_adapter("b", "/adapters/b"))
     loop.engine.worker_lost(first, "gone")
     loop.turn()
-    assert "every worker that takes adapters was lost" in refused(call)
+    assert refused(call).startswith("NotReady: adapter 'b': every worker that takes adapters left")
     loop.reply(second, Load, "CANCELLED: channel closed")  # too late to matter
-    assert loop.engine.adapters.names() == ["a"]
+    assert loop.engine.adapter_names() == ["a"]
+
+
+def test_a_load_whose_only_worker_is_given_back_meanwhile_may_be_tried_again():
+    """Of several shards, one whose worker moves has not refused the adapter: the others keep it."""
+    loop = Turned()
+    link = loop.join("only")
+    call = loop.begin(loop.engine.load_adapter("a", "/adapters/a"))
+    loop.drain("only")
+    loop.turn()
+    assert refused(call).startswith("NotReady:") and link.is_closed
+    assert loop.engine.adapter_names() == []
 
 
 def test_the_call_that_ends_with_a_lost_worker_is_no_failure_of_the_others():
@@ -179,7 +190,7 @@ def test_the_call_that_ends_with_a_lost_worker_is_no_failure_of_the_others():
     loop.turn()
     loop.reply(second, Load, "UNAVAILABLE: the connection is closed")
     loop.reply(first, Load)
-    assert call.result(0) == 1 and loop.engine.adapters.names() == ["a"]
+    assert call.result(0) == 1 and loop.engine.adapter_names() == ["a"]
 
 
 def test_a_worker_that_is_drained_is_not_waited_for():
@@ -189,7 +200,7 @@ def test_a_worker_that_is_drained_is_not_waited_for():
     loop.turn()
     busy = first if first.steps else second
     call = loop.begin(loop.engine.load_adapter("a", "/adapters/a"))
-    loop.engine.call(lambda: loop.engine._drain(busy.address))
+    loop.drain(busy.address)
     loop.turn()
     assert not busy.is_closed, "its steps are waited for"
     loop.reply(second if busy is first else first, Load)
@@ -207,7 +218,7 @@ def test_what_is_being_unloaded_is_not_loaded_again_by_late_news_or_by_who_joins
     second = loop.join("second", epoch=2)
     assert not second.calls
     loop.reply(first, Unload)
-    assert call.result(0) == 1 and not first.calls and loop.engine.adapters.names() == []
+    assert call.result(0) == 1 and not first.calls and loop.engine.adapter_names() == []
 
 
 def test_unloading_waits_for_requests_that_run_and_that_wait_and_for_the_last_step():
@@ -219,7 +230,7 @@ def test_unloading_waits_for_requests_that_run_and_that_wait_and_for_the_last_st
     with pytest.raises(UnknownName, match="adapter 'a' is being unloaded; loaded: none"):
         loop.take("late", "a")
     other = loop.begin(loop.engine.unload_adapter("a"))
-    while loop.engine.live.all():
+    while loop.engine.live_groups():
         assert not link.calls and not call.done()
         loop.turn()
         loop.answer(link)
@@ -313,12 +324,12 @@ def test_generations_of_one_name_share_no_prefix():
     loop.load("a", link)
     first, same = loop.group("one", adapter="a"), loop.group("two", adapter="a")
     for group in (first, same):
-        loop.engine.adapters.use(group)
-        loop.engine.adapters.release(group)
+        loop.engine.submit(group)
+        loop.engine.abort_group(group)
     loop.begin(loop.engine.unload_adapter("a"))
     loop.reply(link, Unload)
     loop.load("a", link)
     later = loop.group("three", adapter="a")
-    loop.engine.adapters.use(later)
+    loop.engine.submit(later)
     assert first.hash_root == same.hash_root != later.hash_root
     assert later.hash_root != loop.group("four").hash_root
