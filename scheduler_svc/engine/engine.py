@@ -24,7 +24,6 @@ from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.admitted_before import AdmittedBefore
-from scheduler_svc.engine.answers import Answers, StepObserver
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.failures import Failures
 from scheduler_svc.engine.joined_workers import JoinedWorkers
@@ -32,6 +31,7 @@ from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.engine.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.placement import Placement
+from scheduler_svc.engine.step_answers import StepAnswers, StepObserver
 from scheduler_svc.engine.step_sender import StepSender
 from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
@@ -93,7 +93,7 @@ class Engine:
         )
         self._sender = StepSender(settings.steps_in_flight, router, rebinding, placement, failures, clock)
         turnover = self._turnover = Turnover(joined, placement, router, stranded, adapters, clock)
-        self._answers = Answers(
+        self._answers = StepAnswers(
             joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock
         )
         self._time_limits = TimeLimits(

@@ -91,21 +91,21 @@ def test_one_that_cannot_be_reached_is_given_up_at_once() -> None:
 def test_one_whose_lease_is_still_waited_for_never_joins_after_it_is_given_up() -> None:
     """It would be held for ever: nobody gives back what had not joined, and another shard is to have it."""
 
-    class Slow(FakeWorker):
-        asked, grants = threading.Event(), threading.Event()
+    asked, grants = threading.Event(), threading.Event()
 
+    class Slow(FakeWorker):
         def Execute(self, request_iterator: Any, context: Any) -> Iterator[Any]:
-            self.asked.set()
-            assert self.grants.wait(10)
+            asked.set()
+            assert grants.wait(10)
             yield from super().Execute(request_iterator, context)
 
     with Slow() as worker, pool_of() as pool:
         pool.hold([worker.address])
         (client,) = pool.clients.values()
-        assert worker.asked.wait(10)
+        assert asked.wait(10)
         until(lambda: client._stream is not None)
         pool.hold([])
-        worker.grants.set()
+        grants.set()
         until(lambda: not client._thread.is_alive())
         assert not pool.engine.call(lambda: pool.engine.workers).result()
 

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 StepObserver = Callable[[WorkerHandle, AnsweredStep], None]
 
 
-class Answers:
+class StepAnswers:
     """Belongs to the step loop's thread.
 
     `wanted`: another scheduler asks for the lease of this worker.
