@@ -2,6 +2,7 @@
 progress bar on a terminal. HF_TOKEN or a login, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to that library.
 
 Of a repository's files only those are taken that the model is loaded from, and pickles only with `--load-format bin`.
+The library compares sizes of what it downloads; the sums of large files are compared here, once, when they have come.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ and has the field's default otherwise. Whatever names no option of the command i
 one: a typo is never a default. Field types: bool, int, float, str, Path, `tuple[T, ...]`, `list[T]`, and unions of
 these with None.
 Knows nothing of any particular service, and reads the environment only when asked to parse.
+
+Every command waits for this import: 25 ms, where pydantic alone takes 60 (`python -m benchmarks.beside_libraries`).
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octavo.models.errors import FetchError
-from octavo.models.hub_cache import HubName, wanted_files
+from octavo.models.hub_cache import HubName, find, wanted_files
 from tests.fake_hub import TOKEN, FakeHub
 from tests.tiny_models import make_tiny_llama
 
@@ -187,6 +189,23 @@ def test_a_shard_that_is_missing_makes_a_model_incomplete(
     fetched(octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1"))
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert "is not in the cache" in reason(octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1"))
+
+
+def test_what_is_found_here_is_what_the_library_finds(tmp_path: Path) -> None:
+    home = tmp_path / "models--a--b"
+    for commit, branch in (("1" * 40, "main"), ("2" * 40, "refs/pr/1")):
+        snapshot, ref = home / "snapshots" / commit, home / "refs" / branch
+        snapshot.mkdir(parents=True)
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (snapshot / name).touch()
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
+    for revision in (None, "main", "refs/pr/1", "1" * 40, "2" * 40):
+        library = snapshot_download("a/b", revision=revision, cache_dir=tmp_path, local_files_only=True)
+        assert find(HubName("a/b", revision), "auto", tmp_path) == Path(library)
+    assert find(HubName("a/b", "3" * 40), "auto", tmp_path) is None
+    with pytest.raises(LocalEntryNotFoundError):
+        snapshot_download("a/b", revision="3" * 40, cache_dir=tmp_path, local_files_only=True)
 
 
 @pytest.mark.parametrize(
