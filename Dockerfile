@@ -1,21 +1,20 @@
 # Two images from one file:
 #     docker build --target scheduler -t octavo-scheduler .      no torch, no CUDA
 #     docker build --target worker    -t octavo-worker .
-# The worker computes on the CPU; --build-arg LOCK=worker-cuda --build-arg TORCH_INDEX_URL= takes the package index's own
-# torch, on Linux a CUDA build, to which --build-arg APT_PACKAGES="gcc libc6-dev" belongs: Triton compiles what launches
-# its kernels.
-# --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name other places to find packages in (a page of wheels). They stay
-# readable in the image's history: no credentials in them. What is installed has the hashes of deploy/locks, wherever it
-# was found; `make locks` renews them. The base image is named by its digest, here and nowhere else: what a tag means
-# changes. `docker buildx imagetools inspect python:3.11-slim` says what it means today.
+# The worker computes on the CPU. For a GPU: --build-arg LOCK=worker-cuda --build-arg TORCH_INDEX_URL= takes the package
+# index's own torch, on Linux a CUDA build, and --build-arg APT_PACKAGES="gcc libc6-dev" the compiler that Triton needs.
+# --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name other places for packages. They stay readable in the image's
+# history, so no credentials in them. Packages must have the hashes of deploy/locks, wherever they come from; `make locks`
+# renews these. The base image is named by its digest, here and nowhere else, because tags move;
+# `docker buildx imagetools inspect python:3.11-slim` shows the digest of today.
 ARG BASE_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352dbc33cff48ad5a0412fd5bfc7
 
 FROM ${BASE_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# A fixed number, so that a cluster can check that the image does not run as root.
+# A fixed user id, so that a cluster can check that the image does not run as root.
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin octavo
 WORKDIR /src
-# Dependencies come before the code, so that a change of code builds in seconds.
+# Dependencies are installed before the code is copied, so that a change of code builds in seconds.
 COPY deploy/locks deploy/locks
 
 FROM base AS scheduler
@@ -31,7 +30,7 @@ WORKDIR /home/octavo
 USER 10001
 ENV OCTAVO_HOST=0.0.0.0
 EXPOSE 50051
-# Liveness: whoever acts on it restarts the container, which would help no scheduler that waits for a worker.
+# Liveness, not readiness: restarting a scheduler that waits for a worker would not help.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30s CMD ["octavo", "health", "127.0.0.1:50051", "--service", ""]
 ENTRYPOINT ["octavo", "scheduler"]
 
@@ -43,7 +42,7 @@ ARG LOCK=worker
 ARG APT_PACKAGES=
 RUN if [ -n "$APT_PACKAGES" ]; then apt-get update && apt-get install --yes --no-install-recommends $APT_PACKAGES \
     && rm -rf /var/lib/apt/lists/*; fi
-# Beside the other index, which has all but torch.
+# Beside the other index, which has everything else.
 RUN PIP_EXTRA_INDEX_URL="$PIP_EXTRA_INDEX_URL $TORCH_INDEX_URL" \
     pip install --require-hashes --requirement "deploy/locks/$LOCK.txt"
 COPY pyproject.toml LICENSE ./
@@ -52,7 +51,7 @@ COPY protos protos
 COPY kernels kernels
 COPY worker_svc worker_svc
 RUN pip install --no-deps --no-build-isolation . && rm -rf build
-# Models and compiled kernels, on a volume that takes this folder's owner when it is new.
+# Models and compiled kernels; a new volume takes this folder's owner.
 RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo
 USER 10001

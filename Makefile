@@ -1,7 +1,7 @@
-# The habits, each one command. Needs Debian (or any Linux), make, and Python 3.11 or newer with its venv module.
+# Everything that is done often, each one command. Needs Linux, make, and Python 3.11 or newer with its venv module.
 #
-# torch comes from wherever pip finds it. Where that would be a CUDA build and there is no GPU, name PyTorch's CPU index in
-# PIP_EXTRA_INDEX_URL first: pip then prefers the CPU build of the pinned version.
+# torch comes from pip's index, on Linux usually as a CUDA build. Without a GPU, put PyTorch's CPU index into
+# PIP_EXTRA_INDEX_URL first: pip then prefers the smaller CPU build of the pinned version.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BIN := .venv/bin
 
 setup: .venv/.installed .venv/.warm
 
-# Again only when what is asked for has changed.
+# Again only when the dependencies have changed.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Octavo needs Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
@@ -40,7 +40,7 @@ demo: model
 test: model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --durations=20 $(PYTEST_ARGS)
 
-# The tests of numbers as other processors would compute them, as far as this one can: about ten minutes each.
+# The tests of kernels and workers as other processors would compute them, as far as this one can: ten minutes each.
 isa: model
 	$(BIN)/python -m tests.isa all $(PYTEST_ARGS)
 
@@ -50,7 +50,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
 
-# Every variant to machine code, for three architectures; no GPU is needed. What was compiled once is kept.
+# Compiles every variant for three GPU architectures, without a GPU. Keeps what is compiled.
 kernels: setup
 	$(BIN)/octavo bench kernels --compile-only
 
@@ -58,14 +58,14 @@ protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protos/inference.proto protos/worker.proto protos/frontend.proto protos/shards.proto
 
-# What images install, by hash: after a change of pyproject.toml or constraints.txt.
+# Writes the hashes of what images install; needed after a change of pyproject.toml or constraints.txt.
 locks:
 	bash deploy/lock.sh
 
 bench: model
 	$(BIN)/python -m benchmarks.readme_figures
 
-# The short profile, which `make test` runs, too, and then the long one: about an hour.
+# The short profile, which `make test` also runs, then the long one: about an hour.
 chaos: model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes deploy/locks/*.txt: what the images install, every file of it by its hash. To be run after a change of
-# pyproject.toml or constraints.txt; the versions are those of constraints.txt, and what that does not name is the newest.
+# Writes deploy/locks/*.txt: what the images install, every file by its hash. Run it after a change of pyproject.toml or
+# constraints.txt. Versions are those of constraints.txt; packages that it does not name get the newest.
 #
 # usage: deploy/lock.sh                             (make locks)
 #   TORCH_INDEX_URL=URL   where the CPU builds of torch are; default: PyTorch's own index
@@ -13,7 +13,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet --disable-pip-version-check uv==0.13.9
-# To build Octavo itself, without a build environment of its own that nobody has looked at.
+# To build Octavo itself without an isolated build environment, whose packages would have no hashes.
 sed --quiet 's/^requires = \["\(setuptools[^"]*\)"\].*/\1/p' pyproject.toml >"$work/build.in"
 [ -s "$work/build.in" ] || { echo "pyproject.toml does not say which setuptools builds it" >&2; exit 1; }
 torch=$(sed --quiet 's/^torch==//p' constraints.txt)
