@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "talk with the model",
     "model": "fetch, list, show or remove models",
     "top": "watch a server: models, workers, queues and blocks",
+    "completion": "let a shell complete commands and options with Tab",
     "health": "ask a server whether it is ready, by exit code",
     "bench": "measure speed, in this process or against a server",
 }

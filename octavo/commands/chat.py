@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,19 +13,13 @@ if TYPE_CHECKING:
     from octavo.commands.conversation import Conversation
     from octavo.sampling_params import SamplingParams
 
-HELP = """\
-/help          this text
-/bye, exit     leave, as Ctrl-D does
-Ctrl-C         cuts an answer short
-What is too long for the model is forgotten, the oldest first; it is said when that happens."""
-_LEAVING = frozenset({"/bye", "/exit", "/quit", "exit", "quit", "bye"})
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The question, how to sample, and where the server is."""
     parser.add_argument("question", nargs="?", help="ask only this; without it and at a terminal: a conversation")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error after answers")
+    parser.add_argument("--no-history", action="store_true", help="keep no file of what is typed")
     sampling.add_arguments(parser, max_tokens=512)
     sampling.add_model(parser)
     connection.add_arguments(parser)
@@ -58,44 +51,27 @@ def _ask(conversation: Conversation, question: str, with_figures: bool) -> None:
 
 
 def _converse(client: Client, params: SamplingParams, arguments: argparse.Namespace) -> None:
+    from octavo.commands.chat_commands import ChatCommands
     from octavo.commands.conversation import Conversation
+    from octavo.commands.line_reader import LineReader
 
-    with contextlib.suppress(ImportError):  # not on every platform
-        import readline  # noqa: F401  # gives input() editing and history by being there
     info = client.model_info(arguments.model)
     conversation = Conversation(client, params, arguments.system, info.max_model_len, arguments.model)
+    commands = ChatCommands(conversation, client, with_figures=arguments.stats)
     print(f"{info.model} at {arguments.address}. /help says more, /bye leaves.", file=sys.stderr)
-    while (question := _read_question()) is not None:
-        if question:
-            _answer(conversation, question, arguments)
+    with LineReader(commands.names, keeps_history=not arguments.no_history) as reader:
+        while not commands.is_over and (line := reader.read()) is not None:
+            if question := commands.take(line):
+                _answer(conversation, question, commands.with_figures)
 
 
-def _read_question() -> str | None:
-    """What was typed for the model; empty where it was not for the model; None at the end."""
-    try:
-        line = input("> ").strip()
-    except EOFError:
-        print()
-        return None
-    except KeyboardInterrupt:  # while nothing is answered: the line is given up, as in a shell
-        print()
-        return ""
-    if line.lower() in _LEAVING:
-        return None
-    if line.startswith("/") and len(line.split()) == 1 and "/" not in line[1:]:
-        known = line.lower() in ("/help", "/?")
-        print(HELP if known else f"{line} is not known here; /help lists what is", file=sys.stderr)
-        return ""
-    return line
-
-
-def _answer(conversation: Conversation, question: str, arguments: argparse.Namespace) -> None:
+def _answer(conversation: Conversation, question: str, with_figures: bool) -> None:
     """What goes wrong with one answer is said, and the conversation goes on."""
     from octavo.cli import CommandError
     from octavo.errors import RequestFailed
 
     try:
-        _ask(conversation, question, arguments.stats)
+        _ask(conversation, question, with_figures)
     except KeyboardInterrupt:
         print()
     except (RequestFailed, CommandError) as error:

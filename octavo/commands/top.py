@@ -1,40 +1,52 @@
-"""`octavo top`: what a server does right now: models with their queues, workers with their blocks and steps."""
+"""`octavo top`: what a server does right now: models with their queues, workers with their caches, requests."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.commands import connection
 
 if TYPE_CHECKING:
-    from protos import inference_pb2 as pb
+    import grpc
 
-CLEAR = "\x1b[H\x1b[2J"  # of a terminal
-SHOWN_DIGITS = 12
+    from octavo.dashboard.server_watch import ServerWatch, View
+
+_PIPE_WIDTH = 240  # columns, where no terminal says how wide it is
+_FIRST_LOOK_S = 0.25  # between the two looks of `--once`: speeds are of what happens between them
+_KEYS = "q ends   space holds the picture   r hides or shows requests"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How often to look, and at which server."""
+    """How often to look, what to show, and at which server."""
+    parser.epilog = f"keys: {_KEYS}"
     parser.add_argument(
         "--interval", type=connection.seconds, default=1.0, metavar="SECONDS", help="default: %(default)s"
     )
+    parser.add_argument("--requests", type=_count, default=10, metavar="N", help="the oldest ones (default: 10)")
     parser.add_argument("--once", action="store_true", help="look once, and end")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each look")
     connection.add_address(parser)
     connection.add_tls_arguments(parser)
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000")
+    return value
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Draws the state again and again until interrupted; raises CommandError where no server answers."""
+    """Draws the state again and again until `q` or Ctrl-C; raises CommandError where no server answers."""
     import grpc
 
     from octavo.cli import CommandError
+    from octavo.dashboard.server_watch import ServerWatch
     from octavo.shared.rpc import CHANNEL_OPTIONS
-    from protos import inference_pb2 as pb
-    from protos import inference_pb2_grpc
 
     credentials = connection.credentials(arguments)
     channel = (
@@ -42,46 +54,87 @@ def run(arguments: argparse.Namespace) -> int:
         if credentials is None
         else grpc.secure_channel(arguments.address, credentials, CHANNEL_OPTIONS)
     )
-    num_steps: dict[str, int] = {}
-    looked_s = time.monotonic()
-    with channel:
+    try:
+        with channel, ServerWatch(channel, arguments.requests) as watch:
+            watch.look()  # speeds are of what happens between two looks
+            if sys.stdout.isatty() and not (arguments.json or arguments.once):
+                _draw(watch, arguments)
+            else:
+                _print(watch, arguments)
+    except grpc.RpcError as error:
+        raise CommandError(_why(arguments.address, error)) from None
+    return 0
+
+
+def _draw(watch: ServerWatch, arguments: argparse.Namespace) -> None:
+    """On a screen of its own, which is gone at the end."""
+    import grpc
+    from rich.console import Group, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+    from octavo.dashboard import keys
+    from octavo.dashboard.screen import screen
+
+    foot = Text(f"\n{_KEYS}", style="dim")
+    is_held = hides_requests = False
+    shown: RenderableType = Text("looking")
+    next_look_s = time.monotonic()
+    with keys.unbuffered(), Live(screen=True, auto_refresh=False) as live:
         while True:
-            try:
-                load = inference_pb2_grpc.ControlStub(channel).GetLoad(pb.GetLoadRequest(), timeout=5.0)
-            except grpc.RpcError as error:
-                raise CommandError(f"{arguments.address}: {error.code().name}: {error.details()}") from None
-            now_s = time.monotonic()
-            lines = list(screen(load, num_steps, now_s - looked_s))
-            num_steps, looked_s = {worker.address: worker.num_steps for worker in load.workers}, now_s
-            print(
-                "\n".join(lines) if arguments.once or not sys.stdout.isatty() else CLEAR + "\n".join(lines), flush=True
-            )
-            if arguments.once:
-                return 0
-            time.sleep(arguments.interval)
+            if time.monotonic() >= next_look_s and not is_held:
+                next_look_s = time.monotonic() + arguments.interval
+                try:
+                    view = watch.look()
+                    if hides_requests:
+                        view.requests.clear()
+                    shown, problem = screen(view, arguments.address), ""
+                except grpc.RpcError as error:  # it may come back
+                    problem = _why(arguments.address, error)
+                live.update(Group(shown, Text(problem, style="red"), foot), refresh=True)
+            left_s = next_look_s - time.monotonic()
+            key = keys.pressed(max(left_s, 0.0) if not is_held else arguments.interval)
+            if key == "q":
+                return
+            is_held ^= key == " "
+            hides_requests ^= key == "r"
 
 
-def screen(load: pb.Load, num_steps: Mapping[str, int], seconds: float) -> Iterator[str]:
-    """Lines to show. `num_steps`: what each worker had done so many seconds ago, where it was there."""
-    from protos import inference_pb2 as pb
+def _print(watch: ServerWatch, arguments: argparse.Namespace) -> None:
+    """A look below the other: tables as wide as they need to be, or JSON."""
+    from rich.console import Console
 
-    yield f"{load.num_requests_running} running, {load.num_requests_waiting} waiting ({load.num_tokens_waiting} tokens)"
-    yield ""
-    yield f"{'model':<44}{'running':>8}{'waiting':>8}{'workers':>8}{'draining':>9}"
-    for model in load.models:
-        name = f"{model.name}@{model.fingerprint[:SHOWN_DIGITS]}"
-        yield (
-            f"{name:<44}{model.num_requests_running:>8}{model.num_requests_waiting:>8}"
-            f"{model.num_workers_serving:>8}{model.num_workers_draining:>9}"
-        )
-    yield ""
-    yield f"{'worker':<28}{'state':<14}{'model':<24}{'running':>8}{'preempted':>10}{'blocks':>8}{'steps/s':>9}"
-    for worker in load.workers:
-        state = pb.WorkerHealth.Name(worker.health).removeprefix("WORKER_HEALTH_").lower()
-        used = worker.num_device_blocks - worker.num_free_device_blocks
-        blocks = f"{100 * used / worker.num_device_blocks:.0f}%" if worker.num_device_blocks else "-"
-        before = num_steps.get(worker.address)
-        is_known = before is not None and worker.num_steps >= before and seconds > 0
-        speed = f"{(worker.num_steps - before) / seconds:.1f}" if is_known and before is not None else "-"
-        line = f"{worker.address:<28}{state:<14}{worker.model:<24}{worker.num_running:>8}{worker.num_preempted:>10}"
-        yield f"{line}{blocks:>8}{speed:>9}  {worker.problem}".rstrip()
+    from octavo.dashboard.screen import screen
+
+    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    while True:
+        time.sleep(min(arguments.interval, _FIRST_LOOK_S) if arguments.once else arguments.interval)
+        view = watch.look()
+        if arguments.json:
+            print(json.dumps(_as_dict(view)), flush=True)
+        else:
+            console.print(screen(view, arguments.address))
+        if arguments.once:
+            return
+
+
+def _as_dict(view: View) -> dict[str, Any]:
+    """The messages of `Control` by their names there, and speeds by worker."""
+    import dataclasses
+
+    from google.protobuf.json_format import MessageToDict
+
+    def plain(message: Any) -> dict[str, Any]:
+        return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    return {
+        "version": view.info.version,
+        "uptime_s": view.info.uptime_ns / 1e9,
+        **plain(view.load),
+        "requests": [plain(each) for each in view.requests],
+        "per_second": {address: dataclasses.asdict(speed) for address, speed in view.speeds.items()},
+    }
+
+
+def _why(address: str, error: grpc.RpcError) -> str:
+    return f"{address}: {error.code().name}: {error.details()}"

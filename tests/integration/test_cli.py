@@ -33,6 +33,13 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def state_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What commands keep for their user, away from who runs the tests."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
 def start(*arguments: str, **kwargs: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "octavo", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}

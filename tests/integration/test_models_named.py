@@ -9,9 +9,7 @@ import pytest
 
 from octavo import AsyncClient, Client, SamplingParams
 from octavo.cli import main
-from octavo.commands import top
 from octavo.errors import RequestFailed
-from protos import inference_pb2 as pb
 from tests.fakes import FakeWorker, spell
 from tests.integration.scheduler_process import Service, scheduler
 
@@ -49,27 +47,6 @@ def test_on_the_command_line(service: Service, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "of b\n", "the first that was given a name is the default"
     assert main(["generate", "say|", "--model=c", "--address", service.address]) == 1
     assert "model 'c' is not served here" in capsys.readouterr().err
-
-
-def test_top_shows_each_model_and_each_worker(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once", "--address", service.address]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "0 running, 0 waiting (0 tokens)"
-    models = {line.split("@")[0]: line.split()[1:] for line in lines if "@" in line}
-    assert models == {"a": ["0", "0", "1", "0"], "b": ["0", "0", "1", "0"]}
-    workers = [line.split()[1:3] for line in lines if line.startswith("127.0.0.1:")]
-    assert sorted(workers) == [["serving", "a"], ["serving", "b"]]
-    assert main(["top", "--once", "--address", "127.0.0.1:1"]) == 1
-    assert "UNAVAILABLE" in capsys.readouterr().err
-
-
-def test_what_top_says_of_speed_and_blocks() -> None:
-    worker = pb.WorkerState(address="w:1", health=pb.WORKER_HEALTH_LOST, num_steps=30, problem="gone")
-    worker.num_device_blocks, worker.num_free_device_blocks = 200, 50
-    *_, line = top.screen(pb.Load(workers=[worker]), {"w:1": 10}, 2.0)
-    assert line.split() == ["w:1", "lost", "0", "0", "75%", "10.0", "gone"]
-    *_, again = top.screen(pb.Load(workers=[worker]), {"w:1": 40}, 2.0)  # a new lease counts from the beginning
-    assert again.split()[-2:] == ["-", "gone"]
 
 
 def test_in_python(service: Service) -> None:

@@ -1,0 +1,154 @@
+"""A `View` as tables: the server, its models, its workers with their caches, its oldest requests."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from octavo.dashboard.server_watch import Speed, View
+from protos import inference_pb2 as pb
+
+_SHOWN_DIGITS = 12  # of a fingerprint
+_BAR_WIDTH = 16  # columns
+_NS = 1e-9
+_COLOURS = {
+    "serving": "green",
+    "running": "green",
+    "joining": "cyan",
+    "waiting": "yellow",
+    "draining": "yellow",
+    "preempted": "magenta",
+    "swapped": "magenta",
+    "lost": "red",
+    "failed": "red",
+}
+
+
+def screen(view: View, address: str) -> RenderableType:
+    """All of it, one part below the other."""
+    parts: list[RenderableType] = [_head(view, address), Text(), _models(view), Text(), _workers(view)]
+    if view.requests:
+        parts += [Text(), _requests(view)]
+    return Group(*parts)
+
+
+def _head(view: View, address: str) -> Text:
+    load, speeds = view.load, view.speeds.values()
+    running = f"{load.num_requests_running:,} running, {load.num_requests_waiting:,} waiting"
+    tokens = (
+        f"{sum(each.prefill_tokens for each in speeds):,.0f} in, {sum(each.decode_tokens for each in speeds):,.0f} out"
+    )
+    return Text.assemble(
+        (f"Octavo {view.info.version}", "bold"),
+        f" at {address}, up {_duration(view.info.uptime_ns * _NS)}\n",
+        (running, "bold"),
+        f" ({load.num_tokens_waiting:,} tokens)",
+        f"; tokens/s: {tokens}" if view.speeds else "",
+    )
+
+
+def _table(*columns: str, left: int) -> Table:
+    """`left`: so many columns are words, the rest numbers."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
+    return table
+
+
+def _models(view: View) -> Table:
+    table = _table("model", "running", "waiting", "workers", "draining", "in/s", "out/s", left=1)
+    of_model = {worker.address: worker.model_fingerprint for worker in view.load.workers}
+    for model in view.load.models:
+        speeds = [speed for address, speed in view.speeds.items() if of_model.get(address) == model.fingerprint]
+        table.add_row(
+            f"{model.name}@{model.fingerprint[:_SHOWN_DIGITS]}",
+            f"{model.num_requests_running:,}",
+            f"{model.num_requests_waiting:,}",
+            str(model.num_workers_serving),
+            str(model.num_workers_draining),
+            _sum(speeds, "prefill_tokens"),
+            _sum(speeds, "decode_tokens"),
+        )
+    return table
+
+
+def _workers(view: View) -> Table:
+    table = _table("worker", "state", "model", "cache", "", "host", "running", "preempted", left=4)
+    for name in ("steps/s", "in/s", "out/s", "swapped/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for worker in view.load.workers:
+        speed = view.speeds.get(worker.address)
+        table.add_row(
+            worker.address,
+            _state(pb.WorkerHealth.Name(worker.health).removeprefix("WORKER_HEALTH_")),
+            worker.model,
+            _bar(worker.num_device_blocks - worker.num_free_device_blocks, worker.num_device_blocks),
+            _share(worker.num_free_device_blocks, worker.num_device_blocks),
+            _share(worker.num_free_host_blocks, worker.num_host_blocks),
+            str(worker.num_running),
+            str(worker.num_preempted),
+            *_worker_speeds(speed),
+            Text(worker.problem, style="red"),
+        )
+    return table
+
+
+def _worker_speeds(speed: Speed | None) -> list[str]:
+    if speed is None:
+        return ["-"] * 4
+    swapped = speed.blocks_swapped_in + speed.blocks_swapped_out
+    return [_number(each) for each in (speed.steps, speed.prefill_tokens, speed.decode_tokens, swapped)]
+
+
+def _requests(view: View) -> Table:
+    columns = ("request", "state", "worker", "model", "prompt", "output", "cached", "preempted", "moved", "age")
+    table = _table(*columns, left=4)
+    table.columns[0].max_width = 36
+    for request in view.requests:
+        num_tokens = sum(each.num_tokens - request.num_prompt_tokens for each in request.sequences)
+        table.add_row(
+            request.request_id,
+            _state(pb.RequestPhase.Name(request.phase).removeprefix("REQUEST_PHASE_")),
+            request.worker or "-",
+            request.model,
+            f"{request.num_prompt_tokens:,}",
+            f"{max(num_tokens, 0):,}",
+            f"{max((each.num_cached_tokens for each in request.sequences), default=0):,}",
+            str(request.times_preempted),
+            str(request.times_moved),
+            _duration(request.age_ns * _NS),
+        )
+    return table
+
+
+def _state(name: str) -> Text:
+    word = name.lower()
+    return Text(word, style=_COLOURS.get(word, ""))
+
+
+def _bar(used: int, total: int) -> RenderableType:
+    colour = "red" if used > 0.95 * total else "yellow" if used > 0.8 * total else "green"
+    return ProgressBar(total=max(total, 1), completed=used, width=_BAR_WIDTH, complete_style=colour) if total else "-"
+
+
+def _share(free: int, total: int) -> str:
+    """What is used, in percent of so many blocks."""
+    return f"{100 * (total - free) / total:.0f}% of {total:,}" if total else "-"
+
+
+def _sum(speeds: list[Speed], name: str) -> str:
+    return _number(sum(getattr(speed, name) for speed in speeds) if speeds else None)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """As a clock shows it: 0:07, 12:30, 3:05:00."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
