@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
+from typing import TYPE_CHECKING
 
 from octavo.commands import connection, sampling
 from octavo.shared.options import OptionError
+
+if TYPE_CHECKING:
+    from octavo.outputs import RequestOutput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="text to continue; `-` or a pipe: standard input")
     parser.add_argument("--chat", action="store_true", help="ask it as a question, in the model's chat template")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error at the end")
+    parser.add_argument("--json", action="store_true", help="print the whole answer as one object of JSON, at its end")
     sampling.add_arguments(parser, max_tokens=128)
     sampling.add_several_outputs(parser)
     request = parser.add_argument_group("request")
@@ -33,15 +40,21 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments.prompt)
     if not prompt:
         raise OptionError("a prompt is wanted, as an argument or through a pipe")
-    several = params.n > 1 or params.use_beam_search
-    answer: Answer | Answers = Answers() if several else Answer()
     options = {"model": arguments.model, "priority": arguments.priority, "cache_salt": arguments.cache_salt}
+    if arguments.chat:
+        options["messages"] = [{"role": "user", "content": prompt}]
+        prompt = None
     with connection.connect(arguments) as client:
-        if arguments.chat:
-            messages = [{"role": "user", "content": prompt}]
-            answer.show(client.generate(messages=messages, sampling_params=params, **options))
-        else:
-            answer.show(client.generate(prompt, params, **options))
+        if arguments.json:
+            return _print_json(client.complete(prompt, params, **options))
+        answer: Answer | Answers = Answers() if params.n > 1 or params.use_beam_search else Answer()
+        answer.show(client.generate(prompt, params, **options))
     if arguments.stats:
         print(answer.figures(), file=sys.stderr)
     return 0
+
+
+def _print_json(output: RequestOutput) -> int:
+    """Exit code 1 where an output did not end by itself; its error is among what is printed."""
+    print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
+    return int(any(each.finish_reason in ("error", "abort") for each in output.outputs))

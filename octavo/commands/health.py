@@ -6,6 +6,7 @@ Exit codes: 0 serving, 1 not serving or no such service, 3 unreachable.
 from __future__ import annotations
 
 import argparse
+import json
 
 from octavo.commands import connection
 from octavo.shared.options import OptionError
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="full name (default: %(default)s); '' asks whether it is alive",
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print an object of address, status and details")
     connection.add_tls_arguments(parser)
 
 
@@ -46,14 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         else grpc.secure_channel(arguments.address, credentials, CHANNEL_OPTIONS)
     )
     request = health_pb2.HealthCheckRequest(service=arguments.service)
+    details = ""
     with channel:
         try:
-            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout).status
+            found = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout).status
+            status = health_pb2.HealthCheckResponse.ServingStatus.Name(found)
+            code = SERVING if found == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                print(f"{arguments.address}: NOT_FOUND: {error.details()}")
-                return NOT_SERVING
-            print(f"{arguments.address}: {error.code().name}: {' '.join((error.details() or '').split())}")
-            return UNREACHABLE
-    print(f"{arguments.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
-    return SERVING if status == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING
+            status, details = error.code().name, " ".join((error.details() or "").split())
+            code = NOT_SERVING if error.code() is grpc.StatusCode.NOT_FOUND else UNREACHABLE
+    if arguments.json:
+        print(json.dumps({"address": arguments.address, "status": status, "details": details}))
+    else:
+        print(f"{arguments.address}: {status}{f': {details}' if details else ''}")
+    return code

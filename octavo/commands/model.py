@@ -4,10 +4,11 @@ those that a server has."""
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.commands import connection
 
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("--yes", action="store_true", help="do not ask")
     for action in (show, remove):
         action.add_argument("name", metavar="NAME", help="as `octavo model list` shows it, or with @REVISION")
+    for action in (listing, show):
+        action.add_argument("--json", action="store_true", help="print JSON")
     for action in (fetch, listing, show, remove):
         action.add_argument("--download-dir", type=Path, metavar="DIR", help="where models lie (default: the caches)")
 
@@ -61,16 +64,37 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.action == "list" and arguments.address is not None:
         with connection.connect(arguments) as client:
-            for model in client.list_models():
-                _print_served(model)
+            served = client.list_models()
+        if arguments.json:
+            from google.protobuf.json_format import MessageToDict
+
+            print(json.dumps([MessageToDict(model, preserving_proto_field_name=True) for model in served], indent=1))
+            return 0
+        for model in served:
+            _print_served(model)
         return 0
     if arguments.action == "list":
         from octavo.models.catalog import list_models
 
-        for entry in list_models(arguments.download_dir):
+        entries = list_models(arguments.download_dir)
+        if arguments.json:
+            print(json.dumps([_as_dict(entry) for entry in entries], indent=1))
+            return 0
+        for entry in entries:
             _print_line(entry)
         return 0
     return _show(arguments) if arguments.action == "show" else _remove(arguments)
+
+
+def _as_dict(entry: ModelEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "path": str(entry.path) if entry.path else None,
+        "source": entry.source,
+        "size_bytes": entry.size_bytes,
+        "revisions": {commit: list(refs) for commit, refs in entry.revisions},
+        "description": entry.description,
+    }
 
 
 def _print_line(entry: ModelEntry) -> None:
@@ -109,6 +133,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
     entry = _find(arguments)
     assert entry.path is not None
+    if arguments.json:
+        print(json.dumps({**read_source(entry.path), **_as_dict(entry)}, indent=1))
+        return 0
     print(f"name        {entry.name}")
     print(f"where       {entry.path}")
     print(f"size        {entry.size_bytes / 1e6:,.1f} MB")

@@ -77,7 +77,8 @@ class FakeInference(pb_grpc.InferenceServicer):
             admission=pb.Admission(num_prompt_tokens=3), request_id=request.request_id, seed=sampling.seed, model="fake"
         )
         count = sampling.max_tokens or 4
-        sent = 0
+        sent, streams = 0, not request.HasField("stream") or request.stream
+        whole = [pb.OutputDelta(index=index) for index in range(max(1, sampling.n))]
         for position in range(count):
             for index in range(max(1, sampling.n)):
                 if position < held.get(index, 0):
@@ -91,8 +92,15 @@ class FakeInference(pb_grpc.InferenceServicer):
                     delta.logprobs.add(token=pb.Logprob(token_id=token_id, logprob=-0.5))
                 if position == count - 1:
                     delta.finish_reason = pb.FINISH_REASON_LENGTH
-                yield pb.GenerateResponse(outputs=[delta])
+                if streams:
+                    yield pb.GenerateResponse(outputs=[delta])
+                else:
+                    text = whole[index].text + delta.text
+                    whole[index].MergeFrom(delta)
+                    whole[index].text = text
                 sent += 1
+        if not streams:
+            yield pb.GenerateResponse(outputs=whole)
         usage = pb.Usage(prompt_tokens=3, completion_tokens=count * max(1, sampling.n), cached_tokens=1)
         yield pb.GenerateResponse(usage=usage, timings=pb.Timings(queue_ns=5, first_token_ns=6, total_ns=7))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -437,6 +438,25 @@ def test_health_exit_codes(server: FakeServer, capsys: pytest.CaptureFixture[str
     server.set_ready(True)
     assert main(["health", "--address", server.address]) == 0
     assert main(["health", NOWHERE, "--address", server.address]) == 2
+
+
+def test_what_scripts_read_is_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seed=3", "--max-tokens=5", "--n=2", "--json", "--address", server.address]
+    assert main(["generate", "hi", *flags]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [each["text"] for each in answer["outputs"]] == [text_of(expected_tokens(3, index, 5)) for index in (0, 1)]
+    assert answer["outputs"][0]["token_ids"] == expected_tokens(3, 0, 5) and answer["seed"] == 3
+    assert main(["generate", "hi", "--chat", *flags]) == 0
+    assert server.inference.requests[-1].messages.messages[0].content == "hi" and capsys.readouterr().out
+
+    assert main(["health", server.address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"address": server.address, "status": "SERVING", "details": ""}
+    assert main(["health", NOWHERE, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["status"] == "UNAVAILABLE"
+
+    assert main(["model", "list", "--json"]) == 0
+    listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert listed["smollm2-135m-instruct"]["description"]
 
 
 def test_model_list_and_an_unknown_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -40,6 +41,8 @@ def test_on_the_command_line(service: Service, capsys: pytest.CaptureFixture[str
     assert lines.keys() == {"a", "b"}
     assert "128 tokens  1 serving, 0 draining  Fake, float32  default, takes new requests" in lines["b"]
     assert lines["a"].endswith("256 tokens  1 serving, 0 draining  Fake, float32  takes new requests")
+    assert main(["model", "list", "--json", "--address", service.address]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out) if each.get("is_default")] == ["b"]
     for name, text in (("a", "of a"), ("b", "of b"), (lines["a"].split()[0], "of a")):
         assert main(["generate", "say|", "--model", name, "--temperature=0", "--address", service.address]) == 0
         assert capsys.readouterr().out == f"{text}\n"
