@@ -129,7 +129,7 @@ class _Chooser:
         router, never_late_s = self._router, float("inf")
         if leaving is not None:
             return leaving, 0.0, never_late_s
-        router.loads.look(router.num_outputs, self._clock())
+        router.look()
         numbers = np.flatnonzero(router.loads.that_can_run(group)).tolist()
         if not numbers:
             return None, 0.0, 0.0

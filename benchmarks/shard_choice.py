@@ -106,7 +106,7 @@ def measure(num_workers: int, num_blocks: int, blocks_per_s: float, num_choices:
 
 def _report_bytes(rng: np.random.Generator, num_workers: int, blocks_per_s: float) -> int:
     changed = b"\0" * (4 * int(blocks_per_s * INTERVAL_S))
-    report = shards_pb2.ShardReport(last_number=1, num_outputs=128)
+    report = shards_pb2.ShardReport(last_number=1)
     for number in range(num_workers):
         load = _load(rng)
         report.workers.add(
@@ -115,6 +115,7 @@ def _report_bytes(rng: np.random.Generator, num_workers: int, blocks_per_s: floa
             num_ahead_tokens=load["num_ahead_tokens"],
             num_ahead_slots=load["num_ahead_slots"],
             num_cached_blocks=20_000,
+            num_outputs=128,
             set_bits_u32=changed,
             cleared_bits_u32=changed,
         )

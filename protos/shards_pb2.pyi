@@ -120,29 +120,28 @@ class MetricsText(_message.Message):
     def __init__(self, text: _Optional[bytes] = ...) -> None: ...
 
 class ShardReport(_message.Message):
-    __slots__ = ("last_number", "workers", "adapters", "num_outputs", "waiting_u32", "process")
+    __slots__ = ("last_number", "workers", "adapters", "waiting_u32", "process")
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_U32_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     last_number: int
     workers: _containers.RepeatedCompositeFieldContainer[ReportedWorker]
     adapters: _containers.RepeatedCompositeFieldContainer[ReportedAdapter]
-    num_outputs: float
     waiting_u32: bytes
     process: str
-    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ..., num_outputs: _Optional[float] = ..., waiting_u32: _Optional[bytes] = ..., process: _Optional[str] = ...) -> None: ...
+    def __init__(self, last_number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ReportedWorker, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[ReportedAdapter, _Mapping]]] = ..., waiting_u32: _Optional[bytes] = ..., process: _Optional[str] = ...) -> None: ...
 
 class ReportedWorker(_message.Message):
-    __slots__ = ("number", "description", "load", "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks", "set_bits_u32", "cleared_bits_u32")
+    __slots__ = ("number", "description", "load", "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks", "num_outputs", "set_bits_u32", "cleared_bits_u32")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_AHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_AHEAD_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     SET_BITS_U32_FIELD_NUMBER: _ClassVar[int]
     CLEARED_BITS_U32_FIELD_NUMBER: _ClassVar[int]
     number: int
@@ -151,9 +150,10 @@ class ReportedWorker(_message.Message):
     num_ahead_tokens: float
     num_ahead_slots: float
     num_cached_blocks: int
+    num_outputs: float
     set_bits_u32: bytes
     cleared_bits_u32: bytes
-    def __init__(self, number: _Optional[int] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., load: _Optional[_Union[RoutingLoad, _Mapping]] = ..., num_ahead_tokens: _Optional[float] = ..., num_ahead_slots: _Optional[float] = ..., num_cached_blocks: _Optional[int] = ..., set_bits_u32: _Optional[bytes] = ..., cleared_bits_u32: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., load: _Optional[_Union[RoutingLoad, _Mapping]] = ..., num_ahead_tokens: _Optional[float] = ..., num_ahead_slots: _Optional[float] = ..., num_cached_blocks: _Optional[int] = ..., num_outputs: _Optional[float] = ..., set_bits_u32: _Optional[bytes] = ..., cleared_bits_u32: _Optional[bytes] = ...) -> None: ...
 
 class RoutingLoad(_message.Message):
     __slots__ = ("tokens_per_s", "late_s", "num_uncomputed", "base_s", "token_s", "turnover_s", "num_slots", "num_taken_slots", "num_blocks", "num_taken_blocks", "block_size")

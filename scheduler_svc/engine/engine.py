@@ -233,11 +233,6 @@ class Engine:
         return self.settings.enable_prefix_caching
 
     @property
-    def expected_outputs(self) -> float:
-        """Tokens that a sequence has in the end, by those that have ended."""
-        return self.router.num_outputs
-
-    @property
     def num_step_observers(self) -> int:
         """Of `observe_steps`, those that have not ended."""
         return self._answers.num_observers

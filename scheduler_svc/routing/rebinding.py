@@ -46,8 +46,8 @@ class Rebinding:
     def take_over(self, worker: WorkerHandle) -> int:
         """Binds groups to it that would cost more where they wait. How many these are."""
         router, num_taken = self._router, 0
-        router.loads.look(router.num_outputs, self._clock())
-        here, ahead = measured(worker, router.num_outputs, self._clock()), Ahead(0.0, 0.0)
+        router.look()
+        here, ahead = measured(worker, router.outputs.of(worker.model), self._clock()), Ahead(0.0, 0.0)
         for loaded in self._most_loaded(worker):
             for group, num_uncached in self._cheaper_here(worker, here, ahead, loaded):
                 self._take(group, worker, loaded, num_uncached)
@@ -75,10 +75,11 @@ class Rebinding:
         `ahead`: what was found before; that of these is added.
         """
         router, found = self._router, []
-        there = measured(loaded, router.num_outputs, self._clock(), counts_returning=False)
+        expected = router.outputs.of(loaded.model)
+        there = measured(loaded, expected, self._clock(), counts_returning=False)
         before = Ahead(0.0, 0.0)  # that stay there
         # Those who run are half done on average; the blocks of what is to come are taken before anybody returns.
-        growing = there.num_taken_slots * router.num_outputs / 2
+        growing = there.num_taken_slots * expected / 2
         waiting = loaded.waiting.trials()[:MAX_TAKEN] + loaded.waiting.candidates(MAX_TAKEN)
         for group in [*loaded.scheduler.releasable(), *waiting]:
             num_there, num_outputs = self._num_uncached(group, loaded), router.expected_outputs(group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,12 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.bound_queues import BoundQueues
+from scheduler_svc.routing.expected_outputs import ExpectedOutputs
 from scheduler_svc.routing.prefix_index import PrefixIndex
 from scheduler_svc.routing.queued_work import QueuedWork, Reservation
-from scheduler_svc.routing.routing_cost import Ahead, Wanted, cheapest, own_s, wait_s
+from scheduler_svc.routing.routing_cost import Ahead, Wanted, WorkerLoad, cheapest, own_s, wait_s
 from scheduler_svc.routing.worker_loads import WorkerLoads
 
-FIRST_NUM_OUTPUTS = 128.0  # tokens of a sequence, before any has ended
-NEWEST_OUTPUT = 0.02  # weight of the newest one in their moving average
 OVERRUN, OVERRUN_NS = 2.0, 1_000_000_000  # a wait of so many times what was expected, and so much more, is too long
 MUCH_CHEAPER = 2.0
 MOST_CLAIMED = 4.0  # times the speed of the slowest other worker that one may have by its own word
@@ -51,7 +50,7 @@ class Router:
     Attributes:
         queues: everything that waits.
         loads, index, work: what decisions are made from.
-        num_outputs: moving average of the tokens that sequences had when they ended.
+        outputs: how many tokens sequences of a model are expected to have.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Router:
         self.loads = WorkerLoads()
         self.index = PrefixIndex()
         self.work = QueuedWork(policy, len(self.loads))
-        self.num_outputs = FIRST_NUM_OUTPUTS
+        self.outputs = ExpectedOutputs()
         self._clock = clock
         self._enable_prefix_caching = enable_prefix_caching
         self._random = random.Random(seed)
@@ -120,7 +119,16 @@ class Router:
 
     def look(self) -> None:
         """Brings `loads` up to date."""
-        self.loads.look(self.num_outputs, self._clock())
+        self.loads.look(self.outputs.of, self._clock())
+
+    def load_of(self, worker: WorkerHandle) -> tuple[WorkerLoad, Ahead, int]:
+        """One worker's load as of the last `look`, what waits for it, and its cached blocks that can be found."""
+        number, ahead = worker.number, self.work.all()
+        load = WorkerLoad(
+            **{each.name: float(getattr(self.loads.load, each.name)[number]) for each in fields(WorkerLoad)}
+        )
+        waiting = Ahead(float(ahead.num_tokens[number]), float(ahead.num_slots[number]))
+        return load, waiting, int(self.loads.num_cached_blocks[number])
 
     @property
     def has_some_to_spare(self) -> bool:
@@ -179,7 +187,7 @@ class Router:
         self._bindings.pop(group, None)
         if group.first_token_ns is not None:
             lengths = [sequence.num_tokens - group.num_prompt_tokens for sequence in group.sequences]
-            self.num_outputs += NEWEST_OUTPUT * (sum(lengths) / max(1, len(lengths)) - self.num_outputs)
+            self.outputs.ended(group.model, sum(lengths) / max(1, len(lengths)))
 
     def worker_of(self, group: SequenceGroup) -> WorkerHandle | None:
         """Whom the group runs on or waits for."""
@@ -249,7 +257,7 @@ class Router:
 
     def expected_outputs(self, group: SequenceGroup) -> float:
         """Tokens that each of its sequences may be expected to have in the end."""
-        return min(self.num_outputs, group.max_num_tokens - group.num_prompt_tokens)
+        return min(self.outputs.of(group.model), group.max_num_tokens - group.num_prompt_tokens)
 
     def bind(self, group: SequenceGroup, worker: WorkerHandle, num_uncached: float, expected_s: float = 0.0) -> None:
         """Queues a group, which may wait elsewhere, for a worker that has so many of its tokens to compute."""

@@ -3,6 +3,7 @@ happened, and at nobody else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -96,10 +97,10 @@ class WorkerLoads:
             self.num_returning[worker.number] = worker.scheduler.groups.num_away
         self._stale[worker] = None
 
-    def look(self, num_outputs: float, now_ns: int) -> None:
-        """Brings the columns up to date; `num_outputs`: tokens that a sequence is expected to have."""
+    def look(self, num_outputs: Callable[[str], float], now_ns: int) -> None:
+        """Brings the columns up to date; `num_outputs`: tokens that a sequence of a model is expected to have."""
         for worker in self._stale:
-            load, number = measured(worker, num_outputs, now_ns), worker.number
+            load, number = measured(worker, num_outputs(worker.model), now_ns), worker.number
             for name in _NAMES:
                 getattr(self.load, name)[number] = getattr(load, name)
             self._due_ns[number] = worker.answer_due_ns

@@ -21,7 +21,7 @@ from scheduler_svc.shards.cached_bits import Places, clear_bits, set_bits
 FIRST_BLOCKS = 16  # of a prompt that are looked for on every worker; then ever more on those that have all before
 LARGEST_LOOK = 262_144  # blocks times workers at once
 LOAD_NAMES = tuple(field.name for field in fields(WorkerLoad))
-REPORTED_NAMES = (*LOAD_NAMES, "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks")
+REPORTED_NAMES = (*LOAD_NAMES, "num_ahead_tokens", "num_ahead_slots", "num_cached_blocks", "num_outputs")
 
 Ints = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.uint8]
@@ -75,7 +75,6 @@ class RoutingTable:
         self._shards: dict[int, dict[int, KnownWorker]] = {}
         self._rows: dict[tuple[int, int], int] = {}
         self._assigned: dict[int, dict[int, Choice]] = {}  # by shard, then by the group's number there
-        self._num_outputs: dict[int, float] = {}
         self._build([])
 
     # ---- what shards say --------------------------------------------------------------------------------------------
@@ -109,17 +108,12 @@ class RoutingTable:
         self.set_workers(shard, (), {})
         self._assigned.pop(shard, None)
         self._shards.pop(shard, None)
-        self._num_outputs.pop(shard, None)
 
     def report(self, shard: int, number: int, load: Mapping[str, float]) -> None:
         """`load`: by `REPORTED_NAMES`."""
         row = self._rows[shard, number]
         for name, column in self._columns.items():
             column[row] = load[name]
-
-    def expect(self, shard: int, num_outputs: float) -> None:
-        """Tokens that an output has in the end, by what the shard has seen."""
-        self._num_outputs[shard] = num_outputs
 
     def change_bits(self, shard: int, number: int, came: npt.NDArray[np.uint32], went: npt.NDArray[np.uint32]) -> None:
         """What a worker's cache has got and lost; `came`, `went`: numbers of bits."""
@@ -163,7 +157,7 @@ class RoutingTable:
         num_uncached = np.maximum(wanted.num_prompt_tokens - self._cached_tokens(rows, wanted), 1.0)
         load = WorkerLoad(**{name: self._columns[name][rows] for name in LOAD_NAMES})
         ahead = self._ahead()
-        expected = max((self._num_outputs.get(shard, 0.0) for shard in self._shards), default=0.0)
+        expected = float(self._columns["num_outputs"][rows].max())  # a shard is no cheaper for knowing less
         num_outputs = min(expected, wanted.max_num_tokens - wanted.num_prompt_tokens)
         asked = routing_cost.Wanted(num_uncached, wanted.num_slots, num_outputs)
         return cost_s(load, Ahead(ahead.num_tokens[rows], ahead.num_slots[rows]), asked), num_uncached

@@ -116,7 +116,6 @@ class ShardLink(CoreLink):
                 came, went = (np.frombuffer(each, "<u4") for each in (worker.set_bits_u32, worker.cleared_bits_u32))
                 table.change_bits(shard, worker.number, came, went)
         table.contains(shard, report.last_number)
-        table.expect(shard, report.num_outputs)
         self.waiting_there = np.frombuffer(report.waiting_u32, "<u4").tolist()
         self.adapters_there = {each.name: adapter_version(each.generation, report.process) for each in report.adapters}
 
@@ -124,7 +123,7 @@ class ShardLink(CoreLink):
 def _load(worker: shards_pb2.ReportedWorker) -> dict[str, float]:
     load = {name: getattr(worker.load, name) for name in LOAD_NAMES}
     ahead = {"num_ahead_tokens": worker.num_ahead_tokens, "num_ahead_slots": worker.num_ahead_slots}
-    return {**load, **ahead, "num_cached_blocks": worker.num_cached_blocks}
+    return {**load, **ahead, "num_cached_blocks": worker.num_cached_blocks, "num_outputs": worker.num_outputs}
 
 
 def _known(description: shards_pb2.WorkerDescription) -> KnownWorker:

@@ -7,6 +7,7 @@ told which of its own those are. Changes of a cache are told once; who is told o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +17,8 @@ from scheduler_svc.core.sequence import PROCESS
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.frontends.frontend_links import FrontendLink, FrontendLinks
 from scheduler_svc.leases.worker_handle import WorkerHandle
+from scheduler_svc.routing.routing_cost import Ahead, WorkerLoad
 from scheduler_svc.shards.cached_bits import CachedBits
-from scheduler_svc.shards.routing_table import LOAD_NAMES
 
 INTERVAL_S = 0.1  # 20 reports a second cost a shard with two busy workers 1 % of a core more than these do
 MAX_WAITING_TOLD = 64  # groups of one frontend that may move while they wait
@@ -30,16 +31,18 @@ class Seen:
     Attributes:
         cache: None where prefixes are not cached.
         changes: of that cache since it was looked at last.
-        load: by `LOAD_NAMES`.
+        load: what the routing cost reads of it.
+        ahead: what waits for it.
+        num_outputs: tokens that a sequence of its model is expected to have.
     """
 
     handle: WorkerHandle
     cache: PrefixCache | None
     changes: CacheChanges
-    load: dict[str, float]
-    num_ahead_tokens: float
-    num_ahead_slots: float
+    load: WorkerLoad
+    ahead: Ahead
     num_cached_blocks: int
+    num_outputs: float
 
 
 @dataclass(slots=True)
@@ -103,7 +106,6 @@ class ShardReporter:
         adapters = self._engine.adapter_generations()
         report = shards_pb2.ShardReport(
             workers=[self._fold(each) for each in seen],
-            num_outputs=self._engine.expected_outputs,
             process=PROCESS,
             adapters=[shards_pb2.ReportedAdapter(name=name, generation=number) for name, number in adapters.items()],
         )
@@ -143,10 +145,11 @@ class ShardReporter:
             told = self._workers[seen.handle] = _new(seen, self._num_workers)
         worker = shards_pb2.ReportedWorker(
             number=told.number,
-            load=shards_pb2.RoutingLoad(**seen.load),
-            num_ahead_tokens=seen.num_ahead_tokens,
-            num_ahead_slots=seen.num_ahead_slots,
+            load=shards_pb2.RoutingLoad(**dataclasses.asdict(seen.load)),
+            num_ahead_tokens=seen.ahead.num_tokens,
+            num_ahead_slots=seen.ahead.num_slots,
             num_cached_blocks=seen.num_cached_blocks,
+            num_outputs=seen.num_outputs,
         )
         if told.bits is not None and (seen.changes.published or seen.changes.forgotten):
             came, went = told.bits.change(seen.changes.published, seen.changes.forgotten)
@@ -158,17 +161,13 @@ def look(engine: Engine) -> list[Seen]:
     """All workers that take groups. On the step loop's thread; changes of caches are told once."""
     router = engine.router
     router.look()
-    loads, ahead = router.loads, router.work.all()
     seen = []
     for handle in engine.workers:
         if handle.is_closing:
             continue
-        cache = handle.scheduler.blocks.cache if engine.settings.enable_prefix_caching else None
+        cache = handle.scheduler.blocks.cache if engine.caches_prefixes else None
         changes = cache.take_changes() if cache is not None else CacheChanges()
-        number = handle.number
-        load = {name: float(getattr(loads.load, name)[number]) for name in LOAD_NAMES}
-        tokens, slots = float(ahead.num_tokens[number]), float(ahead.num_slots[number])
-        seen.append(Seen(handle, cache, changes, load, tokens, slots, int(loads.num_cached_blocks[number])))
+        seen.append(Seen(handle, cache, changes, *router.load_of(handle), router.outputs.of(handle.model)))
     return seen
 
 

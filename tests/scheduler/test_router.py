@@ -16,6 +16,7 @@ from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.core.step_plan import SchedulerOutputs
 from scheduler_svc.engine.step_encoder import decode, encode
 from scheduler_svc.leases.worker_handle import AdapterRequest, WorkerHandle
+from scheduler_svc.routing.expected_outputs import FIRST_NUM_OUTPUTS
 from scheduler_svc.routing.rebinding import PAUSE_NS, Rebinding
 from scheduler_svc.routing.router import OVERRUN_NS, Router
 from scheduler_svc.routing.worker_queue import LOOK_AHEAD, WorkerQueue
@@ -313,11 +314,28 @@ def test_a_worker_takes_over_what_waits_for_others_of_its_model_however_many_wai
     assert 2 <= num_taken == sum(pool.where(group) == 9 for group in groups) <= 6
 
 
-def test_what_is_cached_where_it_waits_is_left_there_and_looked_at_again_later():
+def test_what_outputs_of_one_model_have_says_nothing_of_another():
+    """A turn on the worker of short outputs is soon over, whatever another model's have."""
+    pool = Pool({"model": "a"}, {"model": "a"}, {"model": "b"})
+    for number in range(20):
+        pool.add([number] * 4, max_tokens=1, model="a").first_token_ns = 0
+        pool.run_to_end()
+    waits = [pool.add([number] * 4, max_tokens=600, model=model) for number, model in enumerate("ab")]
+    expected = [pool.router.expected_outputs(group) for group in waits]
+    assert expected[0] < 0.75 * FIRST_NUM_OUTPUTS and expected[1] == FIRST_NUM_OUTPUTS
+    for handle in pool.handles:
+        pool.router.touch(handle)
+    pool.router.look()
+    for handle, num_outputs in zip(pool.handles, (expected[0], expected[0], expected[1]), strict=True):
+        step_s = handle.pace.mean_s or handle.pace.seconds(4)
+        assert pool.router.load_of(handle)[0].turnover_s == pytest.approx(num_outputs * step_s)
+
+
+def test_what_is_cached_where_it_waits_is_left_there_and_looked_at_again_later(monkeypatch: pytest.MonkeyPatch):
     pool = Pool({"num_slots": 1, "tokens_per_s": 100.0}, {"num_slots": 1, "tokens_per_s": 100.0})
     pool.add_at(0, list(range(40)), max_tokens=1)
     pool.turn(0)
-    pool.router.num_outputs = 2.0
+    monkeypatch.setattr(pool.router.outputs, "of", lambda model: 2.0)
     busy = pool.add_at(0, [50, 51], max_tokens=2)
     pool.turn(0)
     waits = pool.add_at(0, list(range(40)), max_tokens=2)

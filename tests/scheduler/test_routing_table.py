@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from protos import shards_pb2
 from scheduler_svc.core.prefix_cache import extend_hashes, root_hash
@@ -49,6 +50,7 @@ def load(num_ahead: float = 0.0, running: int = 0, num_slots: int = 64) -> dict[
         "num_ahead_tokens": num_ahead,
         "num_ahead_slots": 0,
         "num_cached_blocks": 0,
+        "num_outputs": 0.0,
     }
 
 
@@ -101,6 +103,18 @@ def test_the_choice_is_that_of_the_cost_within_a_shard() -> None:
             costs.append(cost_s(of_worker, ahead, routing_cost.Wanted(100, 1, 0.0)))
         assert choice is not None
         assert costs[2 * choice.shard + choice.number - 1] <= 1.02 * min(costs) + 1e-3
+
+
+def test_outputs_are_expected_as_long_as_any_shard_has_seen_them_of_that_model() -> None:
+    """A shard is no cheaper for knowing less of a model, nor one model dearer for another."""
+    table = table_of({1: worker(), 2: worker(model="other")}, {1: worker()})
+    for shard, number, num_outputs in ((0, 1, 8.0), (0, 2, 5000.0), (1, 1, 100.0)):
+        table.report(shard, number, {**load(), "num_outputs": num_outputs})
+    for among in ({0, 1}, {1}):
+        choice = table.choose(wanted(100, max_num_tokens=1000), among)
+        of_worker = WorkerLoad(**{name: load()[name] for name in LOAD_NAMES})
+        expected_s = cost_s(of_worker, Ahead(0.0, 0.0), routing_cost.Wanted(100, 1, 100.0))
+        assert choice is not None and choice.cost_s == pytest.approx(expected_s)
 
 
 def test_what_was_assigned_counts_at_once_and_not_twice() -> None:

@@ -6,6 +6,7 @@ virtual time and at no cost of time. Groups that wait in one shard are not moved
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,13 +83,17 @@ class Front:
                 changes.append((told.number, came, went))
         table.set_workers(shard, [self._told[each.handle].number for each in seen], new)
         for each in seen:
-            waits = {"num_ahead_tokens": each.num_ahead_tokens, "num_ahead_slots": each.num_ahead_slots}
-            load = {**each.load, **waits, "num_cached_blocks": float(each.num_cached_blocks)}
+            load = {
+                **dataclasses.asdict(each.load),
+                "num_ahead_tokens": each.ahead.num_tokens,
+                "num_ahead_slots": each.ahead.num_slots,
+                "num_cached_blocks": float(each.num_cached_blocks),
+                "num_outputs": each.num_outputs,
+            }
             table.report(shard, self._told[each.handle].number, load)
         for number, came, went in changes:
             table.change_bits(shard, number, came, went)
         table.contains(shard, self._num_given[shard])
-        table.expect(shard, self._engines[shard].expected_outputs)
 
 
 def _known(worker: WorkerHandle, bits: CachedBits) -> KnownWorker:
