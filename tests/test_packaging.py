@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import octavo
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +71,13 @@ def test_one_place_says_which_version_this_is() -> None:
     copies = [path for path in Path(ROOT, "octavo").rglob("*.py") if project()["version"] in path.read_text("utf-8")]
     assert copies == []
     assert f"## [{project()['version']}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_hooks_run_what_the_lint_runs() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]  # for files by their names
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint: setup\n")[2].partition("\n\n")[0]
+    assert entries == [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
 
 
 def test_strict_types_have_few_exceptions_which_get_fewer() -> None:
