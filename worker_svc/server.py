@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -41,6 +42,9 @@ from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.worker import Worker
 from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
+
+if TYPE_CHECKING:
+    from worker_svc.host.compile_progress import CompileProgress
 
 log = structlog.get_logger()
 
@@ -104,17 +108,29 @@ def main(config: WorkerConfig) -> int:
     check_port_is_free(config.host, config.port)
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    compiling = _follow_compiler(config)
     try:
         thread = ModelThread()
         # Loaded before the event loop takes over signals: until then they end the process at once.
         runner, files = thread.call(lambda: load(config)).result()
-        return asyncio.run(_serve(config, runner, files, thread, started_s))
+        return asyncio.run(_serve(config, runner, files, thread, started_s, compiling))
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise StartupError("too little memory to load the model") from error
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _follow_compiler(config: WorkerConfig) -> CompileProgress | None:
+    """None where a GPU computes."""
+    if choose_device(config.device).type != "cpu":
+        return None
+    from worker_svc.host.compile_progress import CompileProgress
+
+    progress = CompileProgress()
+    progress.start()
+    return progress
 
 
 def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
@@ -162,7 +178,12 @@ def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:
 
 
 async def _serve(
-    config: WorkerConfig, runner: ModelRunner, files: TokenizerFiles, thread: ModelThread, started_s: float
+    config: WorkerConfig,
+    runner: ModelRunner,
+    files: TokenizerFiles,
+    thread: ModelThread,
+    started_s: float,
+    compiling: CompileProgress | None,
 ) -> int:
     stopped, urgent = asyncio.Event(), asyncio.Event()
 
@@ -176,6 +197,8 @@ async def _serve(
     worker = Worker(runner, config, thread)
     server = WorkerServer(worker, runner.config, files)
     await server.start()
+    if compiling is not None:
+        compiling.finish()
     gc.freeze()  # the model is for life: no collection has to look at it again
     gc.enable()
     seconds = round(time.monotonic() - started_s, 2)
