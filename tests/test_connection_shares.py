@@ -170,6 +170,12 @@ def _wait_for_more(connection: socket.socket) -> None:
     assert connection.recv(65_536)
 
 
+async def _check_soon(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
 async def test_the_watch_ends_with_its_server() -> None:
     before = len(connection_shares._watches)
     server = new_server(SchedulerConfig())
@@ -177,9 +183,7 @@ async def test_the_watch_ends_with_its_server() -> None:
     await server.start()
     assert len(connection_shares._watches) == before + 1
     await server.stop(None)
-    async with asyncio.timeout(5):
-        while len(connection_shares._watches) > before:
-            await asyncio.sleep(0.01)
+    await _check_soon(lambda: len(connection_shares._watches) == before)
 
 
 async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +198,7 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
     server = new_server(SchedulerConfig())
     server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with asyncio.timeout(10):
-        while len(looks) < 3:
-            await asyncio.sleep(0.01)
+    await _check_soon(lambda: len(looks) >= 3)
     await server.stop(None)
 
 

@@ -23,8 +23,10 @@ def test_a_port_in_use_is_said_before_anything_starts() -> None:
 
 
 def test_a_free_port_can_be_had() -> None:
+    port = free_port()
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
+        listener.bind(("127.0.0.1", port))
+        assert listener.getsockname()[1] == port != 0
 
 
 def test_addresses_by_which_a_server_is_reached() -> None:

@@ -206,7 +206,7 @@ def _cached_tokens(address: str, prompt: list[int]) -> int:
 _NUMBERS = itertools.count(40)
 
 
-def _comes_back(scheduler: Scheduler, undisturbed: list[Read], seed: int, pause_s: float) -> None:
+def _check_comes_back(scheduler: Scheduler, undisturbed: list[Read], seed: int, pause_s: float) -> None:
     scheduler.wait_for_workers(2)
     # Each worker gets some of them; so long that their blocks decide where they go, and not the pace of a moment.
     prompts = [[next(_NUMBERS), *itertools.islice(itertools.cycle(range(40, 72)), NUM_CACHED)] for _ in range(8)]
@@ -227,10 +227,10 @@ def test_every_request_is_finished_by_a_scheduler_that_comes_back(
     start: Callable[..., Scheduler], undisturbed: list[Read]
 ) -> None:
     assert all(read.ends for read in undisturbed)
-    _comes_back(start(), undisturbed, seed=0, pause_s=0.5)
+    _check_comes_back(start(), undisturbed, seed=0, pause_s=0.5)
 
 
-def _one_of_two(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
+def _check_one_of_two(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
     """Each holds one worker; the other takes over what the dead one had, and gives it back when that is there again."""
     options = ("--worker-quota=1", "--takeover-after=2")
     one, other = start(*options), start(*options)
@@ -246,10 +246,10 @@ def _one_of_two(start: Callable[..., Scheduler], undisturbed: list[Read], seed: 
 def test_every_request_is_finished_by_the_other_of_two(
     start: Callable[..., Scheduler], undisturbed: list[Read]
 ) -> None:
-    _one_of_two(start, undisturbed, seed=1)
+    _check_one_of_two(start, undisturbed, seed=1)
 
 
-def _standby(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
+def _check_standby(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
     active = start("--worker-quota=2")
     active.wait_for_workers(2)
     standby = start("--worker-quota=0", "--takeover-after=1")
@@ -269,7 +269,7 @@ def _standby(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int
 def test_every_request_is_finished_by_one_that_stood_by(
     start: Callable[..., Scheduler], undisturbed: list[Read]
 ) -> None:
-    _standby(start, undisturbed, seed=2)
+    _check_standby(start, undisturbed, seed=2)
 
 
 @pytest.mark.chaos
@@ -277,9 +277,12 @@ def test_every_request_is_finished_by_one_that_stood_by(
 def test_schedulers_are_killed_at_any_moment(
     start: Callable[..., Scheduler], undisturbed: list[Read], seed: int
 ) -> None:
-    (_one_of_two if seed % 2 else _standby)(start, undisturbed, seed)
+    if seed % 2:
+        _check_one_of_two(start, undisturbed, seed)
+    else:
+        _check_standby(start, undisturbed, seed)
 
 
 @pytest.mark.chaos
 def test_a_pause_of_ten_seconds_is_waited_out(start: Callable[..., Scheduler], undisturbed: list[Read]) -> None:
-    _comes_back(start(), undisturbed, seed=9, pause_s=10.0)
+    _check_comes_back(start(), undisturbed, seed=9, pause_s=10.0)

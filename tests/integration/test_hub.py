@@ -143,7 +143,7 @@ def test_a_login_of_the_hubs_own_tool_counts(
     hub.gated.add(REPO)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(TOKEN)
-    fetched(octavo("model", "fetch", REPO))
+    assert (fetched(octavo("model", "fetch", REPO)) / "config.json").read_bytes() == files["config.json"]
 
 
 def test_a_download_that_broke_off_goes_on(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:

@@ -310,7 +310,7 @@ def slow_service(request) -> Iterator[Service]:
             yield it
 
 
-async def _nothing_runs(service: Service) -> None:
+async def _check_nothing_runs(service: Service) -> None:
     for _ in range(100):
         (load,) = (await service.call("octavo.v1.Control/GetLoad", {})).messages
         (worker,) = load["workers"]
@@ -330,7 +330,7 @@ async def test_abort_ends_the_stream_with_abort_and_ok(slow_service):
         last = await read_last(call)
         assert last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
         assert await call.code() is grpc.StatusCode.OK
-    await _nothing_runs(slow_service)
+    await _check_nothing_runs(slow_service)
 
 
 async def test_a_client_that_leaves_frees_its_blocks(slow_service):
@@ -338,7 +338,7 @@ async def test_a_client_that_leaves_frees_its_blocks(slow_service):
         call = stub.Generate(pb.GenerateRequest(prompt="say|"))
         await call.read(), await call.read()
         call.cancel()
-    await _nothing_runs(slow_service)
+    await _check_nothing_runs(slow_service)
 
 
 async def test_a_deadline_ends_the_request(slow_service):
@@ -348,7 +348,7 @@ async def test_a_deadline_ends_the_request(slow_service):
             async for _ in call:
                 pass
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await _nothing_runs(slow_service)
+    await _check_nothing_runs(slow_service)
 
 
 async def test_a_deadline_ends_a_request_that_waits(slow_service):
@@ -363,7 +363,7 @@ async def test_a_deadline_ends_a_request_that_waits(slow_service):
         (load,) = (await slow_service.call("octavo.v1.Control/GetLoad", {})).messages
         assert load["num_requests_running"] == 1 and "num_requests_waiting" not in load
         running.cancel()
-    await _nothing_runs(slow_service)
+    await _check_nothing_runs(slow_service)
 
 
 async def test_a_full_queue_and_a_live_id_are_refused_at_once(slow_service):
@@ -385,7 +385,7 @@ async def test_a_full_queue_and_a_live_id_are_refused_at_once(slow_service):
         assert last.outputs[0].finish_reason == pb.FINISH_REASON_ABORT
         for call in [*calls, replaced]:
             call.cancel()
-    await _nothing_runs(slow_service)
+    await _check_nothing_runs(slow_service)
 
 
 async def test_another_attempt_replaces_only_its_own_tenants_request(slow_service):
@@ -400,7 +400,7 @@ async def test_another_attempt_replaces_only_its_own_tenants_request(slow_servic
         again = await slow_service.call(GENERATE, {"prompt": "say|", "request_id": "theirs", "tenant": "a"})
         assert again.code == 64 + 6, "it still lives"
         theirs.cancel(), other.cancel()
-    await _nothing_runs(slow_service)
+    await _check_nothing_runs(slow_service)
 
 
 def test_a_name_without_a_port_is_refused_at_the_start():

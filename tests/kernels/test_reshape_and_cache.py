@@ -97,8 +97,11 @@ def test_slots_beyond_32_bits() -> None:
 
 def test_no_tokens_are_nothing_to_do() -> None:
     key_cache, value_cache = layer(torch.float32, 1, 8, 32)
+    before = key_cache.clone(), value_cache.clone()
     nothing = torch.empty(0, 1, 32, device=DEVICE)
     reshape_and_cache(nothing, nothing, key_cache, value_cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    for cache, kept in zip((key_cache, value_cache), before, strict=True):
+        assert torch.equal(cache.view(torch.int32), kept.view(torch.int32))  # of memory that may hold NaN
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -164,7 +164,7 @@ def _assert_same(got: Answer, wanted: Wanted) -> int:
     return num_swapped
 
 
-def _compare(
+def _check_cases(
     cases: list[Case], width: int, *, ends: Callable[[Case], list[int]] | None = None, **settings: Any
 ) -> None:
     """All cases both ways; few may have needed the tolerance of `_assert_same`."""
@@ -185,7 +185,7 @@ def _compare(
 def test_sequences_scores_and_steps_are_those_of_transformers(
     cases: list[Case], width: int, early_stopping: EarlyStopping, length_penalty: float
 ) -> None:
-    _compare(cases, width, early_stopping=early_stopping, length_penalty=length_penalty)
+    _check_cases(cases, width, early_stopping=early_stopping, length_penalty=length_penalty)
 
 
 def test_the_cases_tell_the_settings_apart(cases: list[Case]) -> None:
@@ -210,27 +210,27 @@ def test_the_cases_tell_the_settings_apart(cases: list[Case]) -> None:
 def test_penalties_that_favour_short_outputs(
     cases: list[Case], length_penalty: float, early_stopping: EarlyStopping
 ) -> None:
-    _compare(cases, 4, early_stopping=early_stopping, length_penalty=length_penalty)
+    _check_cases(cases, 4, early_stopping=early_stopping, length_penalty=length_penalty)
 
 
 @pytest.mark.parametrize("num_returned", [1, 3])
 def test_fewer_outputs_than_beams(cases: list[Case], num_returned: int) -> None:
-    _compare(cases, 4, num_returned=num_returned)
+    _check_cases(cases, 4, num_returned=num_returned)
 
 
 def test_no_token_ends_a_beam(cases: list[Case]) -> None:
-    _compare(cases, 4, ends=lambda case: [])
+    _check_cases(cases, 4, ends=lambda case: [])
 
 
 @pytest.mark.parametrize("num_generated", [1, 2])
 def test_hardly_any_room_left(cases: list[Case], num_generated: int) -> None:
-    _compare(cases, 4, num_generated=num_generated)
+    _check_cases(cases, 4, num_generated=num_generated)
 
 
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
 @pytest.mark.parametrize("num_ends", [1, 4])
 def test_the_first_token_ends_one_beam_or_all(cases: list[Case], num_ends: int, early_stopping: EarlyStopping) -> None:
-    _compare(cases, 4, ends=lambda case: _likely_first(case, num_ends), early_stopping=early_stopping)
+    _check_cases(cases, 4, ends=lambda case: _likely_first(case, num_ends), early_stopping=early_stopping)
 
 
 def _likely_first(case: Case, count: int) -> list[int]:

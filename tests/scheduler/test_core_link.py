@@ -64,7 +64,7 @@ class Ends:
         self.mailboxes.close(group.output)
         self.link.abandon(group)
 
-    async def keep_nothing(self) -> None:
+    async def check_nothing_is_kept(self) -> None:
         """Returns once neither end knows a request, nor the engine."""
         kept = (self.link._groups, self.link._numbers, self.link._answers, self.core_end._groups)
         await until(lambda: not any(kept) and not self.core_end._submissions and not self.serving.engine.live_groups())
@@ -112,7 +112,7 @@ async def test_a_request_that_ends_by_itself(tmp_path):
             assert message.outputs[0].text == "abc" and message.usage.completion_tokens == 4
             assert message.timings.queue_ns > 0 and group.first_scheduled_ns is not None
             ends.leave(group)
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
 
 
 async def test_a_stop_string_ends_it_in_the_core(tmp_path):
@@ -124,7 +124,7 @@ async def test_a_stop_string_ends_it_in_the_core(tmp_path):
             output = group.output.next_message().outputs[0]
             assert (output.text, output.finish_reason) == ("abc", pb.FINISH_REASON_STOP)
             ends.leave(group)
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
 
 
 async def test_the_end_of_one_output_is_not_that_of_another(tmp_path):
@@ -136,7 +136,7 @@ async def test_the_end_of_one_output_is_not_that_of_another(tmp_path):
             await until(lambda: there.sequences[1].status is SequenceStatus.FINISHED)
             assert there.unfinished() == [there.sequences[0]]
             ends.leave(group)
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
 
 
 async def test_a_reader_that_leaves_while_it_runs(tmp_path):
@@ -145,7 +145,7 @@ async def test_a_reader_that_leaves_while_it_runs(tmp_path):
             group = await ends.submit()
             await until(lambda: group.output.is_ready)
             ends.leave(group)
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
 
 
 async def test_a_reader_that_leaves_before_the_core_has_answered(tmp_path):
@@ -160,7 +160,7 @@ async def test_a_reader_that_leaves_before_the_core_has_answered(tmp_path):
                 submission.cancel()
                 await asyncio.gather(submission, return_exceptions=True)
                 ends.leave(group)
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
 
 
 async def test_what_is_refused(tmp_path):
@@ -184,7 +184,7 @@ async def test_what_is_refused(tmp_path):
             await until(lambda: running.output.is_finished)
             for group in (running, waiting, again):
                 ends.leave(group)
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
             await ends.link.check_room(request, 0)
 
 
@@ -195,7 +195,7 @@ async def test_an_adapter_that_is_not_there(tmp_path):
             with pytest.raises(UnknownName, match="adapter 'none' is not here; loaded: none"):
                 await ends.link.submit(group, replaces=False)
             assert await ends.link.adapters() == []
-            await ends.keep_nothing()
+            await ends.check_nothing_is_kept()
 
 
 async def test_requests_of_a_link_that_breaks_end(tmp_path):

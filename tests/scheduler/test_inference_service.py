@@ -107,8 +107,9 @@ async def test_whatever_takes_text_passes_one_admission(method: str) -> None:
 
 
 async def test_a_request_that_is_alone_is_taken_whatever_its_size() -> None:
-    with Admission(max_requests=3, max_bytes=10).admit(11):
-        pass
+    admission = Admission(max_requests=3, max_bytes=10)
+    with admission.admit(11):
+        assert (admission.num_requests, admission.num_bytes) == (1, 11)
 
 
 def test_large_requests_leave_room_for_small_ones() -> None:

@@ -1,6 +1,6 @@
 """Random histories of a whole pool through the real `Engine`: nothing is lost, stuck, mixed up or left over.
 
-A history is drawn from its seed alone: a failure names it, and `run_history(seed)` repeats it.
+A history is drawn from its seed alone: a failure names it, and `check_history(seed)` repeats it.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class History:
             self.pool.drain(draw.choice(workers), from_above=draw.random() < 0.5)
 
 
-def run_history(seed: int) -> None:
+def check_history(seed: int) -> None:
     faults = Faults()
     # Half of them think a move cheap, so that there are many.
     eager = {"PAUSE_NS": 0, "CHEAPER": 0.2, "MUCH_CHEAPER": 0.5} if seed % 2 else {"PAUSE_NS": 0}
@@ -222,15 +222,15 @@ def run_history(seed: int) -> None:
 @pytest.mark.parametrize("first", range(0, NUM_SHORT, 50))
 def test_any_history_of_a_pool_ends_well(first):
     for seed in range(first, first + 50):
-        run_history(seed)
+        check_history(seed)
 
 
 def test_who_gives_way_alone_has_the_step_that_a_trial_has_to_wait_for():
-    run_history(1630)
+    check_history(1630)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", range(NUM_SHORT, NUM_SHORT + NUM_LONG, 100))
 def test_any_history_of_a_pool_ends_well_for_long(first):
     for seed in range(first, first + 100):
-        run_history(seed)
+        check_history(seed)

@@ -38,7 +38,7 @@ class ReplacedHistory(History):
             super().abort()
 
 
-def run_history(seed: int) -> int:
+def check_history(seed: int) -> int:
     """Blocks that were told of."""
     faults = Faults()
     with heard_by(faults), mock.patch.object(worker_queue, "LOOK_AHEAD", 3):
@@ -52,14 +52,14 @@ def run_history(seed: int) -> int:
 
 @pytest.mark.parametrize("first", range(0, NUM_SHORT, 30))
 def test_any_history_goes_on_under_another_scheduler(first: int) -> None:
-    assert sum(run_history(seed) for seed in range(first, first + 30)) > 50, "hardly any block was told of"
+    assert sum(check_history(seed) for seed in range(first, first + 30)) > 50, "hardly any block was told of"
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", range(NUM_SHORT, NUM_SHORT + NUM_LONG, 100))
 def test_any_history_goes_on_under_another_scheduler_for_long(first: int) -> None:
     for seed in range(first, first + 100):
-        run_history(seed)
+        check_history(seed)
 
 
 @pytest.fixture

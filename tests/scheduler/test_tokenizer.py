@@ -169,4 +169,4 @@ def test_neither_torch_nor_transformers_is_needed() -> None:
     script = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import scheduler_svc.text.detokenizer"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
