@@ -57,6 +57,18 @@ def test_paths_exist(name: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists() and name not in EXAMPLES] == []
 
 
+def test_names_in_the_walk_through_the_tree_are_defined_in_their_files() -> None:
+    walked = re.findall(
+        r"^\| [\d.]+ \| [^|]* \| `([\w/.]+)` \| `(\w+)` \|", PAGES["docs/architecture.md"], flags=re.MULTILINE
+    )
+    assert len(walked) > 40
+    defined = re.compile(r"^ *(?:async def|def|class) (\w+)", flags=re.MULTILINE)
+    lost = [
+        (path, name) for path, name in walked if name not in defined.findall((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert lost == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_to_pages_and_headings(name: str) -> None:
     lost = []
