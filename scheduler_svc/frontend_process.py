@@ -77,7 +77,9 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         texts = TextProcesses(frontend.models, **config.text_options())
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         inference = InferenceService(frontend, texts, link, mailboxes, admission, Tenants(config.tenant_metadata))
-        server, health = public_server(config, inference, partial(forward, CONTROL, channel), shares_port=True)
+        server, health = public_server(
+            config, inference, partial(forward, CONTROL, channel, probe="GetServerInfo"), shares_port=True
+        )
 
         is_listening = False
 

@@ -1,4 +1,8 @@
-"""Calls that go on to another server as they came: bytes, metadata and deadline there, answers and status back."""
+"""Calls that go on to another server as they came: bytes, metadata and deadline there, answers and status back.
+
+Some may take as long as requests run, so none is bounded by time. Whether the other server still answers anything is
+asked meanwhile: a process that was stopped or has ended closes the channel, and one whose event loop hangs does not.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +16,79 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 A = TypeVar("A")
 _OWN_KEYS = ("user-agent", "grpc-")  # metadata that the channel writes by itself
+_CLOSED = "the link to it was closed meanwhile"
+PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 20.0, 20.0  # while a call waits
 
 
-def forward(service: ServiceDescriptor, channel: grpc.aio.Channel, server: grpc.aio.Server) -> None:
-    """Lets `server` answer every method of `service`, with one request or several answers, by asking `channel`."""
-    handlers = {method.name: _handler(method, channel) for method in service.methods}
+def forward(service: ServiceDescriptor, channel: grpc.aio.Channel, server: grpc.aio.Server, probe: str) -> None:
+    """Lets `server` answer every method of `service`, with one request or several answers, by asking `channel`.
+
+    `probe`: a method that is answered at once as long as the other server answers anything; an empty message asks it.
+    """
+    ask = channel.unary_unary(_path(service.methods_by_name[probe]))
+    handlers = {method.name: _handler(method, channel, ask) for method in service.methods}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service.full_name, handlers)])
 
 
-def _handler(method: MethodDescriptor, channel: grpc.aio.Channel) -> grpc.RpcMethodHandler:
-    path = f"/{method.containing_service.full_name}/{method.name}"
+def _handler(method: MethodDescriptor, channel: grpc.aio.Channel, probe: Any) -> grpc.RpcMethodHandler:
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_streaming(channel.unary_stream(path)), request_deserializer=bytes)
-    return grpc.unary_unary_rpc_method_handler(_unary(channel.unary_unary(path)), request_deserializer=bytes)
+        stream = _streaming(channel.unary_stream(_path(method)), probe)
+        return grpc.unary_stream_rpc_method_handler(stream, request_deserializer=bytes)
+    return grpc.unary_unary_rpc_method_handler(
+        _unary(channel.unary_unary(_path(method)), probe), request_deserializer=bytes
+    )
 
 
-def _unary(ask: Any) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
+def _path(method: MethodDescriptor) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def _unary(ask: Any, probe: Any) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
     async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        try:
-            response: bytes = await ask(request, metadata=_metadata(context), timeout=context.time_remaining())
-            return response
-        except grpc.aio.AioRpcError as error:
-            await _fail_alike(context, error)
+        call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
+        async with failing_alike(context), _ending_when_silent(call, probe):
+            return await call
         raise AssertionError("failed calls do not come here")
 
     return answer
 
 
-def _streaming(ask: Any) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[None]]:
+def _streaming(ask: Any, probe: Any) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[None]]:
     async def answer(request: bytes, context: grpc.aio.ServicerContext) -> None:
         call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
-        try:
+        async with failing_alike(context), _ending_when_silent(call, probe):
             async for response in call:
                 await context.write(response)
-        except grpc.aio.AioRpcError as error:
-            await _fail_alike(context, error)
-        finally:
-            call.cancel()  # where the client is gone; does nothing to a call that has ended
 
     return answer
+
+
+@asynccontextmanager
+async def _ending_when_silent(call: Any, probe: Any) -> AsyncIterator[None]:
+    """Cancels a call once the server that it goes to answers nothing at all, and at the end. Raises AioRpcError."""
+    silence = ""
+
+    async def watch() -> None:
+        nonlocal silence
+        while not silence:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                await probe(b"", timeout=PROBE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    silence = f"the scheduler behind this one answered nothing for {PROBE_TIMEOUT_S:g} s"
+                    call.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        if silence and not _is_cancelled():
+            raise _unavailable(silence) from None
+        raise
+    finally:
+        watching.cancel()
+        call.cancel()  # where the client is gone; does nothing to a call that has ended
 
 
 def _metadata(context: grpc.aio.ServicerContext) -> tuple[tuple[str, str | bytes], ...]:
@@ -68,7 +106,7 @@ async def failing_alike(context: grpc.aio.ServicerContext) -> AsyncIterator[None
     except asyncio.CancelledError:
         if _is_cancelled():
             raise
-        await _fail_alike(context, _closed())
+        await _fail_alike(context, _unavailable(_CLOSED))
 
 
 async def answer_of(call: Awaitable[A]) -> A:
@@ -82,7 +120,7 @@ async def answer_of(call: Awaitable[A]) -> A:
     except asyncio.CancelledError:
         if _is_cancelled():
             raise
-        raise _closed() from None
+        raise _unavailable(_CLOSED) from None
 
 
 def _is_cancelled() -> bool:
@@ -90,8 +128,8 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _closed() -> grpc.aio.AioRpcError:
-    none, why = grpc.aio.Metadata(), "the link to it was closed meanwhile"
+def _unavailable(why: str) -> grpc.aio.AioRpcError:
+    none = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, why)
 
 

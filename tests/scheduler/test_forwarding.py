@@ -12,6 +12,7 @@ import pytest
 from octavo.shared import rpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from scheduler_svc.frontends import forwarding
 from scheduler_svc.frontends.forwarding import forward
 
 
@@ -20,6 +21,21 @@ class Origin(inference_pb2_grpc.ControlServicer):
         self.metadata: dict[str, str | bytes] = {}
         self.time_remaining = 0.0
         self.was_left = asyncio.Event()
+        self.hangs = False
+        self.num_probes = 0
+
+    async def GetServerInfo(self, request, context):
+        self.num_probes += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        return pb.ServerInfo()
+
+    async def GetLoad(self, request, context):
+        while self.num_probes < 3:
+            await asyncio.sleep(0.001)
+        if self.hangs:
+            await asyncio.Event().wait()
+        return pb.Load(num_requests_running=1)
 
     async def GetRequest(self, request, context):
         self.metadata, self.time_remaining = dict(context.invocation_metadata()), context.time_remaining()
@@ -55,7 +71,7 @@ async def serving(add) -> AsyncIterator[grpc.aio.Channel]:
 async def forwarded(origin: Origin) -> AsyncIterator[inference_pb2_grpc.ControlStub]:
     service = pb.DESCRIPTOR.services_by_name["Control"]
     async with serving(lambda server: inference_pb2_grpc.add_ControlServicer_to_server(origin, server)) as behind:
-        async with serving(lambda server: forward(service, behind, server)) as channel:
+        async with serving(lambda server: forward(service, behind, server, probe="GetServerInfo")) as channel:
             yield inference_pb2_grpc.ControlStub(channel)
 
 
@@ -108,3 +124,27 @@ async def test_what_the_origin_does_not_implement():
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Drain(pb.DrainRequest())
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_call_without_a_deadline_may_take_as_long_as_the_origin_answers_others(monkeypatch):
+    monkeypatch.setattr(forwarding, "PROBE_INTERVAL_S", 0.01)
+    origin = Origin()
+    async with forwarded(origin) as stub:
+        assert (await stub.GetLoad(pb.GetLoadRequest())).num_requests_running == 1
+    assert origin.num_probes >= 3
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_call_without_a_deadline_ends_when_the_origin_answers_nothing_any_more(monkeypatch, is_stream):
+    monkeypatch.setattr(forwarding, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(forwarding, "PROBE_TIMEOUT_S", 0.2)
+    origin = Origin()
+    origin.hangs = True
+    async with forwarded(origin) as stub, asyncio.timeout(20):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            if is_stream:
+                async for _ in stub.WatchSteps(pb.WatchStepsRequest()):
+                    pass
+            else:
+                await stub.GetLoad(pb.GetLoadRequest())
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE and "answered nothing" in raised.value.details()
