@@ -1,8 +1,9 @@
 """Child processes that live and die together: what `octavo serve` is made of.
 
-Knows nothing of schedulers and workers, only children: they start at once; one that ends before all are ready, or one
-that is essential, ends the rest; others are started again, with growing pauses. No child outlives the supervisor: on a
-signal children are ended in order, and on Linux the kernel ends them when the supervisor itself is killed.
+All start at once. One that ends before all are ready, or one that is essential, ends the rest; others are started again,
+with growing pauses, and given up after too many ends in a row. No child outlives the supervisor: on a signal they are
+ended in order, and on Linux the kernel ends them when the supervisor itself is killed. Knows nothing of what they do. A
+service whose helpers must never end it keeps them by rules of its own, with the same `child_process`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import structlog
 
 from octavo.shared.child_output import ChildOutput, Screen, environment
-from octavo.shared.end_with_parent import ends_with_parent
+from octavo.shared.child_process import Restarts, start_child
 
 log = structlog.get_logger()
 
@@ -52,9 +53,8 @@ class _Life:
 
     child: Child
     output: ChildOutput
+    restarts: Restarts
     process: asyncio.subprocess.Process | None = None
-    started_s: float = 0.0
-    restarts: int = 0
     given_up: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,7 +64,8 @@ class Supervisor:
 
     def __init__(self, children: Sequence[Child], wait_until_ready: Callable[[], Coroutine[Any, Any, None]]) -> None:
         screen = Screen()
-        self._lives = [_Life(child, ChildOutput(screen)) for child in children]
+        pauses = _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GOOD_LIFE_S
+        self._lives = [_Life(child, ChildOutput(screen), Restarts(*pauses)) for child in children]
         self._wait_until_ready = wait_until_ready
         self._is_ready = False
         self._stopping = False
@@ -124,8 +125,8 @@ class Supervisor:
         """Starts a child, and again after each end, for as long as that makes sense."""
         while self._exit_code is not None and not self._exit_code.done():
             life.ended.clear()
+            life.restarts.started()
             life.process, pipe = await _start(life.child)
-            life.started_s = time.monotonic()
             code = await _pass_on(life.process, pipe, life.output)
             life.ended.set()
             if self._stopping:
@@ -138,19 +139,17 @@ class Supervisor:
             if life.child.essential or not self._is_ready:
                 self._end_with(BAD_USAGE if code == BAD_USAGE else 1, _why(life, code))
                 return
-            if time.monotonic() - life.started_s > _GOOD_LIFE_S:
-                life.restarts = 0
-            if life.restarts == _MAX_RESTARTS:
+            life.restarts.ended()
+            if life.restarts.count == _MAX_RESTARTS:
                 self._give_up(life, code)
                 return
-            pause_s = min(_FIRST_PAUSE_S * 2**life.restarts, _LONGEST_PAUSE_S)
-            life.restarts += 1
-            log.info("starting it again", child=life.child.name, in_s=pause_s, restart=life.restarts, of=_MAX_RESTARTS)
+            pause_s, count = life.restarts.pause_s(), life.restarts.count
+            log.info("starting it again", child=life.child.name, in_s=pause_s, restart=count, of=_MAX_RESTARTS)
             await asyncio.sleep(pause_s)
 
     def _give_up(self, life: _Life, code: int) -> None:
         life.given_up = True
-        log.error("not starting it again", child=life.child.name, restarts=life.restarts)
+        log.error("not starting it again", child=life.child.name, restarts=life.restarts.count)
         if all(other.given_up for other in self._lives if not other.child.essential):
             self._end_with(1, _why(life, code))
 
@@ -182,13 +181,7 @@ async def _start(child: Child) -> tuple[asyncio.subprocess.Process, _Pipe]:
     """
     pipe, written_to = await _Pipe.open()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *ends_with_parent(child.command),
-            env=dict(child.environment) | environment(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=written_to,
-            process_group=0,  # Ctrl-C at the terminal reaches the supervisor alone, which then ends children in order
-        )
+        process = await start_child(child.command, {**child.environment, **environment()}, stderr=written_to)
     except BaseException:
         pipe.transport.close()
         raise

@@ -1,14 +1,18 @@
-"""Child processes of one kind that are started again, whatever ends them, until they are told to stop."""
+"""Frontends and shards of a scheduler: child processes of one kind, started again for ever, whatever ends them.
+
+Not `octavo.shared.supervisor`, which is the whole of `octavo serve`: there one end may end all, who fails too often is
+given up, output and signals are its own, and children end on SIGTERM. Here the scheduler goes on serving whatever its
+children do, and they end with their link to it. How a child is started, and the pauses, are the same code.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 import structlog
 
-from octavo.shared.end_with_parent import ends_with_parent
+from octavo.shared.child_process import Restarts, start_child
 from octavo.shared.options import environment_without_options
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.vital_parts import VitalParts
@@ -70,12 +74,13 @@ class KeptProcesses:
         await asyncio.gather(*self._keepers, *waits, return_exceptions=True)
 
     async def _keep(self, number: int) -> None:
-        pause_s = FIRST_PAUSE_S
+        restarts = Restarts(FIRST_PAUSE_S, LONGEST_PAUSE_S, GOOD_LIFE_S)
         while True:
-            started_s = time.monotonic()
+            restarts.started()
             try:
-                process = await self._start(number)
+                process = await start_child(self._command(number), environment_without_options())
             except OSError as error:  # no memory for another process, or no descriptors; there may be later
+                pause_s = restarts.pause_s()
                 log.error("a process cannot be started; trying again", kind=self._kind, why=str(error), in_s=pause_s)
             else:
                 self._running[number] = process
@@ -83,17 +88,8 @@ class KeptProcesses:
                 del self._running[number]
                 if self._is_stopping:
                     return
-                if time.monotonic() - started_s > GOOD_LIFE_S:
-                    pause_s = FIRST_PAUSE_S
+                restarts.ended()
+                pause_s = restarts.pause_s()
                 what = f"a {self._kind} has ended; starting it again"
                 log.error(what, number=number, pid=process.pid, exit_code=code, in_s=pause_s)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    async def _start(self, number: int) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *ends_with_parent(self._command(number)),
-            env=environment_without_options(),
-            stdin=asyncio.subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C at the terminal reaches the core alone, which then ends them in order
-        )

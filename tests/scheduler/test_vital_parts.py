@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from octavo.shared.child_process import start_child
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -158,15 +159,15 @@ def test_the_metrics_thread_is_vital(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_frontend_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_processes, "FIRST_PAUSE_S", 0.01)
-    start, tries = KeptProcesses._start, []
+    tries: list[int] = []
 
-    async def try_in_vain(self: KeptProcesses, number: int) -> Any:
+    async def try_in_vain(command: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         tries.append(1)
         if len(tries) < 4:
             raise OSError("Cannot allocate memory")
-        return await start(self, number)
+        return await start_child(command, environment)
 
-    monkeypatch.setattr(KeptProcesses, "_start", try_in_vain)
+    monkeypatch.setattr(kept_processes, "start_child", try_in_vain)
     vital = VitalParts()
     processes = KeptProcesses("sleeper", lambda number: ["/bin/sleep", "0.3"], 1, vital)
     processes.start()
