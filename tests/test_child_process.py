@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from octavo.shared import child_process
 from octavo.shared.child_process import Restarts
 
 
 def test_pauses_double_up_to_the_longest_and_a_good_life_starts_them_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(child_process.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     restarts = Restarts(0.25, 1.5, good_life_s=30.0)
 
     def live(seconds: float) -> float:

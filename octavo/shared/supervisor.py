@@ -1,9 +1,9 @@
 """Child processes that live and die together: what `octavo serve` is made of.
 
-All start at once. One that ends before all are ready, or one that is essential, ends the rest; others are started again,
-with growing pauses, and given up after too many ends in a row. No child outlives the supervisor: on a signal they are
-ended in order, and on Linux the kernel ends them when the supervisor itself is killed. Knows nothing of what they do. A
-service whose helpers must never end it keeps them by rules of its own, with the same `child_process`.
+All start at once. One that ends before all are ready, or one that is essential, ends the rest; others are started
+again, with growing pauses, and given up after too many ends in a row. No child outlives the supervisor: on a signal
+they are ended in order, and on Linux the kernel ends them when the supervisor itself is killed. Knows nothing of what
+they do. A service whose helpers must never end it keeps them by rules of its own, with the same `child_process`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def _unary(ask: Any, probe: Any) -> Callable[[bytes, grpc.aio.ServicerContext], 
     async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         call = ask(request, metadata=_metadata(context), timeout=context.time_remaining())
         async with failing_alike(context), _ending_when_silent(call, probe):
-            return await call
+            answered: bytes = await call
+            return answered
         raise AssertionError("failed calls do not come here")
 
     return answer
