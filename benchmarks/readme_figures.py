@@ -111,7 +111,7 @@ def _rounds(arguments: argparse.Namespace) -> tuple[list[Figures], list[dict[str
 
 
 def step_costs(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, float]:
-    """Per step of one run: bytes on the wire and microseconds of each part; and what of the wall time the split took.
+    """Per step of one run: bytes on the wire and microseconds of each part; and the share of time that the split took.
 
     The worker is busy while it runs cache operations, prepares, computes and samples. All the rest of the wall time,
     its own decoding and encoding of messages included, is the price of having two processes.

@@ -40,7 +40,7 @@ SHOWN = ("ttft_mean_ms", "ttft_p99_ms", "cache_hit_rate", "balance", "tokens_per
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What comes to which pool, and which of its workers are lost meanwhile."""
+    """The requests, the pool that gets them, and which of its workers are lost meanwhile."""
 
     what: str
     requests: Callable[[int], list[Request]]  # of a seed

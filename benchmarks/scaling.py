@@ -64,7 +64,7 @@ def loaded(num_workers: int, rate: float, seed: int) -> FleetFigures:
 
 
 def decisions(num_workers: int, seed: int) -> FleetFigures:
-    """10,000 wait beside those that run, all of whom arrive at the start."""
+    """10,000 requests wait beside those that run; all arrive at the start."""
     return play(num_workers, load(KIND.max_num_seqs * num_workers + 10_000), seed)[0]
 
 

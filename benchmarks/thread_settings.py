@@ -79,8 +79,8 @@ def main() -> int:
 
 
 def table(speeds: dict[str, list[float]], cores_taken: dict[str, list[float]], num_cores: int) -> str:
-    """Medians; beside neighbours also what of the speed alone is left, what part of the cores the neighbours did not
-    use, and what part would be left if each thread on the machine had the same.
+    """Medians. Beside neighbours also: the share of the speed alone that is kept, the part of the cores that the
+    neighbours did not use, and the part that would be left if every thread on the machine had an equal share.
 
     `speeds`: tokens/s of each round by "workload | threads | waiting | neighbours"; `cores_taken` by the same.
     """

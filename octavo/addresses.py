@@ -1,4 +1,4 @@
-"""The schedulers that a client may ask: in the order given, from the first, and the next one when one is gone."""
+"""A client's schedulers, in the order given: the first is used until it fails, then the next one."""
 
 from __future__ import annotations
 

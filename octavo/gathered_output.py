@@ -1,4 +1,4 @@
-"""One request of an `LLM` or `LLMEngine`: its deltas put together, and what it has at a moment."""
+"""One request of an `LLM` or `LLMEngine`: its deltas put together into the output so far."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Report = Callable[[Figure], None]
 
 
 def write(path: Path, figure: Figure) -> None:
-    """Adds to a file of figures, so that what is there survives whatever comes later."""
+    """Appends to a file of figures, so that a later failure loses nothing."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(figure)) + "\n")
 

@@ -7,7 +7,7 @@ import statistics
 import torch
 
 _NUM_BYTES = 256 << 20
-_COPIES = 5  # each way, of which the median counts
+_COPIES = 5  # each way; the median is taken
 
 
 def gb_per_s() -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 420, 300  # of a chart, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46  # what of that is around its axes
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46  # of these, the margins around its axes
 LEGEND_LINE = 16
 COLORS = ("#0b62a4", "#d1495b", "#2e8b57", "#e08e0b", "#6a4c93", "#4d4d4d", "#17a2b8")
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 2", "1 2", "10 4")

@@ -24,7 +24,7 @@ _NUMBERS = (
 
 
 def add_model(group: argparse._ActionsContainer) -> None:
-    """Which of a server's models; empty: the one that it takes for such requests."""
+    """The model to use; empty: the server's default."""
     group.add_argument(
         "--model",
         default="",

@@ -23,7 +23,7 @@ class ModelEntry:
     path: Path | None  # None: known, but not fetched
     source: str | None  # "hub", "pypi", "gguf"; None: not fetched, or a folder that was put there by hand
     size_bytes: int  # on disk; 0 when not fetched
-    revisions: tuple[tuple[str, tuple[str, ...]], ...] = ()  # in the hub's cache: commits, and branches that are them
+    revisions: tuple[tuple[str, tuple[str, ...]], ...] = ()  # in the hub's cache: commits, and their branches
 
 
 def list_models(download_dir: str | Path | None = None) -> list[ModelEntry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FetchError(RuntimeError):
-    """The model could not be had; says from where and why."""
+    """The model could not be fetched; says from where and why."""
 
 
 class SourceUnavailable(FetchError):

@@ -172,7 +172,7 @@ class CachedRepo:
     repo: str
     path: Path
     size_bytes: int  # on disk; a file that revisions share counts once
-    revisions: tuple[tuple[str, tuple[str, ...]], ...]  # a commit, and the branches and tags that are it
+    revisions: tuple[tuple[str, tuple[str, ...]], ...]  # a commit, and the branches and tags that point to it
 
 
 def list_repos(download_dir: str | Path | None = None) -> list[CachedRepo]:

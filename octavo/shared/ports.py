@@ -1,4 +1,4 @@
-"""Ports of this machine: whether one can be had, free ones, and the address by which a listener is reached.
+"""Ports of this machine: whether one is free, free ones, and the address at which a listener is reached.
 
 Knows nothing of gRPC, so that a command can say that its port is taken before it imports or loads anything.
 """

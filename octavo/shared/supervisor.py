@@ -49,7 +49,7 @@ class Child:
 
 @dataclass
 class _Life:
-    """One child and the process that is it at the moment."""
+    """One child and its current process."""
 
     child: Child
     output: ChildOutput

@@ -1,4 +1,4 @@
-"""What a worker may still take of the device that it computes on, and what work takes of it at its peak.
+"""How much memory of its device a worker may still take, and how much a piece of work takes at its peak.
 
 A GPU has memory of its own: it is the allocator's reserve that counts there, not what tensors use of it, since the
 device lacks whatever is reserved. On a CPU device and host are one.
@@ -37,7 +37,7 @@ class HostMemory:
     is_host = True
 
     def available_bytes(self) -> int:
-        """What can be had without swapping, within the control group's limit."""
+        """Bytes available without swapping, within the control group's limit."""
         return memory.available_bytes()
 
     def peak_bytes(self, work: Callable[[], object]) -> int:

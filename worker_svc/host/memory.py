@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of this process's control group where it has one."""
+    """Bytes available without swapping, within the limit of this process's control group where it has one."""
     available = _field_bytes("/proc/meminfo", "MemAvailable")
     if available is None:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

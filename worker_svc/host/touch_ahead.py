@@ -1,4 +1,4 @@
-"""Has the system provide the memory of a CPU cache before a step writes to it, while no step runs.
+"""Makes the system provide the memory of a CPU cache before a step writes to it, while no step runs.
 
 The first write to a page waits until the system has found memory for it and cleared it, and on a virtual machine until
 the host has done the same: of SmolLM2-135M on two cores a second of processor time for the 370 MB that 32 sequences of

@@ -1,4 +1,4 @@
-"""The words that one request must not say, as token ids: which tokens would complete one of them now.
+"""The words that a request's outputs must not contain, as token ids: which tokens would complete one of them now.
 
 A word is forbidden at its last token, where the tokens before it, its begin, are the last ones of the history. Words
 with the same begin are kept together, under a polynomial hash of the begin taken modulo 2^64:

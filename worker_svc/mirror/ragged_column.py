@@ -1,4 +1,4 @@
-"""Lists of numbers by slot, of any lengths, that are read for many slots at once. A list takes what it holds."""
+"""Lists of numbers by slot, of any lengths, read for many slots at once. A list takes no more memory than it needs."""
 
 from __future__ import annotations
 

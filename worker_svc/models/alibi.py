@@ -1,4 +1,4 @@
-"""Attention with linear biases: positions are told apart by what distance takes off a score."""
+"""Attention with linear biases: a score is lowered in proportion to the distance of the key."""
 
 from __future__ import annotations
 

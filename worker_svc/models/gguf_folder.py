@@ -1,4 +1,4 @@
-"""A GGUF file as a model folder: what it says of model and tokenizer is written out, its weights stay in it."""
+"""A GGUF file as a model folder: config and tokenizer are written as files, weights stay in the GGUF file."""
 
 from __future__ import annotations
 

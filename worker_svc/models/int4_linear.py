@@ -1,4 +1,4 @@
-"""y = x W^T + b with weights that were four bits once and still are, and activations quantised as they come."""
+"""y = x W^T + b with weights kept in the four bits that they once had, and activations quantised row by row."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Int8Store:
         return cls(cache_dir() / "quantized" / name)
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
-        """The product of an earlier start; None where there is none of these sizes."""
+        """The product that an earlier start kept; None where there is none of these sizes."""
         packed, scale, bias = (self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _BIAS))
         if packed is None:
             return None

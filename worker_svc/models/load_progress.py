@@ -1,4 +1,4 @@
-"""How far the loading of weights is: a bar for people, nothing for log files."""
+"""Progress of loading weights: a bar on a terminal, nothing in log files."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class DummyWeights:
         self._generator = torch.Generator(self._drawn_on).manual_seed(seed)
 
     def has(self, name: str) -> bool:
-        """Every tensor can be had."""
+        """Always: random numbers have every name."""
         return True
 
     def take(self, name: str, *shape: int) -> torch.Tensor:

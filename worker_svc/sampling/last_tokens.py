@@ -1,4 +1,4 @@
-"""The token that each slot drew last, where it was drawn: what the next step begins with before the host has heard.
+"""The token that each slot drew last, on the device: the next step starts from it before the host knows it.
 
 Where the host sends a token that it does not know yet it writes `-1 - slot`, and the device fills in what the step
 before has put there:

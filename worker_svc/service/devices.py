@@ -12,7 +12,7 @@ _FP8_CAPABILITY = (8, 9)  # conversions from and to 8 bits
 
 
 def choose_device(asked: str) -> torch.device:
-    """The device, made current where it is a GPU. Raises StartupError where it cannot be had, and says why.
+    """The device, made current where it is a GPU. Raises StartupError where it cannot be used, and says why.
 
     auto is the first GPU where there is one that can be used, else the CPU.
     """

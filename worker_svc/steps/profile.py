@@ -27,7 +27,7 @@ from worker_svc.steps.step_timer import StepTimer
 _CPU_TOKENS = 128  # of one prefill
 _WARM_UP_TOKENS = 8  # enough to compile and to touch the weights
 _SWAPPED_BYTES = 16 << 20  # one way, to measure it
-_SWAPS = 3  # of which the median counts
+_SWAPS = 3  # the median is taken
 # An entry of the vocabulary and row: logits, those of the rows that draw, an adjusted copy, counts, and where all
 # tokens' logprobs are wanted their ids and logprobs.
 _SAMPLING_BYTES = 4 + 4 + 4 + 4 + 8 + 4

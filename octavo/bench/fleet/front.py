@@ -1,4 +1,4 @@
-"""The choice among shards, as a frontend makes it: by what each told at its last report, and what it was given since.
+"""The choice among shards, as a frontend makes it: by the last report of each shard, and what it was given since.
 
 The table, the bits of caches and the cost are those of the scheduler's frontends; reports come as often as there, in
 virtual time and at no cost of time. Groups that wait in one shard are not moved to another here.

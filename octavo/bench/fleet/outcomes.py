@@ -1,4 +1,4 @@
-"""What is done to a pool, and what was seen of it and of each request."""
+"""The losses planned for a pool, and what a run observed of the pool and of each request."""
 
 from __future__ import annotations
 
