@@ -1,4 +1,4 @@
-"""The largest logit of every row, and of every chunk of a row: found in one pass, so that later ones skip most logits."""
+"""The largest logit of every row, and of every chunk of a row: in one pass, so that later ones skip most logits."""
 
 from __future__ import annotations
 
