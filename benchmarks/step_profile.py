@@ -245,10 +245,10 @@ def title(count: str, seq_len: int, quantization: str, found: dict[str, Any]) ->
     return f"{sequences} of {seq_len} tokens, `--quantization {quantization}` ({weights}):"
 
 
-def machine_line(facts: dict[str, Any], limits: dict[str, Any]) -> str:
+def machine_line(date: str, facts: dict[str, Any], limits: dict[str, Any]) -> str:
     """The hardware, and what it can do at most."""
     return (
-        f"{facts['cpu']}, {limits['num_threads']} threads: reads {limits['read_gb_per_s']:.1f} GB/s, "
+        f"{date}, {facts['cpu']}, {limits['num_threads']} threads: reads {limits['read_gb_per_s']:.1f} GB/s, "
         f"computes {limits['gflop_per_s']:.0f} GFLOP/s"
     )
 
@@ -279,6 +279,7 @@ def main() -> int:
     facts, limits = machine.describe(), machine_limits.measure(arguments.threads)
     quantization = "" if arguments.quantization == "none" else arguments.quantization
     result = {
+        "date": time.strftime("%Y-%m-%d"),
         "machine": facts,
         "model": arguments.model,
         "quantization": arguments.quantization,
@@ -299,7 +300,7 @@ def main() -> int:
 
 def report(result: dict[str, Any]) -> str:
     """Markdown of one run: the machine, then a table for each number of sequences."""
-    parts = [machine_line(result["machine"], result["limits"])]
+    parts = [machine_line(result["date"], result["machine"], result["limits"])]
     for count, found in result["sequences"].items():
         parts += [title(count, result["seq_len"], result["quantization"], found), table(found)]
     return "\n\n".join(parts)

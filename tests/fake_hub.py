@@ -1,4 +1,4 @@
-"""A Hugging Face hub on a local port, as far as its library asks: models, trees, files with their ETags and commits."""
+"""A Hugging Face hub on a local port, as far as its library needs: models, trees, files with their ETags and commits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-TOKEN = "hf_right"  # of nobody
+TOKEN = "hf_right"  # an account that does not exist
 _LARGE = (".safetensors", ".gguf", ".bin")  # kept apart from git, and known by their sha256
 
 
 class FakeHub:
-    """`add` repositories; what was asked for is in `requests`: method, path, Range header.
+    """`add` repositories; calls are listed in `requests`: method, path, Range header.
 
     `breaks_off`: file names of which the connection is lost halfway, once each. `damaged`: come with wrong bytes.
     `gated`: repositories for those with TOKEN. `may_answer`: cleared, nobody gets an answer.

@@ -1,4 +1,4 @@
-"""Stand-ins with the real protocol and none of the mathematics: a worker whose next token is a function."""
+"""Stand-ins that speak the real protocol and compute nothing: a worker whose next token is a function."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def beam_logprobs(history: np.ndarray) -> np.ndarray:
 
 
 class _Spoken:
-    """A language of which only the next token is given."""
+    """A model given by its next token alone."""
 
     def __init__(self, next_token: NextToken) -> None:
         self._next_token = next_token

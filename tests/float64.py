@@ -1,4 +1,4 @@
-"""A model of transformers in float64, all of it: what its code computes in float32 of whatever it is given, too."""
+"""A model of transformers in float64, including what its code always computes in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class InFloat64(TorchFunctionMode):
-    """Within it what asks for float32, as norms, softmax and angles do, gets float64; for loading, too."""
+    """Within it code that wants float32, as norms, softmax and angles do, gets float64; while loading, too."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:

@@ -1,4 +1,4 @@
-"""Runs the real grpcurl binary, so that what is said of plain clients is tried with one."""
+"""Runs the real grpcurl binary, as a client without Octavo's library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that are no message, to every method that a server says it has; and what its log has to say of it."""
+"""Sends bytes that are no message to every method of a server, and checks its answers and its log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def methods(services: Iterable[ServiceDescriptor]) -> list[tuple[str, MethodDesc
 
 
 async def statuses(address: str, services: Iterable[ServiceDescriptor]) -> dict[str, tuple[grpc.StatusCode, str]]:
-    """What each method answers to bytes that are no message; where it reads a stream, also behind an empty message."""
+    """What each method answers to bytes that are no message; where it reads a stream, also after an empty message."""
     answers: dict[str, tuple[grpc.StatusCode, str]] = {}
     async with grpc.aio.insecure_channel(address) as channel:
         for path, method in methods(services):

@@ -63,7 +63,7 @@ PROMPTS = [*SHORT, *SCRIPTS, *CODE, *LONG]
 
 
 def token_ids(encode: Callable[[str], list[int]], max_tokens: int = LONGEST_TOKENS) -> list[list[int]]:
-    """All 24 as ids: the texts cut to `max_tokens`, and one prompt of exactly that length made of them all."""
+    """All 24 as ids: the texts cut to `max_tokens`, and one prompt of exactly that length, made of all of them."""
     prompts = [encode(text)[:max_tokens] for text in PROMPTS]
     endless = [token_id for _ in range(8) for prompt in prompts for token_id in prompt]
     return [*prompts, endless[:max_tokens]]

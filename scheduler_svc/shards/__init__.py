@@ -1,2 +1,4 @@
-"""The step loop in several processes: shards, each with workers and requests of its own, their parent, and what a
-frontend chooses a shard by. Nothing here schedules a step: a shard is an engine as it is, and knows of no other."""
+"""The step loop in several processes: shards with workers of their own, their parent, and how a frontend chooses one.
+
+Nothing here schedules a step: a shard is an `Engine`, and knows of no other.
+"""
