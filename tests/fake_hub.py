@@ -1,4 +1,4 @@
-"""A Hugging Face hub on a local port, as far as its library needs: models, trees, files with their ETags and commits."""
+"""A Hugging Face hub on a local port, as its library needs it: models, trees, files with their ETags and commits."""
 
 from __future__ import annotations
 
