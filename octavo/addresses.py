@@ -38,7 +38,7 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
 class Server:
     """One scheduler: its channel and stubs."""
 
-    def __init__(self, address: str, channel: Any) -> None:
+    def __init__(self, address: str, channel: grpc.Channel | grpc.aio.Channel) -> None:
         self.address = address
         self.channel = channel
         self.inference = pb_grpc.InferenceStub(channel)

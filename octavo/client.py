@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from google.protobuf.message import Message
 
 from octavo.addresses import Server, Servers, first_failure
 from octavo.errors import RequestFailed
@@ -186,7 +187,7 @@ class AsyncClient(_Settings):
         request = pb.ControlUnloadAdapterRequest(name=name)
         await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
 
-    async def _unary(self, method: Method, request: Any) -> Any:
+    async def _unary(self, method: Method, request: Message) -> Any:
         """The answer of the first scheduler that is there."""
         failures: list[RequestFailed] = []
         for server in self._servers.in_turn():
@@ -199,7 +200,9 @@ class AsyncClient(_Settings):
             self._servers.failed(server)
         raise failures[-1]
 
-    async def _everywhere(self, method: Method, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> list[Any]:
+    async def _everywhere(
+        self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S
+    ) -> list[Any]:
         """The answers of all schedulers that are there; any that refuses is what this raises, or that none is."""
         answers, failures = [], []
         for server in self._servers.in_turn():
@@ -327,7 +330,7 @@ class Client(_Settings):
         request = pb.ControlUnloadAdapterRequest(name=name)
         self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
 
-    def _unary(self, method: Method, request: Any) -> Any:
+    def _unary(self, method: Method, request: Message) -> Any:
         """The answer of the first scheduler that is there."""
         failures: list[RequestFailed] = []
         for server in self._servers.in_turn():
@@ -340,7 +343,7 @@ class Client(_Settings):
             self._servers.failed(server)
         raise failures[-1]
 
-    def _everywhere(self, method: Method, request: Any, timeout: float | None = _UNARY_TIMEOUT_S) -> list[Any]:
+    def _everywhere(self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S) -> list[Any]:
         """The answers of all schedulers that are there; any that refuses is what this raises, or that none is."""
         answers, failures = [], []
         for server in self._servers.in_turn():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from octavo.generation import Generation
 from octavo.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from protos import inference_pb2 as pb
 
 
 class GatheredOutput:
@@ -17,7 +20,7 @@ class GatheredOutput:
         self._generation = generation
         self.output = RequestOutput(generation.request.request_id, prompt, prompt_token_ids)
 
-    def take(self, response: Any) -> bool:
+    def take(self, response: pb.GenerateResponse) -> bool:
         """Adds one message; True with the last."""
         delta = self._generation.receive(response, time.monotonic_ns())
         if delta is None:

@@ -21,7 +21,7 @@ class OutputSink(Protocol):
         """One answer's tokens and ends of outputs; `outputs`: the logprobs that came with it."""
 
     def put_beams(self, group: SequenceGroup, hypotheses: list[BeamHypothesis]) -> None:
-        """The result of a search, best first; the group's end follows."""
+        """The result of a search, best first, with which the group ends."""
 
     def put_end(self, group: SequenceGroup, reason: FinishReason, message: str) -> None:
-        """The group's last outputs have ended with `reason`; nothing follows for it."""
+        """Every output that has not ended ends with `reason`; nothing follows for the group."""

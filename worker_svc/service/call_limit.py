@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 
@@ -18,7 +18,7 @@ class CallLimit:
         self._num_calls = 0
 
     @contextlib.asynccontextmanager
-    async def admit(self, context: Any) -> AsyncIterator[None]:
+    async def admit(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         """Takes a place during the `with` block. Aborts `context` with RESOURCE_EXHAUSTED when none is free."""
         if self._num_calls >= self._most:
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {self._most} {self._what} already")
@@ -29,7 +29,7 @@ class CallLimit:
             self._num_calls -= 1
 
 
-async def refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
+async def refuse(context: grpc.aio.ServicerContext, code: grpc.StatusCode, why: str) -> NoReturn:
     """Ends a call with a status."""
     await context.abort(code, why)
     raise AssertionError("abort has raised")

@@ -37,9 +37,9 @@ class LeaseExpired(Exception):
 class StepSession:
     """The exchange with the scheduler that holds `lease`."""
 
-    def __init__(self, context: Any, worker: Worker, lease: Lease, instance_id: str) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext, worker: Worker, lease: Lease, instance_id: str) -> None:
         self.peer: str = context.peer()
-        self._context = context  # grpc.aio.ServicerContext of the stream
+        self._context = context
         self._worker = worker
         self._lease = lease
         self._instance_id = instance_id

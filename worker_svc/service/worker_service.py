@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Any
+from collections.abc import AsyncIterator
 
 import grpc
 import structlog
@@ -52,7 +52,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     # ---- Handshake --------------------------------------------------------------------------------------------------
 
-    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.WorkerInfo:
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerInfo:
         """What this worker serves and its upper bounds; answers whether or not somebody has the lease."""
         config, bounds = self._model_config, self._worker.bounds
         return worker_pb2.WorkerInfo(
@@ -90,7 +92,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return worker_pb2.WORKER_LIFECYCLE_LOADED
         return worker_pb2.WORKER_LIFECYCLE_INITIALIZED
 
-    async def GetTokenizer(self, request: worker_pb2.GetTokenizerRequest, context: Any) -> None:
+    async def GetTokenizer(self, request: worker_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         """The tokenizer's files in chunks; DEADLINE_EXCEEDED where the disk takes too long."""
         async with self._tokenizer_calls.admit(context):
             try:
@@ -101,7 +103,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 why = f"the files were not read within {TOKENIZER_TIMEOUT_S:g} s"
                 await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
 
-    async def Initialize(self, request: worker_pb2.InitializeRequest, context: Any) -> worker_pb2.InitializeResponse:
+    async def Initialize(
+        self, request: worker_pb2.InitializeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.InitializeResponse:
         """Makes cache and buffers of these bounds, once; FAILED_PRECONDITION for others under a lease."""
         try:
             limits = limits_of(request, self._worker.bounds)
@@ -119,14 +123,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             except StartupError as error:
                 await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> worker_pb2.LoadAdapterResponse:
-        """UNIMPLEMENTED."""
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.LoadAdapterResponse:
+        """Refuses with UNIMPLEMENTED: no model here computes adapters."""
         await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
 
     async def UnloadAdapter(
-        self, request: worker_pb2.UnloadAdapterRequest, context: Any
+        self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.UnloadAdapterResponse:
-        """UNIMPLEMENTED."""
+        """Refuses with UNIMPLEMENTED: there are none."""
         await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
@@ -135,12 +141,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """The scheduler that holds the lease, if there is one."""
         return [self._session.peer] if self._session is not None else []
 
-    async def Execute(self, requests: Any, context: Any) -> None:
+    async def Execute(self, requests: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext) -> None:
         """One scheduler's lease: steps in, answers out, until either side ends it."""
         async with self._streams.admit(context):
             await self._execute(context)
 
-    async def _execute(self, context: Any) -> None:
+    async def _execute(self, context: grpc.aio.ServicerContext) -> None:
         lease = await self._open(await self._first_message(context), context)
         session = StepSession(context, self._worker, lease, self.instance_id)
         self._session = session
@@ -157,17 +163,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._settling.add(task)
             task.add_done_callback(self._settling.discard)
 
-    async def _first_message(self, context: Any) -> Any:
+    async def _first_message(self, context: grpc.aio.ServicerContext) -> worker_pb2.StepRequest | None:
+        """None for a stream that ends without one."""
         try:
-            return await asyncio.wait_for(context.read(), OPEN_TIMEOUT_S)
+            first = await asyncio.wait_for(context.read(), OPEN_TIMEOUT_S)
         except TimeoutError:
             why = f"no `open` came within {OPEN_TIMEOUT_S:g} s"
             await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
+        return None if first is grpc.aio.EOF else first
 
-    async def _open(self, request: Any, context: Any) -> Lease:
+    async def _open(self, request: worker_pb2.StepRequest | None, context: grpc.aio.ServicerContext) -> Lease:
         refused = grpc.StatusCode.FAILED_PRECONDITION
         sizes = self._worker.sizes
-        if request is grpc.aio.EOF or not request.HasField("open"):
+        if request is None or not request.HasField("open"):
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream has to be `open`")
         if self._is_draining:
             await refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker is draining")

@@ -25,6 +25,7 @@ from protos import inference_pb2, worker_pb2
 if TYPE_CHECKING:
     from scheduler_svc.core.beam_search import BeamHypothesis
     from scheduler_svc.core.finish_reason import FinishReason
+    from scheduler_svc.core.sequence import Sequence as RunSequence
     from scheduler_svc.core.sequence import SequenceGroup
     from scheduler_svc.core.step_plan import NewTokens
     from scheduler_svc.engine.engine import Engine
@@ -271,7 +272,7 @@ class Simulation:
         for entry in tokens.finish_reasons.nonzero()[0]:
             self._end(now_ns, tokens.sequences[entry])
 
-    def _end(self, now_ns: int, sequence: Any) -> None:
+    def _end(self, now_ns: int, sequence: RunSequence) -> None:
         outcome, run = sequence.group.output, self.run_seen
         outcome.ended_ns = run.ended_ns = now_ns
         outcome.num_cached_tokens, outcome.num_moves = sequence.group.num_cached_tokens, sequence.group.num_moves
