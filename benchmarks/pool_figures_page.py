@@ -85,7 +85,7 @@ def _worker_loss(found: dict[str, Any]) -> str:
         rows.append([name, waits, f"{figures['longest_silence_ms']:.0f} ms", f"{figures['failed']}"])
     headers = [
         "",
-        "first token p99 of those who arrive in the second of the loss",
+        "first token p99 of requests that arrive in the second of the loss",
         "longest silence",
         "failed requests",
     ]

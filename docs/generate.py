@@ -49,7 +49,7 @@ def _rooms(package: str) -> str:
     lines = [
         f"**`{package}/`**, lowest first",
         "",
-        "| | what belongs there | and what else is to be known |",
+        "| | what it holds | and what it does not, or what else to know |",
         "| --- | --- | --- |",
     ]
     for room in ROOMS[package]:

@@ -1,4 +1,4 @@
-"""The step loop: events in, steps out, who is here, what is counted.
+"""The step loop: events in, steps out, which workers and requests are here, what is counted.
 
-Knows workers by their handles, and clients not at all.
+Knows workers by their handles, and no clients.
 """

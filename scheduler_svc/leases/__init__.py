@@ -1,4 +1,4 @@
-"""What is known of one worker under its lease: its scheduler, its speed, what it can be believed.
+"""What is known of one worker under its lease: its `Scheduler`, its speed, and which of its claims can be true.
 
-No decision between workers, and no way to them.
+Does not choose between workers, and cannot reach them.
 """

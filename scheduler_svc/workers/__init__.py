@@ -1,4 +1,4 @@
-"""Addresses of workers, who of them is there, and the stream to each.
+"""Addresses of workers, which of them are there, and the stream to each.
 
 Nothing of what is sent there.
 """
