@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from octavo.bench.fleet.outcomes import Loss
 from octavo.bench.fleet.requests import Load, Request
 from octavo.bench.fleet.simulation import NeverEnds, Simulation
 from octavo.bench.fleet.worker import WorkerKind
-from octavo.bench.picture import Chart, Series, draw
+from octavo.bench.picture import COLORS, TOP, Chart, Series, draw
 from octavo.cli import main
 
 KIND = WorkerKind(step_ms=10, token_us=100, cache_tokens=4096)
@@ -331,6 +332,20 @@ def test_points_stand_where_their_values_say() -> None:
     (left, bottom), (right, top) = circles
     assert left < right and bottom > top
     assert "a &lt; b" in draw([chart])
+
+
+@pytest.mark.parametrize("highest", [0.9, 66.0, 93.0, 569.0, 968.0, 133_477.0])
+def test_an_axis_ends_at_a_tick_above_all_values(highest: float) -> None:
+    chart = Chart("t", "x", "y", [Series("a", [0.0], [highest], is_joined=False)], categories=["c"])
+    svg = draw([chart])
+    grid = [float(y) for y in re.findall(r'd="M\d+ ([\d.]+)H\d+" stroke="#ddd"', svg)]
+    point, *_ = (float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', svg))
+    assert min(grid) == TOP < point
+
+
+def test_a_series_keeps_its_colour_in_charts_of_others() -> None:
+    charts = [Chart("t", "x", "y", [Series("b", [0.0], [1.0], color=1)], categories=["c"], is_bars=True)]
+    assert f'fill="{COLORS[1]}"' in draw(charts) and f'fill="{COLORS[0]}"' not in draw(charts)
 
 
 def test_a_table_has_a_row_a_pool() -> None:
