@@ -80,7 +80,7 @@ def _round(model: str, names: list[str]) -> dict[str, Any]:
 
 
 def _bytes_a_token(model: str) -> tuple[int, int]:
-    """Of all matrices, each once, as float32 and as a worker keeps them; of the embedding's table only as the head."""
+    """Bytes of all matrices, each once, as float32 and as a worker keeps them; the embedding only as the head."""
     folder = resolve_model(model)
     config = ModelConfig.from_folder(folder, "float32")
     table = config.vocab_size * config.hidden_size * config.dtype.itemsize

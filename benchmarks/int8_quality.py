@@ -102,7 +102,7 @@ def choices(llm: LLM, workload: workloads.Workload, outputs: list[list[int]]) ->
 
 
 def _read(llm: LLM, pieces: list[list[int]]) -> list[tuple[list[float], list[int]]]:
-    """Of each piece, for its tokens from the second on: their logprobs, and the most likely tokens in their places."""
+    """For each piece's tokens from the second on: their logprobs, and the most likely tokens in their places."""
     outputs = llm.generate(prompt_token_ids=pieces, sampling_params=ONE_MORE, use_tqdm=False)
     entries = [[entry for entry in output.prompt_logprobs or [] if entry is not None] for output in outputs]
     return [([entry.token.logprob for entry in each], [entry.top[0].token_id for entry in each]) for each in entries]

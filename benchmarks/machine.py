@@ -36,7 +36,7 @@ def slug(facts: dict[str, Any]) -> str:
 
 
 def _cpu_name() -> str:
-    """With family and model where there are any: a virtual machine may say no more than the maker's line of them."""
+    """The processor's name, with family and model: a virtual machine's name may be no more than the maker's line."""
     try:
         cpu_info = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -86,7 +86,7 @@ class Batch:
         self._slots = np.arange(rows)
 
     def time_ns(self, logits: torch.Tensor, clock_ns: Callable[[], int]) -> tuple[int, int]:
-        """Of adjusting and of sampling; every sequence gets the token that was drawn."""
+        """Times of adjusting and of sampling; every sequence gets the token that was drawn."""
         states, slots = self._states, self._slots
         logits = logits.clone()  # a worker's are of one step
         keeps_logits = states.sampling.wants_raw_logits(slots)

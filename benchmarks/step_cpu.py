@@ -27,7 +27,7 @@ _LEAST_US = 0.5  # a step; threads below that are left out
 
 @dataclasses.dataclass(frozen=True)
 class ThreadUse:
-    """Of one thread since it began."""
+    """What one thread has used since it began."""
 
     name: str
     cpu_ns: int

@@ -46,7 +46,7 @@ class Server:
 
 
 class Servers:
-    """All of them. `current` is used until a caller reports that it failed; may be shared between threads."""
+    """A client's schedulers. `current` is used until a caller reports that it failed; may be shared between threads."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Servers:
 
     @property
     def current(self) -> Server:
-        """The one to ask next."""
+        """The server to use next."""
         return self.all[self._at]
 
     def failed(self, server: Server) -> None:

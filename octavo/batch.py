@@ -30,7 +30,7 @@ class Callers:
         self._lock = threading.Lock()
 
     def add(self, request_ids: list[str], inbox: Inbox) -> None:
-        """What belongs to these requests goes to `inbox` from now on."""
+        """Outputs of these requests go to `inbox` from now on."""
         with self._lock:
             self._inboxes.update(dict.fromkeys(request_ids, inbox))
 
@@ -52,7 +52,7 @@ class Callers:
 
 
 class Batch:
-    """Requests that were prepared, and what has come of them.
+    """Requests that were prepared, and their outputs so far.
 
     `groups` are in the order of their prompts; `gathered` has the output of each, by request id.
     """
@@ -66,7 +66,7 @@ class Batch:
         self.gathered: dict[str, GatheredOutput] = {}
 
     def add(self, group: SequenceGroup, gathered: GatheredOutput) -> None:
-        """Adds a request behind the others; `gathered` collects its outputs."""
+        """Adds a request after the others; `gathered` collects its outputs."""
         self.groups.append(group)
         self.gathered[group.request_id] = gathered
 

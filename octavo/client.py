@@ -146,7 +146,7 @@ class AsyncClient(_Settings):
         return list((await self._unary(lambda at: at.inference.ListModels, pb.ListModelsRequest())).models)
 
     async def model_info(self, model: str = "") -> pb.ModelInfo:
-        """Of a model, or of the default: name, architecture, vocabulary, lengths."""
+        """Name, architecture, vocabulary and lengths of a model, or of the default one."""
         info: pb.ModelInfo = await self._unary(
             lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model)
         )

@@ -97,7 +97,7 @@ class LLMEngine:
         return bool(self._requests.unfinished)
 
     def get_num_unfinished_requests(self) -> int:
-        """Those that were added and whose last output `step` has not returned yet."""
+        """Requests that were added and whose last output `step` has not returned yet."""
         return len(self._requests.unfinished)
 
     def get_model_config(self) -> ServedModel:

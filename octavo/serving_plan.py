@@ -98,7 +98,7 @@ def waiting_threads() -> dict[str, str]:
 
 
 def device_of(index: int, num_workers: int, asked: str) -> str:
-    """Of several workers that are to run on `cuda` each has a GPU of its own; one that is named is shared."""
+    """The device of one worker: with `cuda`, several workers have a GPU each; a GPU that is named is shared."""
     return f"cuda:{index}" if asked == "cuda" and num_workers > 1 else asked
 
 

@@ -57,7 +57,7 @@ class WorkerServer:
     """A gRPC server around a `WorkerService`."""
 
     def __init__(self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles) -> None:
-        """To be made on the event loop that will serve. Raises BindError: nothing is listened to before `start`."""
+        """Create it on the event loop that will serve. Listens to nothing before `start`. Raises BindError."""
         self.service = WorkerService(worker, model_config, files)
         self._worker = worker
         self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(MessageGuard(),))

@@ -43,7 +43,7 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
 
 
 def read_results(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Of a JUnit file: how many passed, failed and were skipped, and the names of those that failed."""
+    """How many tests of a JUnit file passed, failed and were skipped, and the names of those that failed."""
     counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, []
     for case in xml.parse(path).getroot().iter("testcase"):
         kinds = {child.tag for child in case}

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def gap_share(run: Callable[[], object], device: str = "cuda") -> float:
-    """Of what `run` does: on a GPU by all kernels and copies; on a CPU by this thread's operators.
+    """The share of `run`'s time in which nothing ran: no kernel or copy on a GPU, no operator of this thread on a CPU.
 
     Raises RuntimeError where the profiler saw nothing.
     """

@@ -29,7 +29,7 @@ class StepOp:
 
 
 def operations(config: dict[str, Any], batch: int, context: int, itemsize: int) -> Iterator[StepOp]:
-    """Of one decode step of `batch` sequences with `context` tokens each, by the keys of a `config.json`."""
+    """Operations of a decode step of `batch` sequences with `context` tokens each, by the keys of a `config.json`."""
     hidden, inner, vocab_size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
     num_kv_heads = config["num_key_value_heads"]

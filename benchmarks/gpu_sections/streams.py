@@ -49,7 +49,7 @@ async def _generate(channel: grpc.aio.Channel, request: BenchRequest) -> list[De
 
 
 def tokens_per_s(requests: Sequence[Sequence[Delivery]], started_ns: int) -> float:
-    """Of all tokens, from the start to the last one."""
+    """The rate of all tokens, from the start to the last one."""
     last_ns = max(deliveries[-1][0] for deliveries in requests)
     return 1e9 * sum(count for deliveries in requests for _, count in deliveries) / (last_ns - started_ns)
 

@@ -45,7 +45,7 @@ class Chart:
 
 
 def check_path(path: Path) -> None:
-    """Raises ValueError for what is no name of a picture, or lies in no folder."""
+    """Raises ValueError for a path that is no .svg file, or whose folder does not exist."""
     if path.suffix.lower() != ".svg":
         raise ValueError(f"{path}: a picture is written as FILE.svg")
     if not path.absolute().parent.is_dir():
@@ -53,7 +53,7 @@ def check_path(path: Path) -> None:
 
 
 def write(path: Path, charts: Sequence[Chart]) -> None:
-    """Raises OSError where it cannot be written."""
+    """Writes the charts as one SVG file. Raises OSError where that fails."""
     path.write_text(draw(charts), encoding="utf-8")
 
 
@@ -75,12 +75,12 @@ def draw(charts: Sequence[Chart]) -> str:
 
 
 def _columns(chart: Chart, width: int) -> int:
-    """Of a legend under a chart so wide."""
+    """How many legend entries stand side by side below a chart of this width."""
     return max(1, (width - LEFT) // _entry_width(chart))
 
 
 def _entry_width(chart: Chart) -> int:
-    """Of a legend: letters are about 6 pixels wide."""
+    """The width of a legend entry in pixels: letters are about 6 wide."""
     return 44 + 6 * max(len(series.name) for series in chart.series)
 
 
@@ -155,7 +155,7 @@ def _points(series: Series, number: int, across: _Axis, up: _Axis) -> list[str]:
 
 
 def _color(series: Series, number: int) -> str:
-    """Of the series with that number in its chart."""
+    """The colour of the series with that number in its chart."""
     return COLORS[(number if series.color is None else series.color) % len(COLORS)]
 
 
@@ -194,7 +194,7 @@ def _ticks(high: float) -> list[float]:
 
 
 def _ticks_around(highest: float) -> list[float]:
-    """The same, and one more above the highest value where that comes close to the last."""
+    """The same, and one more where the highest value comes close to the last."""
     ticks = _ticks(1.05 * highest)
     return ticks if ticks[-1] >= 1.05 * highest else [*ticks, ticks[-1] + (ticks[1] if len(ticks) > 1 else 1.0)]
 

@@ -63,7 +63,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     def Initialize(
         self, request: worker_pb2.InitializeRequest, context: grpc.ServicerContext
     ) -> worker_pb2.InitializeResponse:
-        """Takes whatever bounds it is asked for."""
+        """Accepts any bounds."""
         return worker_pb2.InitializeResponse(
             num_device_blocks=self._num_blocks,
             prefill_tokens_per_s=1e6,
@@ -94,7 +94,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
 
 
 def answer(step: worker_pb2.Step) -> worker_pb2.StepResult:
-    """As many tokens as the rows of the step draw, the same letter for all of them, another one each step."""
+    """The answer to a step: the same letter for all tokens that its rows draw, another one each step."""
     num_tokens = step.rows.num_decode_rows + int(np.frombuffer(step.rows.num_samples_u16, "<u2").sum())
     tokens = np.full(num_tokens, LETTERS[step.step_id % len(LETTERS)], "<i4")
     return worker_pb2.StepResult(

@@ -104,7 +104,7 @@ def _tell(waiting: Waiting) -> None:
 
 
 def add_tls_arguments(group: argparse._ActionsContainer) -> None:
-    """Of `credentials`."""
+    """Adds the flags that `credentials` reads."""
     group.add_argument("--tls", action="store_true", help="use TLS, trusting the system's authorities")
     group.add_argument("--tls-ca-file", metavar="FILE", help="use TLS, trusting these authorities (PEM)")
     group.add_argument("--tls-client-cert-file", metavar="FILE", help="show this certificate to the server (PEM)")

@@ -77,7 +77,7 @@ class Conversation:
         return len(messages) + bool(system)
 
     def _messages(self, asked: Message | None = None, first: int = 0) -> list[Message]:
-        """With the turns from the first of these on."""
+        """The system message, the turns from `first` on, and `asked`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *(message for turn in self._turns[first:] for message in turn), *([asked] if asked else [])]
 

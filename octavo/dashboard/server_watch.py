@@ -28,7 +28,7 @@ _COUNTED = ("num_prefill_tokens", "num_decode_tokens", "blocks_copied", "blocks_
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one worker, each a second."""
+    """What one worker does in a second."""
 
     steps: float = 0.0
     prefill_tokens: float = 0.0

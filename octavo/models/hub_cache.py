@@ -44,7 +44,7 @@ class HubName:
 
     @property
     def served_name(self) -> str:
-        """As clients know the model: whichever revision it is."""
+        """The clients' name for the model, the same for every revision."""
         return self.repo + (f":{self.gguf}" if self.gguf else "")
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def find(name: HubName, load_format: str = "auto", download_dir: str | Path | No
 
 
 def wanted_files(files: list[str], name: HubName, load_format: str) -> list[str]:
-    """Of a repository's files those to load it from: of several formats one. Raises FetchError where there is none."""
+    """The files of a repository to load the model from, in one format. Raises FetchError where there are none."""
     described = [file for file in files if _DESCRIPTION.fullmatch(file)]
     if name.gguf or load_format == "gguf":
         return [_gguf_file(files, name)]

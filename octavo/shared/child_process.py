@@ -13,7 +13,7 @@ from octavo.shared.end_with_parent import ends_with_parent
 async def start_child(
     command: Sequence[str], environment: Mapping[str, str], stderr: int | None = None
 ) -> asyncio.subprocess.Process:
-    """It does not outlive this process, reads nothing, and hears no Ctrl-C: its parent ends it in order.
+    """Starts a child that does not outlive this process, reads nothing and gets no Ctrl-C: its parent ends it.
 
     `stderr`: a file descriptor in place of ours. Raises OSError.
     """
@@ -27,7 +27,7 @@ async def start_child(
 
 
 class Restarts:
-    """Of one child, in a row. The pause before each is twice the last one; a good life makes up for all earlier ends.
+    """Restarts of one child. The pause before each is twice the last one; after a good life it is the first again.
 
     Args:
         first_s, longest_s: of the pauses.
@@ -46,7 +46,7 @@ class Restarts:
         self._started_s = time.monotonic()
 
     def ended(self) -> None:
-        """It is over."""
+        """The life is over; counts it unless it was a good one."""
         if time.monotonic() - self._started_s > self._good_life_s:
             self.count = 0
 

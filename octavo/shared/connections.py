@@ -48,14 +48,14 @@ def allow_open_files(num_connections: int) -> None:
 
 
 def address_of(peer: str) -> Address | None:
-    """Of a peer as gRPC names it (`ipv4:10.0.0.7:41234`, `ipv6:%5B::1%5D:41234`); None for what is no such name."""
+    """The address in gRPC's name of a peer (`ipv4:10.0.0.7:41234`, `ipv6:%5B::1%5D:41234`); None for other names."""
     kind, _, address = unquote(peer).partition(":")
     host, _, port = address.rpartition(":")
     return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdecimal() else None
 
 
 def client_connections() -> list[Connection]:
-    """Those that came to a port on which this process listens. Some milliseconds where there are a thousand."""
+    """Connections to ports on which this process listens. Takes some milliseconds where there are a thousand."""
     listened: set[int] = set()
     connected: list[tuple[int, Connection]] = []  # with the port of this side
     for number in _open_files():

@@ -15,7 +15,7 @@ _ROOT = Path("/")
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """At least 1. Of a share that is no whole number the fraction is left unused: a thread that is stopped for part of
+    """At least 1. A fraction of a core is left unused: a thread that is stopped for part of
     each period holds up all that wait for it. `root` is where /proc and /sys are looked for."""
     return max(1, min([len(allowed_cores()), *(int(quota) for quota in _quotas(root))]))
 

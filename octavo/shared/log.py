@@ -38,7 +38,7 @@ def configure(level: str = "info") -> None:
 def configure_library(level: str) -> None:
     """For Octavo within another program: only its own lines; the program's handlers stay untouched.
 
-    Nothing is changed where the program has set structlog up. Called again, the least important level holds.
+    Nothing is changed where the program has set structlog up. Called again, the most detailed level holds.
     """
     import structlog
 

@@ -380,7 +380,7 @@ def _variables(environ: Mapping[str, str], known: frozenset[str]) -> dict[str, s
 
 
 def _nearest(unknown: list[str], known: Iterable[str]) -> str:
-    """Of one unknown name; with several it would not be clear which is meant."""
+    """A hint at the nearest option, for a single unknown name; with several it would be unclear which is meant."""
     return did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
 
 

@@ -21,7 +21,7 @@ MAX_TOLD = 1 << 20  # blocks, those used last: 36 MiB of the 64 that a message m
 
 
 class CachedBlocks:
-    """Of one cache. Lives on the model thread.
+    """The known blocks of one cache. Lives on the model thread.
 
     `begin`, `compute` and `promise` follow a step on its way, in this order.
     """
@@ -72,7 +72,7 @@ class CachedBlocks:
         self._forget(states.block_tables[slots, first])
 
     def promise(self, step: worker_pb2.Step, states: SequenceStates) -> int:
-        """It has been launched: what it names is known unless it fails. Its number, for `failed`.
+        """Call it when the step is launched: what it names is known unless it fails. Returns a number for `failed`.
 
         Raises ProtocolError.
         """

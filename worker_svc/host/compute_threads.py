@@ -13,7 +13,7 @@ log = structlog.get_logger()
 
 
 def set_threads(config: WorkerConfig, device: torch.device) -> None:
-    """To be called on the thread that will run the model: each has a pool of its own. Raises StartupError."""
+    """Sets how many threads compute, and where. Call it on the thread that will run the model. Raises StartupError."""
     cores: list[int] | None = None
     if config.cpu_pinning != "none" and device.type == "cpu":
         cores = allowed_cores() if config.cpu_pinning == AUTO else parse_cores(config.cpu_pinning)

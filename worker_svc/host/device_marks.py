@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceMarks:
-    """Of one step on a GPU's current stream. Marking costs the device nothing and waits for nothing."""
+    """Marks of one step on a GPU's current stream. Marking costs the device nothing and waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)

@@ -57,7 +57,7 @@ class CudaMemory:
         self._device, self._utilization = device, utilization
 
     def available_bytes(self) -> int:
-        """Of the worker's share of the GPU, and never more than is free."""
+        """Bytes left of the worker's share of the GPU, and never more than are free."""
         self.give_back()
         free, total = torch.cuda.mem_get_info(self._device)
         return max(free - int((1 - self._utilization) * total), 0)

@@ -26,7 +26,7 @@ class GraphBackend(Protocol):
         """`work` as a graph; runs it as well. Raises torch.OutOfMemoryError."""
 
     def bytes_taken(self) -> int:
-        """Of the device's memory, since this was made."""
+        """Bytes of the device's memory taken since this was created."""
 
 
 class CudaGraphBackend:
@@ -50,7 +50,7 @@ class CudaGraphBackend:
         return graph
 
     def bytes_taken(self) -> int:
-        """Of the device, by all graphs captured so far."""
+        """Bytes of the device's memory taken by all graphs captured so far."""
         return self._free_bytes - self._now_free()
 
     def _now_free(self) -> int:

@@ -95,5 +95,5 @@ class CudaOutput(HostOutput):
 
 
 def output_copies(device: torch.device) -> OutputCopies:
-    """Those for outputs that are computed on this device."""
+    """The kind of copies for outputs that are computed on this device."""
     return CudaOutputs(device) if device.type == "cuda" else HostOutputs()

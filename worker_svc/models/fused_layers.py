@@ -105,7 +105,7 @@ class FusedLayers:
 
 
 def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear | Int4Linear]:
-    """Those of a layer that have a compiled form, of four: into and out of attention, into and out of the MLP."""
+    """The products of a layer that have a compiled form; it has four: into and out of attention and of the MLP."""
     assert isinstance(layer.mlp, Mlp)
     products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
     return [product for product in products if isinstance(product, PackedLinear | Int8Linear | Int4Linear)]

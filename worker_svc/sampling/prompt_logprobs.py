@@ -20,7 +20,7 @@ from worker_svc.sampling.token_logprobs import token_logprobs
 
 
 class PromptLogprobs:
-    """Those of one step: hand `reader` to the model, then `pack` what it has read."""
+    """Prompt logprobs of one step: hand `reader` to the model, then `pack` what it has read."""
 
     def __init__(self, states: SequenceStates, rows: AppliedRows) -> None:
         """`states.apply_rows` has just resolved `rows`."""

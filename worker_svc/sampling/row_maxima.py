@@ -12,7 +12,7 @@ from kernels.select import kernels_for
 
 @dataclass(frozen=True, slots=True)
 class RowMaxima:
-    """Of R rows of logits, on their device; NaN where one of the logits is."""
+    """Maxima of R rows of logits, on their device; NaN where one of the logits is."""
 
     of_chunks: torch.Tensor  # f32[R, chunks]
     largest: torch.Tensor  # f32[R]

@@ -59,7 +59,7 @@ class RowSamples:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Of all N samples, i64[N], on the device; what stands for a candidate says nothing."""
+        """Token ids of all N samples, i64[N], on the device; those of candidates are meaningless."""
         if self.ranked is None and self.drawn is not None:
             return self.drawn.token_ids
         (draws,) = upload(self.device, np.flatnonzero(~self.is_candidate))

@@ -27,4 +27,4 @@ class Sampled:
     bad_rows: npt.NDArray[np.int64]  # rows of the logits without a finite maximum; nothing can be drawn from them
     logprobs: Logprobs | None  # None: no request wants them
     emptied_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Those of `bad_rows` where it was the row's parameters that forbade every token, of logits that are finite."""
+    """The `bad_rows` whose logits were finite, but whose parameters forbade every token."""

@@ -22,7 +22,7 @@ from worker_svc.sampling.sampled import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class FoundLogprobs:
-    """Of M samples, on the device of the logits."""
+    """The logprobs of M samples, on the device of the logits."""
 
     tensors: tuple[torch.Tensor, ...]  # drawn f32[M], ranks i64[M], top ids i64[M, K], top logprobs f32[M, K]
     counts: Ints  # [M], how many of K a sample wants
@@ -64,7 +64,7 @@ def find_logprobs(
 def token_logprobs(
     logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_top: npt.NDArray[np.integer]
 ) -> Logprobs:
-    """Of token_ids[r] in row r of `logits` f32[R, vocab], on the host at once; the rest as `find_logprobs`."""
+    """The logprobs of token_ids[r] in row r of `logits` f32[R, vocab], on the host; otherwise as `find_logprobs`."""
     maxima = RowMaxima.of(logits)
     rows, of_given = upload(logits.device, np.arange(len(token_ids)), token_ids)
     found = find_logprobs(logits, maxima, rows, of_given, num_top)

@@ -26,7 +26,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def cache_dtype(asked: str, device: torch.device) -> torch.dtype | None:
-    """Of keys and values, as `--kv-cache-dtype` has it; None (auto): the model's. Raises StartupError.
+    """The type of keys and values by `--kv-cache-dtype`; None (auto): the model's. Raises StartupError.
 
     fp8 needs no scales: four bits of exponent hold keys and values of common models, and what is larger is cut.
     """

@@ -38,7 +38,7 @@ def _is_bound() -> bool:
 
 
 class GivingWay:
-    """As many threads as there are cores that others do not keep busy, and at least half of all: where others fill the
+    """Sets as many threads as there are cores that others do not keep busy, at least half of all: where others fill the
     machine, one thread would have less than a fair share of it.
 
     All threads of a pass wait for each other hundreds of times. One that shares its core with a busy process is without
@@ -51,7 +51,7 @@ class GivingWay:
         num_cores: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """To be made on the thread that runs the model, after
+        """Create it on the thread that runs the model, after
         `compute_threads.set_threads`, whose number is the most that is used.
 
         Args:

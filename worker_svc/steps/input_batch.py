@@ -22,7 +22,7 @@ from worker_svc.sampling.last_tokens import LastTokens
 
 @dataclass(frozen=True, slots=True)
 class InputArrays:
-    """Of one step, on the host."""
+    """The model's input for one step, on the host."""
 
     token_ids: Ints  # i64[T], row after row; -1 - slot: the token that this slot drew last, see `LastTokens`
     positions: Ints  # i64[T], absolute

@@ -36,7 +36,7 @@ _READING_BYTES = 4 + 8 + 4  # likewise, for logprobs of a prompt: logits, and id
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Of one step."""
+    """What one step was measured to take."""
 
     num_tokens: int
     peak_bytes: int  # besides weights and cache

@@ -34,13 +34,13 @@ class Outcome:
 
     @property
     def ttft_ns(self) -> int:
-        """From arrival to the first token, in virtual time; means nothing for one that never got a token."""
+        """From arrival to the first token, in virtual time; meaningless for a request without a token."""
         return self.first_token_ns - self.request.at_ns
 
 
 @dataclass(slots=True)
 class Run:
-    """What was seen of one pool."""
+    """What a run of one pool observed."""
 
     outcomes: list[Outcome] = field(default_factory=list)  # of all requests that came
     gaps_ns: array[int] = field(default_factory=lambda: array("q"))  # between the tokens of each

@@ -33,17 +33,17 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """With the history."""
+        """Tokens of the prompt, the history included."""
         return len(self.history) + sum(length for _, length in self.content)
 
     @property
     def num_tokens_at_end(self) -> int:
-        """Of the whole conversation, its last answer included."""
+        """Tokens of the whole conversation, its last answer included."""
         own = self.content[-1][1] + self.num_output_tokens
         return self.num_prompt_tokens + self.num_output_tokens + self.num_turns_left * own
 
     def prompt(self) -> TokenIds:
-        """int64[num_prompt_tokens], made anew at every call."""
+        """int64[num_prompt_tokens], made again at every call."""
         return np.concatenate([self.history, *(_tokens(text, length) for text, length in self.content)])
 
     def next_turn(self, history: TokenIds, ended_ns: int, text: int) -> Request | None:
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in numbers.
+    """Numbers that describe a load of requests.
 
     Attributes:
         requests: conversations, where they have several turns.

@@ -36,7 +36,7 @@ UNBOUNDED = 1 << 60
 
 
 class NeverEnds(Exception):
-    """Requests are there and nothing is on its way that could bring them on."""
+    """Requests are unfinished, and no event is left that could advance them."""
 
 
 class Simulation:
@@ -188,13 +188,13 @@ class Simulation:
             self._note(now_ns, tokens)
 
     def _wake(self, engine: Engine) -> Engine:
-        """It has something to take."""
+        """Wakes an engine that has events to take."""
         if engine not in self._awake:
             self._awake.append(engine)
         return engine
 
     def _engine_of(self, number: int) -> Engine:
-        """That has the worker of this number."""
+        """The engine that has the worker of this number."""
         return self._wake(self.engines[number % len(self.engines)])
 
     # ---- events -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def read(path: Path, most: int | None = None, speedup: float = 1.0) -> list[Requ
 
 
 def _rows(lines: Iterable[str]) -> Iterator[_Row]:
-    """Of whichever trace it is, told by its first character. Raises ValueError with the line that is wrong."""
+    """Rows of either format; the first character says which it is. Raises ValueError with the line that is wrong."""
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     first = next(numbered, None)
     if first is None:
@@ -115,7 +115,7 @@ def _of_azure(number: int, line: str) -> _Row:
 
 
 def _length(name: str, value: Any, least: int = 0) -> int:
-    """An answer of no tokens is one of one: a server's shortest."""
+    """An answer of no tokens counts as one token, a server's shortest."""
     if type(value) is not int or not least <= value <= MAX_TOKENS:
         raise ValueError(f"{name} is {value!r}, and no number of tokens from {least} to {MAX_TOKENS}")
     return value

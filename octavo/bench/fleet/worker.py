@@ -110,7 +110,7 @@ class VirtualWorker:
         self._unread.append(data)
 
     def take_steps(self) -> list[RunStep]:
-        """What it was sent since it was asked last."""
+        """The messages sent since the last call."""
         steps = []
         while self._unread:
             request = worker_pb2.StepRequest.FromString(self._unread.popleft())
@@ -139,7 +139,7 @@ class VirtualWorker:
         raise AssertionError("it has no adapters, and nobody asks for one")
 
     def distrust(self) -> None:
-        """Never called by a scheduler that is right: everything that it says is well formed."""
+        """Never called by a correct scheduler: everything that this worker says is well formed."""
         raise AssertionError("what it said was wrong")
 
     def close(self) -> None:
