@@ -1,0 +1,58 @@
+"""Which groups a worker takes, in which order, and when it has room for one."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.core.block_manager import AllocStatus
+from tests.scheduler.simulation import Simulation
+
+BLOCK = 4
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "status"),
+    [(15 * BLOCK, AllocStatus.OK), (16 * BLOCK, AllocStatus.OK), (16 * BLOCK + 1, AllocStatus.NEVER)],
+)
+def test_an_empty_worker_takes_what_its_whole_cache_holds(num_tokens: int, status: AllocStatus) -> None:
+    simulation = Simulation(num_slots=2, num_blocks=16, block_size=BLOCK, max_model_len=80)
+    group = simulation.add(list(range(num_tokens)), 1)
+    assert simulation.scheduler._admission.can_admit(group) is status
+
+
+def test_what_prompts_that_have_begun_still_lack_is_kept_for_them() -> None:
+    simulation = Simulation(num_slots=4, num_blocks=20, block_size=BLOCK, max_model_len=80, max_num_batched_tokens=8)
+    simulation.add([1] * 60, 1)
+    fits, large = simulation.add([2] * 20, 1), simulation.add([3] * 21, 1)
+    assert simulation.send() and simulation.blocks.num_free_blocks == 18, "two of its fifteen blocks are taken"
+    assert simulation.scheduler._admission.can_admit(fits) is AllocStatus.OK
+    assert simulation.scheduler._admission.can_admit(large) is AllocStatus.LATER
+
+
+def test_without_a_free_slot_nobody_begins() -> None:
+    simulation = Simulation(num_slots=1, num_blocks=40)
+    first, second = simulation.add([1] * 3, 8, eos_token_id=None), simulation.add([2] * 3, 8, eos_token_id=None)
+    assert simulation.send() and simulation.scheduler.groups.running == {first}
+    assert simulation.scheduler._admission.can_admit(second) is AllocStatus.LATER
+
+
+def test_who_comes_first_is_not_overtaken_by_one_that_would_fit() -> None:
+    simulation = Simulation(num_slots=4, num_blocks=16, block_size=BLOCK)
+    running = simulation.add([1] * 30, 8, eos_token_id=None)
+    assert simulation.send()
+    large, small = simulation.add([2] * 40, 2), simulation.add([3] * 3, 2)
+    simulation.send()
+    assert (
+        simulation.scheduler.groups.running == {running} and small in simulation.waiting and large in simulation.waiting
+    )
+
+
+def test_who_gave_way_comes_back_before_those_who_are_new() -> None:
+    simulation = Simulation(num_slots=2, num_blocks=40, depth=1, preemption_mode="recompute")
+    stays, gave_way = (simulation.add([number] * 9, 20, eos_token_id=None) for number in (1, 2))
+    simulation.send()
+    simulation.answer()
+    simulation.scheduler._preemption.preempt(gave_way)
+    simulation.add([3] * 3, 2)
+    simulation.send()
+    assert simulation.scheduler.groups.running == {stays, gave_way}
