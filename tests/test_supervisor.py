@@ -45,14 +45,19 @@ def send_after(seconds: float, *numbers: int) -> None:
         asyncio.get_running_loop().call_later(seconds + 0.2 * i, os.kill, os.getpid(), number)
 
 
-def children_of_this_process() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return False
 
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
+    """Of those that the test has started: other tests before it in this process may have helpers that live on."""
+    before = set(psutil.Process().children(recursive=True))
     yield
-    assert children_of_this_process() == []
+    assert [p for p in psutil.Process().children(recursive=True) if p not in before and is_alive(p)] == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
@@ -209,7 +214,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed() -> None:
     process.wait()
     assert len(orphans) == 2
     _, alive = psutil.wait_procs(orphans, timeout=3)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [p for p in alive if is_alive(p)] == []
 
 
 def test_worker_environment_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:

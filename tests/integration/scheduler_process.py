@@ -14,7 +14,11 @@ import grpc
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from tests.fakes import FakeWorker
 from tests.grpcurl import Answer, grpcurl
+
+# Or whoever starts in 10 s is looked at again after 16: attempts at a port where nobody listens come ever more rarely.
+QUICK = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100))
 
 # An import of any of these raises ImportError, as it does where they are not installed.
 WITHOUT_TORCH = """
@@ -30,6 +34,7 @@ sys.exit(main(sys.argv[1:]))
 class Service:
     address: str
     process: subprocess.Popen[str]
+    worker: FakeWorker | None = None
 
     async def call(self, method: str, data: object = None, *flags: str) -> Answer:
         return await grpcurl(*flags, method, address=self.address, data=data)
@@ -46,7 +51,7 @@ class Service:
 
         request = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
         deadline = time.monotonic() + 20
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self.address, options=QUICK) as channel:
             while True:
                 try:
                     answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=5)

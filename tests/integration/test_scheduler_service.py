@@ -32,6 +32,7 @@ def service(request) -> Iterator[Service]:
     with FakeWorker(spell("Grüße, 世界!"), num_blocks=48) as worker:
         with scheduler(f"--worker={worker.address}", request.param) as it:
             it.wait_until_ready()
+            it.worker = worker
             yield it
 
 
@@ -44,7 +45,8 @@ async def test_reflection_lists_the_services_and_describes_generate(service):
     )
 
 
-async def test_a_generation_streams_as_json(service):
+async def test_a_generation_streams_as_json(service, monkeypatch):
+    monkeypatch.setattr(service.worker, "delay_s", 0.06)  # or a reader that is late is given several tokens at once
     answer = await service.call(GENERATE, {"prompt": "say|", "request_id": "mine", "sampling_params": {"seed": 7}})
     assert answer.code == 0
     first, *rest = answer.messages
@@ -307,6 +309,7 @@ def slow_service(request) -> Iterator[Service]:
     with FakeWorker(SLOW, delay_s=0.02, max_num_seqs=1) as worker:
         with scheduler(f"--worker={worker.address}", "--max-waiting-requests=2", request.param) as it:
             it.wait_until_ready()
+            it.worker = worker
             yield it
 
 

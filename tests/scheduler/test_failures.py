@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.group_fault import GroupFault
 from scheduler_svc.engine.failures import LOSSES_IN_ALL, MAX_FAULTS_IN_A_ROW
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
 
-def at_work(*request_ids: str, **settings: int) -> tuple[Loop, FakeLink]:
+def at_work(*request_ids: str, **settings: Any) -> tuple[Loop, FakeLink]:
     """A worker with requests in flight."""
     loop = Loop(**settings)
     link = loop.join()

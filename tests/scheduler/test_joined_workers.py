@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -12,21 +12,24 @@ from scheduler_svc.errors import UnknownName
 from tests.scheduler.hand_turned_loop import FakeLink
 
 
+@dataclass(eq=False)
+class Handle:
+    """All that is known of a worker here."""
+
+    link: FakeLink
+
+
 def joined(*addresses: str) -> tuple[JoinedWorkers, list[Any]]:
     workers = JoinedWorkers()
-    handles = [cast(Any, Handle(link=FakeLink(address))) for address in addresses]
+    handles: list[Any] = [Handle(FakeLink(address)) for address in addresses]
     for handle in handles:
         workers.add(handle)
     return workers, handles
 
 
-class Handle(SimpleNamespace):
-    __hash__ = object.__hash__
-
-
 def test_a_worker_is_found_by_its_stream_until_it_is_removed() -> None:
     workers, (first, second) = joined("a:1", "b:1")
-    assert workers.of(first.link) is first and workers.has(second)
+    assert workers.has(second) and workers.of(first.link) == first
     workers.wake(first)
     workers.idle[first] = None
     workers.remove(first)
@@ -45,7 +48,7 @@ def test_who_is_due_is_taken_once() -> None:
 def test_idle_workers_are_woken_in_turn() -> None:
     workers, handles = joined("a:1", "b:1", "c:1")
     workers.idle.update(dict.fromkeys(handles))
-    woken = []
+    woken: list[Any] = []
     for _ in range(4):
         workers.wake_next_idle()
         woken += workers.take_due()
