@@ -1,7 +1,7 @@
 """Which device blocks still hold what a scheduler computed in them: what outlives its lease.
 
 A step names the blocks that are full of known tokens once it has gone well, each with the hash of its content. They are
-remembered until something writes to them, a step over them fails, or a scheduler has them forgotten; the next one to
+remembered until something writes to them, a step over them fails, or a scheduler drops them; the next one to
 take the lease is told of them and need not compute them again. That a block is written to is seen here, in what the
 step computes and moves, and not believed: a wrong entry would be wrong text. Knows what no hash means.
 """
@@ -42,7 +42,7 @@ class CachedBlocks:
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def forget(self, step: worker_pb2.Step) -> None:
-        """What the scheduler takes back, whether the step is run or not. Raises ProtocolError."""
+        """Forgets the blocks that the scheduler names, whether the step is run or not. Raises ProtocolError."""
         if step.forgets_all_blocks:
             self._forget(np.flatnonzero(self._is_known))
         elif step.forgotten_blocks_u32:
@@ -51,7 +51,7 @@ class CachedBlocks:
             self._forget(blocks)
 
     def begin(self, step: worker_pb2.Step, states: SequenceStates, operations: BlockOperations) -> None:
-        """Its block operations are about to take place; `states` are as they were before it."""
+        """Call it before the step's block operations; `states` are as they were before it."""
         if step.released_slots_u16:
             for slot in read_slots(step.released_slots_u16, states.max_num_seqs, "released_slots").tolist():
                 self.used(states.block_tables[slot, : states.num_blocks[slot]])
@@ -61,7 +61,7 @@ class CachedBlocks:
                 self._forget(pairs[:, 1])
 
     def compute(self, states: SequenceStates, rows: AppliedRows) -> None:
-        """Its rows are about to write to the cache."""
+        """Call it before the step's rows write to the cache."""
         if not self._block_of:
             return
         first, last = rows.context_lens // states.block_size, (rows.seq_lens - 1) // states.block_size
@@ -99,7 +99,7 @@ class CachedBlocks:
         return self._num_steps
 
     def failed(self, number: int) -> None:
-        """The step of this number, and all after it, have not gone well."""
+        """The step of this number, and all after it, have failed."""
         self._forget(np.flatnonzero(self._is_known & (self._promised_in >= number)))
 
     def fail_over(self, states: SequenceStates, slots: Ints, is_last: bool = True) -> None:

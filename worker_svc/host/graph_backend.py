@@ -16,7 +16,7 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Asks for the work once more; waits for nothing."""
+        """Launches the work once more; waits for nothing."""
 
 
 class GraphBackend(Protocol):
@@ -30,7 +30,7 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphBackend:
-    """On one GPU."""
+    """CUDA graphs on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)

@@ -64,7 +64,7 @@ def _pieces(store: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def provide(address: int, num_bytes: int) -> bool:
-    """Has the system provide the pages of these bytes, whose contents stay; False where it does not do that. Other
+    """Makes the system provide the pages of these bytes, whose contents stay; False where it does not. Other
     threads run meanwhile."""
     if sys.platform != "linux":
         return False

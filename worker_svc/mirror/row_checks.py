@@ -1,4 +1,4 @@
-"""What the rows of a step must satisfy, held against the mirror before a row changes it."""
+"""What the rows of a step must satisfy, checked against the mirror before a row changes it."""
 
 from __future__ import annotations
 

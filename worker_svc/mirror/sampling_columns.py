@@ -145,7 +145,7 @@ class SamplingColumns:
         return bool((self.wants_logprobs & self.adjusts_logits)[slots].any())
 
     def clear(self, slot: int) -> None:
-        """Gives back what a slot that is free again holds."""
+        """Frees what a released slot holds."""
         for column in self._lists:
             column.set(slot, ())
         self._set_bad_words(slot, None)

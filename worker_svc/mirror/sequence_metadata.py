@@ -54,7 +54,7 @@ def _read_copy(
     by_slot: dict[int, NewSequence],
     states: SlotColumns,
 ) -> NewSequence:
-    """A child of a sequence that the same message brought: all but slot and index are that sequence's."""
+    """A child of a sequence in the same message: everything but slot and index is that sequence's."""
     name = f"metadata of {group.request_id!r} for slot {data.slot}"
     _check_slot(group, data, states)
     if data.token_ids or data.num_computed_tokens or data.block_table:

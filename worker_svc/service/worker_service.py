@@ -55,7 +55,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerInfo:
-        """What this worker serves and its upper bounds; answers whether or not somebody has the lease."""
+        """What this worker serves and its upper bounds; answers with or without a lease."""
         config, bounds = self._model_config, self._worker.bounds
         return worker_pb2.WorkerInfo(
             instance_id=self.instance_id,
@@ -221,7 +221,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 
 def limits_of(request: worker_pb2.InitializeRequest, bounds: Limits) -> Limits:
-    """What a scheduler asks for, within the worker's bounds; 0 means the bound. Raises ValueError."""
+    """The limits that a scheduler wants, within the worker's bounds; 0 means the bound. Raises ValueError."""
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         if getattr(request, name) > getattr(bounds, name):
             raise ValueError(f"{name} is {getattr(request, name)}, at most {getattr(bounds, name)} is accepted")

@@ -1,7 +1,7 @@
 """Decode steps of a few batch sizes, captured as graphs: a step of fewer rows is padded to the next of them.
 
-A decode step of a small batch is hundreds of kernels of a few microseconds each, which a host cannot ask for as fast as
-a GPU runs them. A graph asks for all of them at once, but always at the same addresses:
+A decode step of a small batch is hundreds of kernels of a few microseconds each, which a host cannot launch as fast as
+a GPU runs them. A graph launches all of them at once, but always at the same addresses:
 
     host       token_ids positions slots seq_lens | pads     one pinned buffer, one copy
     device     token_ids positions slots seq_lens | pads     the first bytes of `inputs`, laid out as the graph has them
@@ -37,7 +37,7 @@ _STEPS = ((64, 8), (256, 16), (1024, 64))  # up to so many rows, a graph every s
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Rows that graphs are captured for, rising: 1, 2, 4, 8, 16, 24, ..., and the most that there can be.
+    """Rows that graphs are captured for, ascending: 1, 2, 4, 8, 16, 24, ..., and the largest possible.
 
     Fewer than half of a replayed step's rows are pads; beyond 64 fewer than a fifth.
     """
@@ -86,7 +86,7 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of the steps that have been captured, rising."""
+        """Rows of the steps that have been captured, ascending."""
         return [step.num_rows for step in self._steps]
 
     @torch.inference_mode()

@@ -77,12 +77,12 @@ class ModelRunner:
         return CacheEngine.block_bytes(self.config, self.block_size, self._cache_dtype)
 
     def allocate_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Replaces the cache; what the old one held is gone."""
+        """Replaces the cache; the old contents are lost."""
         self.release_cache()
         self._cache = self.new_cache(num_device_blocks, num_host_blocks)
 
     def new_cache(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
-        """One like the runner's own, which stays what it is."""
+        """A second cache like the runner's own, which stays as it is."""
         return CacheEngine(
             self.config, self.block_size, num_device_blocks, num_host_blocks, self._cache_dtype, self.device
         )
@@ -97,7 +97,7 @@ class ModelRunner:
         return self._graph_backend is not None
 
     def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
-        """Captures decode steps over the cache, within `most_bytes`; the batch sizes that have a graph, rising."""
+        """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending."""
         if self._graph_backend is None:
             return []
         layers = self.cache.layers

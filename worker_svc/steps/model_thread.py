@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """A daemon: a process that has to end does not wait for a step that does not."""
+    """A daemon thread: a process can end while a step still runs."""
 
     def __init__(self, name: str = "model") -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

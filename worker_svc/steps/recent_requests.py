@@ -1,4 +1,4 @@
-"""Ids of the requests that this worker has run, whichever scheduler sent them: those that came last."""
+"""Ids of the requests that this worker has run, from any scheduler; only the latest are kept."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class RecentRequests:
             del self._ids[next(iter(self._ids))]
 
     def all(self) -> list[str]:
-        """The last one last."""
+        """All ids, the latest last."""
         return list(self._ids)

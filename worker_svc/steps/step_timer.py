@@ -22,7 +22,7 @@ class StepTimer:
         self._phase_started_ns = now_ns
 
     def set_phase(self, name: str, duration_ns: int) -> None:
-        """What another clock than the host's has found for a phase that has ended."""
+        """Sets a phase that a clock other than the host's has measured."""
         self._ns[name] = duration_ns
 
     def timings(self) -> worker_pb2.StepTimings:

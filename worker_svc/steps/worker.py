@@ -155,12 +155,12 @@ class Worker:
     # ---- Leases -----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> Future[worker_pb2.LeaseGranted]:
-        """Steps of `epoch` count from now on, on an empty mirror; what there is to be told of those before them."""
+        """Accepts steps of `epoch` from now on, on an empty mirror. Returns what is known of the steps before them."""
         self._epoch, self._was_leased = epoch, True
         return self.thread.call(self._reset)
 
     def end(self) -> Future[None]:
-        """Throws away steps that have not started; done when those that have are over."""
+        """Drops steps that have not started; the future is done when those that have started are over."""
         self._epoch = 0
         return self.thread.call(self._settle)
 
