@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--package", default="kernels", help="whose modules have variants()")
+    parser.add_argument("--package", default="kernels.gpu", help="whose modules have variants()")
     arguments = parser.parse_args(argv)
     # Triton's own default, which version 3.9 warns of at every start.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

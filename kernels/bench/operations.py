@@ -9,10 +9,10 @@ from pkgutil import iter_modules
 from kernels.gpu.variant import Variant
 
 
-def variants(package: str = "kernels", op: str | None = None) -> Mapping[str, list[Variant]]:
+def variants(package: str = "kernels.gpu", op: str | None = None) -> Mapping[str, list[Variant]]:
     """Each operation's variants, by the module's name.
 
-    Raises ValueError where `op` names none of them, or where two variants have one name.
+    Raises ValueError where there is none, `op` names none of them, or two variants have one name.
     """
     found: dict[str, list[Variant]] = {}
     for module in iter_modules(import_module(package).__path__):
@@ -20,6 +20,8 @@ def variants(package: str = "kernels", op: str | None = None) -> Mapping[str, li
             listed = getattr(import_module(f"{package}.{module.name}"), "variants", None)
             if listed is not None:
                 found[module.name] = list(listed())
+    if not found:
+        raise ValueError(f"no module of {package} has variants()")
     names = [variant.name for of_one in found.values() for variant in of_one]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"more than one variant is called {sorted(twice)[0]!r}")

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="SM[,SM...]", help="architectures to compile for (default: sm_80,sm_90,sm_100)"
     )
-    parser.add_argument("--op", metavar="NAME", help="one operation, a module of `kernels` (default: all of them)")
+    parser.add_argument("--op", metavar="NAME", help="one operation, a module of `kernels.gpu` (default: all of them)")
     parser.add_argument("--jobs", type=_count, metavar="N", help="processes that compile (default: one a core)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
 

@@ -110,6 +110,8 @@ def test_each_fault_is_named_and_the_others_are_reported_all_the_same(environmen
     [
         (("--target", "sm_42"), "no target is called 'sm_42'; there are sm_80"),
         (("--op", "division", "--package", "tests.kernels.toys"), "no operation is called 'division'; there are add"),
+        (("--op", "division"), "no operation is called 'division'; there are chunk_maxima, copy_blocks, draw_tokens"),
+        (("--package", "kernels.oracles"), "no module of kernels.oracles has variants()"),
     ],
 )
 def test_bad_usage_is_one_line(environment: dict[str, str], flags: tuple[str, ...], said: str) -> None:
