@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from benchmarks import figures_page, pool_figures_page, scaling
+from gateway_svc.config import GatewayConfig
 from octavo.serving_plan import ServeConfig
 from octavo.shared.options import Described, described
 from scheduler_svc.config import SchedulerConfig
@@ -41,6 +42,7 @@ def blocks() -> dict[str, str]:
         "serve-options": _options(ServeConfig),
         "scheduler-options": _options(SchedulerConfig),
         "worker-options": _options(WorkerConfig),
+        "gateway-options": _options(GatewayConfig),
     }
 
 

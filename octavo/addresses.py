@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from octavo.errors import RequestFailed
 from octavo.shared.rpc import CHANNEL_OPTIONS
@@ -43,6 +44,7 @@ class Server:
         self.channel = channel
         self.inference = pb_grpc.InferenceStub(channel)
         self.control = pb_grpc.ControlStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
 
 
 class Servers:
@@ -54,13 +56,17 @@ class Servers:
         credentials: grpc.ChannelCredentials | None,
         insecure: Insecure,
         secure: Secure,
+        *,
+        own_connection: bool = False,
     ) -> None:
+        """`own_connection`: shared with no other client of this process, as gRPC does by itself."""
+        options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own_connection else _OPTIONS
         self.all = [
             Server(
                 address,
-                insecure(address, options=_OPTIONS)
+                insecure(address, options=options)
                 if credentials is None
-                else secure(address, credentials, options=_OPTIONS),
+                else secure(address, credentials, options=options),
             )
             for address in split_addresses(addresses)
         ]

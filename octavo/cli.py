@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": "a scheduler and workers on this machine, in one command",
     "scheduler": "the scheduler service alone",
     "worker": "a worker service alone",
+    "gateway": "OpenAI's API over HTTP, before a scheduler",
     "generate": "complete a text, streamed to the terminal",
     "chat": "talk with the model",
     "model": "fetch, list, show or remove models",
@@ -30,7 +31,7 @@ COMMANDS = {
     "bench": "measure speed, in this process or against a server",
 }
 INTERRUPTED = 130  # as shells report SIGINT
-_OWN_PACKAGES = frozenset({"octavo", "protos", "scheduler_svc", "worker_svc", "kernels"})
+_OWN_PACKAGES = frozenset({"octavo", "protos", "scheduler_svc", "worker_svc", "gateway_svc", "kernels"})
 _BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 

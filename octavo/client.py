@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from octavo.addresses import Server, Servers, first_failure
 from octavo.errors import RequestFailed
-from octavo.generation import Generation, build_messages, build_request
+from octavo.generation import Generation, build_messages, build_request, repeatable
 from octavo.interruptible_stream import InterruptibleStream
 from octavo.outputs import RequestOutput
 from octavo.retrying import RetryPolicy
@@ -30,7 +32,10 @@ from protos import inference_pb2 as pb
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 _UNARY_TIMEOUT_S = 30.0
+_HEALTH_TIMEOUT_S = 3.0
+_READINESS = "octavo.v1.Inference"
 Method = Callable[[Server], Any]  # of a scheduler's stubs
+Metadata = Sequence[tuple[str, str]]
 _ENDED_EARLY = "the stream ended before the request did"
 
 
@@ -80,7 +85,9 @@ class AsyncClient(_Settings):
 
     `address` is HOST:PORT or any other gRPC target, or several, in a list or with commas between them: the first is
     used as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; `retry`
-    says how long to wait for a lost scheduler, two minutes by default, and is called when that begins.
+    says how long to wait for a lost scheduler, two minutes by default, and is called when that begins. Clients of one
+    process and address share a connection, over which a scheduler takes 1,024 calls at once; with `own_connection`
+    this one has its own.
     """
 
     def __init__(
@@ -90,9 +97,11 @@ class AsyncClient(_Settings):
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         retry: RetryPolicy | None = None,
+        own_connection: bool = False,
     ) -> None:
         super().__init__(api_key, retry)
-        self._servers = Servers(address, credentials, grpc.aio.insecure_channel, grpc.aio.secure_channel)
+        channels = grpc.aio.insecure_channel, grpc.aio.secure_channel
+        self._servers = Servers(address, credentials, *channels, own_connection=own_connection)
 
     async def generate(
         self,
@@ -110,13 +119,30 @@ class AsyncClient(_Settings):
         `GenerateRequest`. `timeout` is in seconds, over all attempts.
         """
         call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
+        async with aclosing(self._messages(call, self._metadata)) as messages:
+            async for response in messages:
+                if output := call.generation.output_of(response):
+                    yield output
+
+    def stream(
+        self, request: pb.GenerateRequest, *, timeout: float | None = None, metadata: Metadata = ()
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """`generate` in the words of the wire, for who passes them on: messages as they come, nothing made of them.
+
+        `request` is the call's from now on, and gets an id and a seed where it has none. Each attempt begins with an
+        admission; what comes whole is in the last message. `metadata` are sent beside those of the client.
+        """
+        call = _Call(repeatable(request), self._retry, timeout, len(self._servers))
+        return self._messages(call, (*self._metadata, *metadata))
+
+    async def _messages(self, call: _Call, metadata: Metadata) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Over as many attempts as it takes."""
         while not call.generation.finished:
             request, server = call.generation.request, self._servers.current
-            stream = server.inference.Generate(request, timeout=call.remaining_s(), metadata=self._metadata)
+            stream = server.inference.Generate(request, timeout=call.remaining_s(), metadata=metadata)
             try:
                 async for response in stream:
-                    if output := call.receive(response):
-                        yield output
+                    yield call.generation.take(response, time.monotonic_ns())
                 failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
             except grpc.RpcError as error:
                 failure = RequestFailed.from_rpc_error(error)
@@ -141,15 +167,23 @@ class AsyncClient(_Settings):
         answers = await self._everywhere(lambda at: at.inference.Abort, pb.AbortRequest(request_id=request_id))
         return any(answer.found for answer in answers)
 
+    async def is_ready(self) -> bool:
+        """Whether any scheduler serves, by its own account (grpc.health.v1)."""
+        request = health_pb2.HealthCheckRequest(service=_READINESS)
+        for server in self._servers.in_turn():
+            with suppress(grpc.RpcError):
+                answer = await server.health.Check(request, timeout=_HEALTH_TIMEOUT_S, metadata=self._metadata)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return True
+        return False
+
     async def list_models(self) -> list[pb.ModelState]:
         """Every model that requests may name now, and what a request without a name gets (`is_default`)."""
-        return list((await self._unary(lambda at: at.inference.ListModels, pb.ListModelsRequest())).models)
+        return list((await self.call(lambda at: at.inference.ListModels, pb.ListModelsRequest())).models)
 
     async def model_info(self, model: str = "") -> pb.ModelInfo:
         """Name, architecture, vocabulary and lengths of a model, or of the default one."""
-        info: pb.ModelInfo = await self._unary(
-            lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model)
-        )
+        info: pb.ModelInfo = await self.call(lambda at: at.inference.GetModelInfo, pb.GetModelInfoRequest(model=model))
         return info
 
     async def tokenize(
@@ -157,12 +191,12 @@ class AsyncClient(_Settings):
     ) -> list[int]:
         """Token ids of a text, or of a conversation rendered with the model's chat template."""
         request = _tokenize_request(prompt, add_special_tokens, model)
-        return list((await self._unary(lambda at: at.inference.Tokenize, request)).token_ids)
+        return list((await self.call(lambda at: at.inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, *, model: str = "") -> str:
         """The text of these ids, by the server's tokenizer."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        response: pb.DetokenizeResponse = await self._unary(lambda at: at.inference.Detokenize, request)
+        response: pb.DetokenizeResponse = await self.call(lambda at: at.inference.Detokenize, request)
         return response.text
 
     async def flush_prefix_cache(self) -> int:
@@ -187,12 +221,13 @@ class AsyncClient(_Settings):
         request = pb.ControlUnloadAdapterRequest(name=name)
         await self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
 
-    async def _unary(self, method: Method, request: Message) -> Any:
-        """The answer of the first scheduler that is there."""
+    async def call(self, method: Method, request: Message, *, metadata: Metadata = ()) -> Any:
+        """The answer of the first scheduler that is there, in the words of the wire: `stream` for other methods."""
         failures: list[RequestFailed] = []
         for server in self._servers.in_turn():
             try:
-                return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
+                sent = (*self._metadata, *metadata)
+                return await method(server)(request, timeout=_UNARY_TIMEOUT_S, metadata=sent)
             except grpc.RpcError as error:
                 failures.append(RequestFailed.from_rpc_error(error))
             if failures[-1].code is not grpc.StatusCode.UNAVAILABLE:

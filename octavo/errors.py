@@ -32,7 +32,8 @@ class WorkerEnded(OctavoError, RuntimeError):
 class RequestFailed(OctavoError):
     """A call that ended with another status than OK.
 
-    `violations` names the fields of an INVALID_ARGUMENT; `retry_after_s` is the server's hint with RESOURCE_EXHAUSTED.
+    `violations` names the fields of an INVALID_ARGUMENT; `retry_after_s` is the server's hint with RESOURCE_EXHAUSTED;
+    `reason` is a word for programs, where the server gives one: PROMPT_TOO_LONG.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class RequestFailed(OctavoError):
         message: str,
         violations: tuple[FieldViolation, ...] = (),
         retry_after_s: float | None = None,
+        reason: str = "",
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
     @classmethod
     def from_rpc_error(cls, error: grpc.RpcError) -> RequestFailed:
@@ -56,18 +59,21 @@ class RequestFailed(OctavoError):
         return cls(error.code(), error.details() or "", *_read_details(details))
 
 
-def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float | None]:
+def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float | None, str]:
     if not serialized:
-        return (), None
+        return (), None, ""
     # Only a failed call pays for this import.
     from google.rpc import error_details_pb2, status_pb2
 
     violations: list[FieldViolation] = []
-    retry_after_s = None
+    retry_after_s, reason = None, ""
     for detail in status_pb2.Status.FromString(serialized).details:
         bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        info = error_details_pb2.ErrorInfo()
         if detail.Unpack(bad_request):
             violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-    return tuple(violations), retry_after_s
+        elif detail.Unpack(info):
+            reason = info.reason
+    return tuple(violations), retry_after_s, reason

@@ -36,13 +36,10 @@ def build_request(
     """
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise ValueError("give exactly one of prompt, prompt_token_ids and messages")
-    sampling = (sampling_params or SamplingParams()).to_proto()
-    if not sampling.HasField("seed"):
-        sampling.seed = secrets.randbits(64)
     try:
         request = pb.GenerateRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            sampling_params=sampling,
+            request_id=request_id,
+            sampling_params=(sampling_params or SamplingParams()).to_proto(),
             **{name: value for name, value in fields.items() if value is not None},
         )
         if prompt is not None:
@@ -54,6 +51,14 @@ def build_request(
             request.messages.CopyFrom(build_messages(messages or (), add_generation_prompt, continue_final_message))
     except TypeError as error:
         raise ValueError(str(error)) from None
+    return repeatable(request)
+
+
+def repeatable(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """The same message, with an id and a seed where it has none: whoever gets it again gives the same tokens."""
+    request.request_id = request.request_id or uuid.uuid4().hex
+    if not request.sampling_params.HasField("seed"):
+        request.sampling_params.seed = secrets.randbits(64)
     return request
 
 
@@ -104,6 +109,13 @@ class Generation:
 
     def receive(self, response: pb.GenerateResponse, now_ns: int) -> RequestOutput | None:
         """Takes one message of the stream; returns what it brings to the caller, if anything."""
+        return self.output_of(self.take(response, now_ns))
+
+    def take(self, response: pb.GenerateResponse, now_ns: int) -> pb.GenerateResponse:
+        """Notes what a message of the stream brings, and returns it: what comes whole all at once, with the last one.
+
+        Every attempt begins with an admission; what follows goes on where the attempt before ended.
+        """
         if response.HasField("admission"):
             self._outages.admitted(now_ns / 1e9)
             self._model, self._model_fingerprint = response.model, response.model_fingerprint
@@ -111,24 +123,32 @@ class Generation:
             self._metrics.num_prompt_tokens = response.admission.num_prompt_tokens
         if response.outputs or response.prompt_logprobs:
             self._outages.progressed()
+        is_last = response.HasField("usage")
         if self._comes_whole:
             self._whole.MergeFrom(response)
-            response = self._whole if response.HasField("usage") else pb.GenerateResponse()
+            if is_last:
+                response = self._whole
+            elif not response.HasField("admission"):
+                return pb.GenerateResponse()
         for delta in response.outputs:
             self._hold(delta, now_ns)
-        if response.HasField("usage"):
+        if is_last:
             self._finish(response, now_ns)
-        if not (response.outputs or response.prompt_logprobs or self.finished):
+        return response
+
+    def output_of(self, taken: pb.GenerateResponse) -> RequestOutput | None:
+        """What a message that was taken brings to a caller in Python, if anything."""
+        if not (taken.outputs or taken.prompt_logprobs or self.finished):
             return None
         return RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt or None,
             prompt_token_ids=self._prompt_token_ids if self._shows_prompt else (),
-            outputs=[_completion(delta, self._cumulative_logprob(delta)) for delta in response.outputs],
+            outputs=[_completion(delta, self._cumulative_logprob(delta)) for delta in taken.outputs],
             finished=self.finished,
             metrics=self._metrics,
             prompt_logprobs=[
-                _token_logprobs(entry) if entry.HasField("token") else None for entry in response.prompt_logprobs
+                _token_logprobs(entry) if entry.HasField("token") else None for entry in taken.prompt_logprobs
             ]
             or None,
             seed=self._request.sampling_params.seed,
@@ -156,11 +176,14 @@ class Generation:
             request.return_prompt_token_ids = self._shows_prompt
 
     def _hold(self, delta: pb.OutputDelta, now_ns: int) -> None:
-        held = self._held.setdefault(delta.index, pb.ResumedOutput(index=delta.index))
+        held = self._held.get(delta.index)
+        if held is None:
+            held = self._held[delta.index] = pb.ResumedOutput(index=delta.index)
         held.token_ids.extend(delta.token_ids)
         held.finish_reason = delta.finish_reason
-        sum_before = self._sums_of_logprobs.get(delta.index, 0.0)
-        self._sums_of_logprobs[delta.index] = sum_before + sum(entry.token.logprob for entry in delta.logprobs)
+        if delta.logprobs:
+            sum_before = self._sums_of_logprobs.get(delta.index, 0.0)
+            self._sums_of_logprobs[delta.index] = sum_before + sum(entry.token.logprob for entry in delta.logprobs)
         if delta.token_ids and delta.index == 0:
             self._metrics.token_times_ns.append(now_ns)
         if delta.token_ids and self._metrics.first_token_ns is None:
@@ -171,7 +194,11 @@ class Generation:
         if delta.HasField("cumulative_logprob"):
             return delta.cumulative_logprob
         asked = self._request.sampling_params.HasField("logprobs")
-        return self._sums_of_logprobs[delta.index] if delta.finish_reason and asked and self._request.resume else None
+        return (
+            self._sums_of_logprobs.get(delta.index, 0.0)
+            if delta.finish_reason and asked and self._request.resume
+            else None
+        )
 
     def _finish(self, response: pb.GenerateResponse, now_ns: int) -> None:
         self.finished = True

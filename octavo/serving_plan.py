@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.shared.cores import allowed_cores, available_cores, parse_cores
-from octavo.shared.options import COMMON, environment_without_options, option, to_arguments
+from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
 from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, reachable
 from octavo.shared.supervisor import Child
 
@@ -36,8 +36,12 @@ class ServeConfig:
     """Options of `octavo serve` itself; it takes those of the scheduler and the worker as well."""
 
     workers: int = option(1, "worker processes to start", group=COMMON)
+    http_port: int | None = option(
+        None, "port for OpenAI's API over HTTP, 0 takes a free one (default: none)", group=COMMON, metavar="PORT"
+    )
 
     def __post_init__(self) -> None:
+        check_port("http_port", self.http_port)
         if self.workers < 1:
             raise ValueError(f"workers is {self.workers}, at least 1 is accepted")
 
@@ -62,6 +66,9 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     )
     drained = _child("scheduler", "scheduler", scheduler, environment_without_options(), essential=True)
     children = [dataclasses.replace(drained, drain_s=scheduler.drain_timeout)]
+    address = reachable(scheduler.host, port)
+    if serve.http_port is not None:
+        children.append(_gateway(serve.http_port or free_port(), address, scheduler))
     for index, worker_port in enumerate(ports):
         name = "worker" if serve.workers == 1 else f"worker {index}"
         config = dataclasses.replace(
@@ -71,7 +78,23 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
             own = cores[index * threads : (index + 1) * threads]
             config = dataclasses.replace(config, cpu_pinning=",".join(map(str, own)))
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
-    return reachable(scheduler.host, port), children
+    return address, children
+
+
+def _gateway(port: int, address: str, scheduler: SchedulerConfig) -> Child:
+    """Before the scheduler at `address`, and reached from where that is."""
+    from gateway_svc.config import GatewayConfig
+
+    check_port_is_free(scheduler.host, port, "--http-port")
+    config = GatewayConfig(
+        host=scheduler.host,
+        port=port,
+        scheduler=address,
+        drain_timeout=scheduler.drain_timeout,
+        log_level=scheduler.log_level,
+    )
+    child = _child("gateway", "gateway", config, environment_without_options(), essential=False)
+    return dataclasses.replace(child, drain_s=config.drain_timeout, is_front=True)
 
 
 def _cores_to_pin(worker: WorkerConfig) -> list[int]:

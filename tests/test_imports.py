@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("octavo", "scheduler_svc", "worker_svc", "kernels", "protos")
-SERVICES = {"scheduler_svc", "worker_svc", "kernels"}
+PACKAGES = ("octavo", "scheduler_svc", "worker_svc", "gateway_svc", "kernels", "protos")
+SERVICES = {"scheduler_svc", "worker_svc", "gateway_svc", "kernels"}
 # Of `octavo`, what a service may import. None of it knows a service.
 SHARED = {
     "octavo.shared",
@@ -24,6 +24,8 @@ SHARED = {
     *(f"octavo.models.{name}" for name in ("errors", "fetch", "gguf_convert", "hub_cache", "safetensors_stream")),
     *(f"octavo.models.{name}" for name in ("sentencepiece_tokenizer", "tekken_tokenizer")),
 }
+# And what the gateway may, which is a client: all of a request's way over the wire, and nothing of what users import.
+OF_CLIENTS = {"octavo.shared", *(f"octavo.{name}" for name in ("client", "errors", "retrying", "sampling_params"))}
 # The rooms of each service, lowest first: a module imports from its own and from those before it.
 ROOMS = {
     "scheduler_svc": [
@@ -60,6 +62,7 @@ ROOMS = {
         "service",
         "server",
     ],
+    "gateway_svc": ["errors", "config", "requests", "answers", "upstream", "http", "server"],
     "kernels": ["int8_weight", "oracles", "gpu", "cpu", "select", "bench"],
 }
 
@@ -109,16 +112,23 @@ def offending(path: str, *names: str) -> list[str]:
 
 
 def test_the_scheduler_service_knows_no_device_code() -> None:
-    assert offending("scheduler_svc", "torch", "triton", "numba", "kernels", "worker_svc") == []
+    assert offending("scheduler_svc", "torch", "triton", "numba", "kernels", "worker_svc", "gateway_svc") == []
 
 
 def test_the_worker_service_does_not_know_the_scheduler() -> None:
-    assert offending("worker_svc", "scheduler_svc") == []
+    assert offending("worker_svc", "scheduler_svc", "gateway_svc") == []
+
+
+def test_the_gateway_knows_the_public_services_alone() -> None:
+    others = SERVICES - {"gateway_svc"}
+    assert offending("gateway_svc", *others, "protos.worker_pb2", "protos.frontend_pb2", "torch", "numpy") == []
 
 
 def test_services_take_only_the_shared_modules_from_octavo() -> None:
-    found = [each for service in SERVICES for each in imports_of(ROOT / service) if each.of("octavo")]
-    assert [str(each) for each in found if each.module != "octavo" and not each.of(*SHARED)] == []
+    for service in SERVICES:
+        allowed = OF_CLIENTS if service == "gateway_svc" else SHARED
+        found = [each for each in imports_of(ROOT / service) if each.of("octavo")]
+        assert [str(each) for each in found if each.module != "octavo" and not each.of(*allowed)] == []
 
 
 def test_shared_modules_import_no_service() -> None:
@@ -278,11 +288,21 @@ def test_protos_import_only_protobuf_and_grpc() -> None:
 
 
 def test_a_command_line_is_read_before_anything_slow_is_imported() -> None:
-    program = "import sys, scheduler_svc.config, worker_svc.config; print(*sys.modules)"
+    program = "import sys, scheduler_svc.config, worker_svc.config, gateway_svc.config; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     loaded = {name.partition(".")[0] for name in ended.stdout.split()}
     assert "scheduler_svc" in loaded
-    assert not loaded & {"torch", "numpy", "tokenizers", "grpc", "google", "structlog", "huggingface_hub", "asyncio"}
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "grpc",
+        "google",
+        "structlog",
+        "huggingface_hub",
+        "asyncio",
+        "starlette",
+    }
 
 
 def test_the_scheduler_loads_nothing_that_fetches_models() -> None:
@@ -292,7 +312,7 @@ def test_the_scheduler_loads_nothing_that_fetches_models() -> None:
     assert ended.stdout.strip() == "False", ended.stderr
 
 
-@pytest.mark.parametrize("package", ["scheduler_svc", "octavo"])
+@pytest.mark.parametrize("package", ["scheduler_svc", "gateway_svc", "octavo"])
 def test_everything_imports_where_torch_triton_and_numba_are_absent(package: str) -> None:
     program = f"""
 import importlib, pkgutil, sys

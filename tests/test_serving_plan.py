@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.serving_plan import PlanError, ServeConfig, plan
+from octavo.shared.ports import PortInUse, free_port
 from octavo.shared.supervisor import Child
 from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
@@ -58,3 +60,20 @@ def test_a_gpus_cache_takes_nothing_of_the_host(monkeypatch):
 )
 def test_each_of_several_workers_has_a_gpu_of_its_own_unless_one_is_named(num_workers, asked, expected):
     assert [value(worker, "device") for worker in workers_of(num_workers, device=asked)] == expected
+
+
+def test_a_gateway_stands_before_the_scheduler_where_a_port_for_http_is_asked_for():
+    scheduler = SchedulerConfig(host="127.0.0.1", port=free_port(), drain_timeout=7.0)
+    address, children = plan(ServeConfig(http_port=free_port()), scheduler, WorkerConfig())
+    (gateway,) = (each for each in children if each.is_front)
+    assert (value(gateway, "scheduler"), gateway.drain_s, gateway.essential) == (address, 7.0, False)
+    _, without = plan(ServeConfig(), SchedulerConfig(port=0), WorkerConfig())
+    assert not any(each.is_front for each in without)
+
+
+def test_a_port_for_http_that_is_taken_is_told_by_its_own_flag():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(PortInUse, match="--http-port chooses another"):
+            plan(ServeConfig(http_port=taken.getsockname()[1]), SchedulerConfig(port=0), WorkerConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -234,3 +235,32 @@ def test_how_threads_wait_is_chosen_only_where_nobody_has(monkeypatch: pytest.Mo
         with monkeypatch.context() as patched:
             patched.setenv(name, "7")
             assert serving_plan.waiting_threads() == {}
+
+
+async def test_a_front_that_keeps_dying_ends_all_and_its_living_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("octavo.shared.supervisor._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("octavo.shared.supervisor._MAX_RESTARTS", 1)
+    dying = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit('no more')"]
+    for front, worker, named in ((dying, SLEEP, "front"), (SLEEP, dying, "worker")):
+        children = [child("scheduler", SLEEP, True), child("worker", worker), child("front", front)]
+        children[2] = dataclasses.replace(children[2], is_front=True)
+        supervisor = Supervisor(children, ready_at_once)
+        assert await supervisor.run(lambda _: None) == 1
+        assert supervisor.reason == f"the {named} has ended with exit code 1: no more"
+
+
+async def test_a_front_is_ended_before_what_others_wait_for(tmp_path: Path) -> None:
+    log = tmp_path / "ends"
+    says = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(open({!r}, 'a').write({!r}) and 0))"
+    commands = {
+        name: [sys.executable, "-c", f"{says.format(str(log), name[0])}; time.sleep(600)"]
+        for name in ("worker", "front", "scheduler")
+    }
+    children = [child(name, command, name == "scheduler") for name, command in commands.items()]
+    children[1] = dataclasses.replace(children[1], is_front=True)
+    supervisor = Supervisor(children, ready_at_once)
+    send_after(1.5, signal.SIGTERM)
+    assert await supervisor.run(lambda _: None) == 0
+    assert sorted(log.read_text()[:2]) == ["f", "s"] and log.read_text()[2:] == "w"

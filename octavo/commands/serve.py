@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
 from octavo.serving_plan import ServeConfig, plan
 from octavo.shared.options import add_arguments as add_options
 from octavo.shared.options import add_position, from_namespace
+from octavo.shared.ports import free_port, reachable
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
@@ -34,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     from worker_svc.config import WorkerConfig
 
     serve = from_namespace(ServeConfig, arguments)
+    if serve.http_port == 0:
+        serve = dataclasses.replace(serve, http_port=free_port())
     scheduler = from_namespace(SchedulerConfig, arguments)
     worker = from_namespace(WorkerConfig, arguments)
     address, children = plan(serve, scheduler, worker)
@@ -47,9 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     log.configure(scheduler.log_level)
 
     def announce(seconds: float) -> None:
-        print(_how_to_call(address, worker.model, serve.workers, seconds), flush=True)
+        print(_how_to_call(address, worker.model, serve.workers, seconds, http), flush=True)
 
-    supervisor = Supervisor(children, lambda: _wait_until_serving(address))
+    http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
+    supervisor = Supervisor(children, lambda: _wait_until_serving(address, http))
     code = asyncio.run(supervisor.run(announce))
     if supervisor.reason:
         print(f"octavo serve: error: {supervisor.reason}", file=sys.stderr)
@@ -71,7 +76,7 @@ def fetch_models(worker: WorkerConfig) -> None:
                 available(name, load_format=load_format, download_dir=worker.download_dir or None)
 
 
-async def _wait_until_serving(address: str) -> None:
+async def _wait_until_serving(address: str, http: str | None) -> None:
     # Children are being started meanwhile; they need no part of this.
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -83,14 +88,30 @@ async def _wait_until_serving(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *quick]) as channel:
         async for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):
             if response.status == health_pb2.HealthCheckResponse.SERVING:
-                return
+                break
+    if http is not None:
+        await _wait_until_listening(http)
 
 
-def _how_to_call(address: str, model: str, num_workers: int, seconds: float) -> str:
+async def _wait_until_listening(address: str) -> None:
+    import asyncio
+
+    host, _, port = address.rpartition(":")
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+            return
+        await asyncio.sleep(0.05)
+
+
+def _how_to_call(address: str, model: str, num_workers: int, seconds: float, http: str | None = None) -> str:
     request = '{"prompt": "The sea is", "sampling_params": {"max_tokens": 32}}'
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    over_http = f"  OpenAI's API: http://{http}/v1\n" if http else ""
     return (
         f"Octavo is ready after {seconds:.1f} s: {model} at {address}, {workers}. Ctrl-C ends it.\n"
         f'  octavo chat "Why is the sky blue?" --address {address}\n'
+        f"{over_http}"
         f"  grpcurl -plaintext -d '{request}' {address} octavo.v1.Inference/Generate"
     )

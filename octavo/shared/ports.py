@@ -22,9 +22,12 @@ class PortInUse(BindError):
     """Another process listens on that port."""
 
 
-def check_port_is_free(host: str, port: int) -> None:
-    """Raises BindError where host:port cannot be listened on now; 0 stands for any port that is free."""
-    with _bound(host, port):
+def check_port_is_free(host: str, port: int, flag: str = "--port") -> None:
+    """Raises BindError where host:port cannot be listened on now; 0 stands for any port that is free.
+
+    `flag` is the option that chooses another one.
+    """
+    with _bound(host, port, flag):
         pass
 
 
@@ -37,7 +40,7 @@ def reserve_port(host: str, port: int) -> tuple[socket.socket, int]:
     return holder, holder.getsockname()[1]
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, flag: str = "--port") -> socket.socket:
     probe = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -49,7 +52,7 @@ def _bound(host: str, port: int) -> socket.socket:
         if probe is not None:
             probe.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(f"port {port} on {host} is in use by another process; --port chooses another") from None
+            raise PortInUse(f"port {port} on {host} is in use by another process; {flag} chooses another") from None
         raise BindError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 

@@ -25,7 +25,7 @@ from octavo.shared.child_process import Restarts, start_child
 log = structlog.get_logger()
 
 INTERRUPTED, BAD_USAGE = 130, 2
-_GRACE_S = {True: 2.5, False: 1.0}  # essential children, then the rest; below 5 s together
+_GRACE_S = {True: 2.5, False: 1.0}  # those that end first, then the rest; below 5 s together
 _LAST_WORDS_S, _READ_BYTES = 1.0, 1 << 16
 _MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
 _GOOD_LIFE_S = 60.0
@@ -37,6 +37,8 @@ class Child:
     """What to start. An `essential` child's end is the end of all, a good one if its exit code is 0; any other child is
     started again.
 
+    `is_front`: stands before the essential ones, and is ended when they are; without it there is nothing to serve, but
+    its end is no end of what others have begun.
     `drain_s`: how long it may take to end after SIGTERM, beyond what any child gets; SIGINT is to end it at once.
     """
 
@@ -45,6 +47,12 @@ class Child:
     environment: Mapping[str, str]
     essential: bool
     drain_s: float = 0.0
+    is_front: bool = False
+
+    @property
+    def ends_first(self) -> bool:
+        """Before those that do what it asks for."""
+        return self.essential or self.is_front
 
 
 @dataclass
@@ -150,18 +158,18 @@ class Supervisor:
     def _give_up(self, life: _Life, code: int) -> None:
         life.given_up = True
         log.error("not starting it again", child=life.child.name, restarts=life.restarts.count)
-        if all(other.given_up for other in self._lives if not other.child.essential):
+        if life.child.is_front or all(other.given_up for other in self._lives if not other.child.ends_first):
             self._end_with(1, _why(life, code))
 
     async def _stop_all(self, is_urgent: bool) -> None:
-        """The essential children, then the rest, each with its grace; SIGKILL to those that remain."""
-        for essential in (True, False):
-            group = [life for life in self._lives if life.child.essential is essential and _is_alive(life)]
+        """Those that end first, then the rest, each group with its grace; SIGKILL to those that remain."""
+        for ends_first in (True, False):
+            group = [life for life in self._lives if life.child.ends_first is ends_first and _is_alive(life)]
             for life in group:
                 _send(life, signal.SIGINT if is_urgent else signal.SIGTERM)
             drain_s = 0.0 if is_urgent else max((life.child.drain_s for life in group), default=0.0)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S[essential] + drain_s):
+                async with asyncio.timeout(_GRACE_S[ends_first] + drain_s):
                     for life in group:
                         await life.ended.wait()
             for life in group:

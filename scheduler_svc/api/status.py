@@ -10,6 +10,7 @@ from typing import NoReturn
 import grpc
 import structlog
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from octavo.shared import log as logging
@@ -43,6 +44,8 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
 }
 MAX_TEXT_BYTES = 500
 MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
+DOMAIN = "octavo.v1"
+TOO_LONG = "PROMPT_TOO_LONG"  # with a shorter one the same request would be taken
 DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
 
 
@@ -104,6 +107,8 @@ def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> byte
             for violation in error.violations[:MAX_VIOLATIONS]
         ]
         status.details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
+        if error.is_too_long:
+            status.details.append(_packed(error_details_pb2.ErrorInfo(reason=TOO_LONG, domain=DOMAIN)))
     elif isinstance(error, QueueFull):
         delay = duration_pb2.Duration(nanos=0)
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
@@ -112,7 +117,7 @@ def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> byte
     return details
 
 
-def _packed(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+def _packed(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -76,16 +76,18 @@ def decode_prepared(data: bytes) -> PreparedText:
 
 
 def encode_refusal(error: RequestRefused) -> bytes:
-    """As JSON: kind, message, and the violations of fields."""
+    """As JSON: kind, message, the violations of fields, and whether the request is too long."""
     violations = [(each.field, each.description) for each in getattr(error, "violations", ())]
-    return json.dumps([type(error).__name__, str(error), violations]).encode()
+    return json.dumps([type(error).__name__, str(error), violations, getattr(error, "is_too_long", False)]).encode()
 
 
 def decode_refusal(data: bytes) -> RequestRefused:
     """Inverse of `encode_refusal`, of a kind that is known here."""
-    name, message, violations = json.loads(data)
+    name, message, violations, is_too_long = json.loads(data)
     kind = _REFUSALS[name]
-    return InvalidRequest(*(FieldViolation(*each) for each in violations)) if kind is InvalidRequest else kind(message)
+    if kind is not InvalidRequest:
+        return kind(message)
+    return InvalidRequest(*(FieldViolation(*each) for each in violations), is_too_long=is_too_long)
 
 
 def _encode_ids(token_ids: Sequence[int]) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,9 @@ def text_of(token_ids: list[int]) -> str:
 
 def expected_tokens(seed: int, index: int, count: int) -> list[int]:
     return [token_at(seed, index, position) for position in range(count)]
+
+
+Answer = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
 
 class FakeControl(pb_grpc.ControlServicer):
@@ -52,6 +55,7 @@ class FakeInference(pb_grpc.InferenceServicer):
         self.losses: list[tuple[int, grpc.StatusCode]] = []
         self.refusal: tuple[grpc.StatusCode, str, tuple[Any, ...]] | None = None
         self.script: list[pb.GenerateResponse] = []  # when given, the whole answer
+        self.answer: Answer | None = None  # likewise, as a function
         self.can_resume = True
         self.max_model_len = 2048
         self.token_delay_s = 0.0
@@ -67,8 +71,8 @@ class FakeInference(pb_grpc.InferenceServicer):
             context.abort(code, message)
         if request.resume and not self.can_resume:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "resume is not built yet")
-        if self.script:
-            yield from self.script
+        if self.script or self.answer:
+            yield from self.answer(request, context) if self.answer else self.script
             return
         lost_after, lost_with = self.losses.pop(0) if self.losses else (-1, None)
         sampling = request.sampling_params
@@ -109,6 +113,15 @@ class FakeInference(pb_grpc.InferenceServicer):
 
     def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfo:
         return pb.ModelInfo(model="fake", vocab_size=1000, max_model_len=self.max_model_len, has_chat_template=True)
+
+    def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
+        models = [("fake", "aaaa", False), ("fake", "bbbb", True), ("owner/name", "cccc", True)]
+        return pb.ListModelsResponse(
+            models=[
+                pb.ModelState(name=name, fingerprint=fingerprint, is_current=is_current, max_model_len=2048)
+                for name, fingerprint, is_current in models
+            ]
+        )
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
         text = request.prompt or "".join(message.content for message in request.messages.messages)

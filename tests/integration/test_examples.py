@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ NEEDS_A_SERVER = {
     "async_client.py": ["'The sea is' -> ", "'Once upon a time' -> ", "'A tide is' -> "],
     "resume.py": ["before the break", "together they are the undisturbed text"],
 }
+NEEDS_HTTP = {"openai_client.py": ["[32 tokens]", ": -"]}
 NEEDS_A_MODEL = {
     "offline_batch.py": ["'The sea is' -> ", "'A tide is' -> "],
     "engine_loop.py": ["step 1", "steps for 4 requests"],
@@ -35,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Served]:
-    with serving("--model", str(model)) as served:
+    with serving("--model", str(model), "--http-port", "0") as served:
         served.wait_until_ready()
         yield served
 
@@ -49,12 +51,24 @@ def run(*command: str | Path, **variables: str) -> str:
 
 
 def test_every_example_has_a_test() -> None:
-    assert {file.name for file in EXAMPLES.iterdir() if file.is_file()} == {*NEEDS_A_SERVER, *NEEDS_A_MODEL, *SCRIPTS}
+    assert {file.name for file in EXAMPLES.iterdir() if file.is_file()} == {
+        *NEEDS_A_SERVER,
+        *NEEDS_HTTP,
+        *NEEDS_A_MODEL,
+        *SCRIPTS,
+    }
 
 
 @pytest.mark.parametrize(("name", "shown"), NEEDS_A_SERVER.items())
 def test_clients(name: str, shown: list[str], server: Served) -> None:
     printed = run(sys.executable, EXAMPLES / name, server.address)
+    assert [each for each in shown if each not in printed] == [], printed
+
+
+@pytest.mark.parametrize(("name", "shown"), NEEDS_HTTP.items())
+def test_clients_over_http(name: str, shown: list[str], server: Served) -> None:
+    (base_url,) = re.findall(r"http://\S+/v1", server.said)
+    printed = run(sys.executable, EXAMPLES / name, base_url)
     assert [each for each in shown if each not in printed] == [], printed
 
 

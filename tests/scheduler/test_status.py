@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from octavo.errors import RequestFailed
 from scheduler_svc.api.status import refusals
-from scheduler_svc.errors import NotReady
+from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady
+from scheduler_svc.requests.frames import decode_refusal, encode_refusal
 
 
 class _Gone:
@@ -33,3 +36,24 @@ async def test_a_client_that_is_gone_is_no_fault_of_ours(error: Exception) -> No
     assert len(context.codes) == 1
     errors = [line for line in logs if line["log_level"] == "error"]
     assert len(errors) == isinstance(error, ZeroDivisionError)
+
+
+class _Told:
+    """The context of a call whose client hears."""
+
+    failure: RequestFailed
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
+        trailing = grpc.aio.Metadata(*trailing_metadata)
+        self.failure = RequestFailed.from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
+        raise grpc.aio.AbortError
+
+
+@pytest.mark.parametrize(("is_too_long", "reason"), [(True, "PROMPT_TOO_LONG"), (False, "")])
+async def test_a_prompt_that_is_too_long_says_so_to_programs(is_too_long: bool, reason: str) -> None:
+    refusal = InvalidRequest(FieldViolation("prompt", "9 tokens are too many"), is_too_long=is_too_long)
+    context: Any = _Told()
+    with pytest.raises(grpc.aio.AbortError):
+        async with refusals(context):
+            raise decode_refusal(encode_refusal(refusal))  # as it comes from a text process
+    assert context.failure.reason == reason and context.failure.violations[0].field == "prompt"

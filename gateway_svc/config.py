@@ -1,0 +1,77 @@
+"""Options of the HTTP service, one frozen dataclass: flags, variables and file keys follow from its fields."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from octavo.shared.log import LEVELS
+from octavo.shared.options import COMMON, LOGGING, check_port, is_host, option
+
+REQUESTS, CONNECTIONS = "requests", "connections"  # groups of options
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Raises ValueError for options that cannot be."""
+
+    host: str = option("127.0.0.1", "address to listen on", group=COMMON)
+    port: int = option(DEFAULT_PORT, "port to listen on; 0 takes a free one", group=COMMON)
+    scheduler: str = option(
+        "127.0.0.1:50051",
+        "HOST:PORT of a scheduler; several with commas between them: the next one is asked when one is gone",
+        group=COMMON,
+        metavar="ADDRESS",
+    )
+    processes: int = option(1, "processes that share the port", group=COMMON)
+
+    max_body_bytes: int = option(1_048_576, "size of one request; larger ones are refused with 413", group=REQUESTS)
+    retry_window: float = option(
+        120.0, "seconds that a request waits for a scheduler, before it begins and after each loss", group=REQUESTS
+    )
+    pass_header: tuple[str, ...] = option(
+        ("authorization", "traceparent"),
+        "an HTTP header that goes on as metadata, such as the field of --tenant-metadata; repeatable, in place of the "
+        "default: authorization, traceparent",
+        group=REQUESTS,
+        metavar="NAME",
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "a web page's origin that may call from a browser, * for all; repeatable", group=REQUESTS, metavar="ORIGIN"
+    )
+    drain_timeout: float = option(20.0, "seconds that requests get to finish after SIGTERM", group=REQUESTS)
+
+    max_connections: int = option(
+        4096, "connections at once; beyond them idle ones are closed, or else the new one", group=CONNECTIONS
+    )
+    keep_alive: float = option(60.0, "seconds that a connection may be idle between requests", group=CONNECTIONS)
+    read_timeout: float = option(30.0, "seconds in which a request has to be here, its body too", group=CONNECTIONS)
+    write_timeout: float = option(
+        120.0, "seconds after which a client that reads nothing of its answer is cut off", group=CONNECTIONS
+    )
+
+    log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
+    shares_port: bool = option(False, "one of several processes", hidden=True)
+
+    def __post_init__(self) -> None:
+        check_port("port", self.port)
+        for address in self.scheduler.split(","):
+            host, _, port = address.strip().removeprefix("dns:///").rpartition(":")
+            is_tcp = is_host(host.strip("[]")) and port.isdecimal() and 0 < int(port) <= 65535
+            if not (is_tcp or address.strip().startswith("unix:")):
+                raise ValueError(f"scheduler is {address.strip()!r}; HOST:PORT is accepted")
+        for name in ("processes", "max_body_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
+        for name in ("retry_window", "drain_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 0 is accepted")
+        for name in ("keep_alive", "read_timeout", "write_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, more than 0 is accepted")
+        for name in self.pass_header:
+            if not re.fullmatch(r"[a-z0-9_.-]+", name) or name.startswith("grpc-") or name.endswith("-bin"):
+                raise ValueError(
+                    f"pass_header is {name!r}; lower-case letters, digits, _ . and - are accepted, no grpc-, -bin"
+                )

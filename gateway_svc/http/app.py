@@ -1,0 +1,78 @@
+"""All paths, and errors for what has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from gateway_svc import errors
+from gateway_svc.answers.answer import Answer
+from gateway_svc.answers.chat import ChatAnswer
+from gateway_svc.answers.completions import CompletionAnswer
+from gateway_svc.answers.responses import ResponseAnswer
+from gateway_svc.errors import HttpError
+from gateway_svc.http import asking
+from gateway_svc.http.asking import AskingEndpoint
+from gateway_svc.http.generating import Generating, Service
+from gateway_svc.requests.asked import Asked
+from gateway_svc.requests.chat import read_chat
+from gateway_svc.requests.completions import read_completion
+from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.responses import read_response
+
+_GENERATING: dict[str, tuple[Callable[[Fields], Asked], Callable[[Asked], Answer]]] = {
+    "/v1/chat/completions": (read_chat, ChatAnswer),
+    "/v1/completions": (read_completion, CompletionAnswer),
+    "/v1/responses": (read_response, ResponseAnswer),
+}
+_ASKING = {
+    "/v1/models": ("GET", asking.list_models),
+    "/v1/models/{model:path}": ("GET", asking.get_model),
+    "/tokenize": ("POST", asking.tokenize),
+    "/detokenize": ("POST", asking.detokenize),
+    "/version": ("GET", asking.version),
+}
+
+
+def new_app(service: Service, allow_origin: Sequence[str] = ()) -> Starlette:
+    """`allow_origin`: origins of web pages that may call; none by default."""
+    routes: list[BaseRoute] = [
+        Route(path, Generating(path, service, read, answer), methods=["POST"])
+        for path, (read, answer) in _GENERATING.items()
+    ]
+    routes += [
+        Route(path, AskingEndpoint(path, service, ask), methods=[method]) for path, (method, ask) in _ASKING.items()
+    ]
+    routes += [Route("/health", asking.health(service)), Route("/metrics", asking.metrics(service))]
+    middleware = []
+    if allow_origin:
+        allowed = ["authorization", "content-type", "x-request-id"]
+        middleware = [
+            Middleware(CORSMiddleware, allow_origins=allow_origin, allow_methods=["GET", "POST"], allow_headers=allowed)
+        ]
+    handlers = {HTTPException: _not_found, Exception: _failed}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """No such path, or no such method there."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        found = HttpError(405, f"{what}: accepted there: {allowed}", code="method_not_allowed")
+    else:
+        found = HttpError(404, f"{what}: there is nothing here", type=errors.NOT_FOUND, code="unknown_url")
+    return JSONResponse(found.body(), found.status, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A fault of our own; the log has it."""
+    return JSONResponse(HttpError(500, "the gateway failed over this request", type=errors.SERVER).body(), 500)

@@ -1,0 +1,142 @@
+"""Connections with bounds that uvicorn does not set: their number, how long a request may come, how long none is read.
+
+A connection that is idle makes room for one that is not. A request has to be here within a time, from its first byte
+(or the connection's begin) to the end of its body. A client that reads nothing of its answer for long is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import structlog
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+log = structlog.get_logger()
+
+MAX_HEAD_BYTES = 65_536
+
+
+class Bounds:
+    """Of all connections of a process; options of the command."""
+
+    def __init__(self, max_connections: int, read_timeout_s: float, write_timeout_s: float) -> None:
+        self.max_connections = max_connections
+        self.read_timeout_s, self.write_timeout_s = read_timeout_s, write_timeout_s
+
+
+def bounded(bounds: Bounds) -> type[HttpToolsProtocol]:
+    """The class of connections that keep to them."""
+
+    class Bounded(BoundedProtocol):
+        pass
+
+    Bounded.bounds = bounds
+    return Bounded
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    bounds: Bounds
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None  # of the request that is being read
+        self._stall: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        self._in_head = True
+        self._running: Any = None  # the cycle that is being answered; `cycle` is the last one that was read
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being answered."""
+        return self._running is None or self._running.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
+        """Makes room for it, or does without."""
+        super().connection_made(transport)
+        if len(self.connections) > self.bounds.max_connections and not self._make_room():
+            transport.abort()
+            return
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what is being answered, also where more requests stand behind it."""
+        self._cancel_timers()
+        if (running := self._running) is not None and running is not self.cycle and not running.response_complete:
+            running.disconnected = True  # requests behind it came over the same connection
+            running.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Refuses a head that does not end."""
+        if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response("The head of the request is too large.")
+        if not self.transport.is_closing():
+            self._num_head_bytes += len(data)
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head, self._num_head_bytes = True, 0
+        if self._deadline is None:
+            self._expect_request()
+
+    def on_headers_complete(self) -> None:
+        """Its head is here."""
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """All of it is here."""
+        self._in_head, self._num_head_bytes = True, 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self.bounds.write_timeout_s, self._stalled)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _expect_request(self) -> None:
+        self._deadline = self.loop.call_later(self.bounds.read_timeout_s, self._too_late)
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        self.transport.abort()
+
+    def _stalled(self) -> None:
+        log.info("a client reads nothing of its answer and is cut off", after_s=self.bounds.write_timeout_s)
+        self._stall = None
+        self.transport.abort()
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
+        self._deadline = self._stall = None
+
+    def _make_room(self) -> bool:
+        """Closes a connection on which nothing is asked, if there is one."""
+        for other in self.connections:
+            if other is not self and isinstance(other, BoundedProtocol) and other.is_idle:
+                other.transport.abort()
+                return True
+        return False

@@ -1,0 +1,71 @@
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from gateway_svc.errors import InvalidField
+from gateway_svc.requests.asked import Asked, new_id
+from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.other_fields import read_other
+from gateway_svc.requests.prompts import put_prompt, read_prompts
+from gateway_svc.requests.sampling import put, read_outputs, read_request, read_sampling
+from gateway_svc.requests.shown_tokens import read_prompt_logprobs, read_token_forms
+from gateway_svc.requests.stream_options import read_streaming
+from protos import inference_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def read_completion(fields: Fields) -> Asked:
+    """Raises InvalidField."""
+    id = new_id("cmpl", fields.text("request_id"))
+    names = {"prompt_token_ids": "prompt"}
+    streaming = read_streaming(fields)
+    params = read_sampling(fields, names)
+    num_outputs = read_outputs(params, fields, streams=streaming.streams)
+    prompts = read_prompts(fields)
+    head = pb.GenerateRequest(stream=streaming.streams)
+    read_request(head, fields)
+    put(head, "add_special_tokens", fields.switch("add_special_tokens"), fields)
+    asked = Asked(
+        id=id,
+        requests=[],
+        num_outputs=num_outputs,
+        streams=streaming.streams,
+        includes_usage=streaming.includes_usage,
+        echoes=bool(fields.switch("echo")),
+        names=names,
+    )
+    _read_max_tokens(asked, params, fields)
+    _read_logprobs(asked, params, head, fields)
+    read_prompt_logprobs(asked, params, fields)
+    head.sampling_params.CopyFrom(params)
+    for index, prompt in enumerate(prompts):
+        request = pb.GenerateRequest()
+        request.CopyFrom(head)
+        request.request_id = id if len(prompts) == 1 else f"{id}-{index}"
+        put_prompt(request, prompt, fields.param("prompt"))
+        asked.requests.append(request)
+    read_token_forms(asked, fields)
+    read_other(fields)
+    fields.finish()
+    return asked
+
+
+def _read_max_tokens(asked: Asked, params: pb.SamplingParams, fields: Fields) -> None:
+    """0 scores a prompt: one token has to be generated, and is not shown."""
+    max_tokens = fields.integer("max_tokens")
+    if max_tokens == 0:
+        if not asked.echoes:
+            raise InvalidField(fields.param("max_tokens"), "got 0; accepted: at least 1, or 0 with echo")
+        asked.shows_output, max_tokens = False, 1
+    put(params, "max_tokens", DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens, fields)
+
+
+def _read_logprobs(asked: Asked, params: pb.SamplingParams, head: pb.GenerateRequest, fields: Fields) -> None:
+    """Those of an echoed prompt come with those of the output."""
+    asked.num_top = fields.integer("logprobs")
+    put(params, "logprobs", asked.num_top, fields)
+    if asked.echoes and asked.num_top is not None:
+        put(params, "prompt_logprobs", asked.num_top, fields, "logprobs")
+        asked.names["prompt_logprobs"] = "logprobs"
+        head.return_prompt_token_ids = True

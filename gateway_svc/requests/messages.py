@@ -1,0 +1,88 @@
+"""Conversations: `messages` of a chat, and `input` of a response, as the messages that a template renders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway_svc.errors import InvalidField, UnsupportedField
+from gateway_svc.requests.fields import Fields, shown
+from protos import inference_pb2 as pb
+
+_TOOLS = "this server has no tools"
+# What a client sends back of an answer that it got: nothing in them.
+_OF_TOOLS = dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOLS)
+_OF_MEDIA = {"audio": "text is accepted, no other media"}
+_EMPTY = ("refusal", "annotations", "name", "reasoning", "reasoning_content", "phase")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_ROLES = {"developer": "system"}  # the newer word, which few templates know
+
+
+def read_messages(fields: Fields, name: str) -> list[pb.ChatMessage]:
+    """Raises InvalidField for anything but text."""
+    messages = fields.objects(name)
+    if not messages:
+        raise InvalidField(fields.param(name), "got none; accepted: at least 1 message")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Fields) -> pb.ChatMessage:
+    role = message.text("role")
+    if not role:
+        raise InvalidField(message.param("role"), "got none; accepted: system, user, assistant, ...")
+    message.refuse(_OF_TOOLS | _OF_MEDIA)
+    content = _content(message)
+    message.leave(*_EMPTY)
+    message.finish()
+    return new_message(_ROLES.get(role, role), content, message.param("content"))
+
+
+def new_message(role: str, content: str, param: str) -> pb.ChatMessage:
+    """Raises InvalidField for text that is none."""
+    try:
+        return pb.ChatMessage(role=role, content=content)
+    except ValueError:
+        raise InvalidField(param, "holds half of a character (a lone surrogate)") from None
+
+
+def _content(message: Fields) -> str:
+    """Text, or parts of it, which are lines."""
+    content, param = message.take("content"), message.param("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidField(
+            param, f"got {'none' if content is None else shown(content)}; accepted: text, or parts of text"
+        )
+    return "\n".join(_part(part, f"{param}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, param: str) -> str:
+    fields = Fields(part, param)
+    kind = fields.text("type")
+    if kind not in _TEXT_PARTS:
+        what = f"got {shown(kind) if kind else 'none'}; text is accepted, no other media"
+        raise UnsupportedField(fields.param("type"), what)
+    text = fields.text("text")
+    if text is None:
+        raise InvalidField(fields.param("text"), "got none; accepted: text")
+    fields.leave("annotations", "logprobs")
+    fields.finish()
+    return text
+
+
+def read_input(fields: Fields) -> list[pb.ChatMessage]:
+    """`input` of a response: a text, which a user says, or items, of which messages are taken."""
+    given, param = fields.take("input"), fields.param("input")
+    if isinstance(given, str):
+        return [new_message("user", given, param)]
+    if not isinstance(given, list) or not given:
+        raise InvalidField(param, f"got {'none' if given is None else shown(given)}; accepted: a text, or messages")
+    return [_item(Fields(item, f"{param}[{index}]")) for index, item in enumerate(given)]
+
+
+def _item(item: Fields) -> pb.ChatMessage:
+    kind = item.text("type")
+    if kind not in (None, "message"):
+        raise UnsupportedField(item.param("type"), f"got {shown(kind)}; accepted: message")
+    item.leave("id", "status")
+    return _message(item)

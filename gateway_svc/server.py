@@ -1,0 +1,138 @@
+"""The HTTP service as a process, or as several that share a port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import structlog
+import uvicorn
+
+from gateway_svc.config import GatewayConfig
+from gateway_svc.http.app import new_app
+from gateway_svc.http.bounded_protocol import Bounds, bounded
+from gateway_svc.http.generating import Service
+from gateway_svc.http.metrics import SHARED_FOLDER, GatewayMetrics
+from gateway_svc.upstream.schedulers import Schedulers
+from octavo.retrying import RetryPolicy
+from octavo.shared import log as logging
+from octavo.shared.connections import allow_open_files
+from octavo.shared.options import environment_without_options, to_arguments
+from octavo.shared.ports import BindError, check_port_is_free, reserve_port
+from octavo.shared.supervisor import Child, Supervisor
+
+log = structlog.get_logger()
+
+_BACKLOG = 2048
+
+
+def main(config: GatewayConfig) -> int:
+    """Serves until SIGINT or SIGTERM; returns the exit code. Raises BindError."""
+    logging.configure(config.log_level)
+    if config.processes > 1:
+        return _run_several(config)
+    listener = listen(config)
+    asyncio.run(serve(config, listener))
+    return 0
+
+
+async def serve(config: GatewayConfig, listener: socket.socket) -> None:
+    """Runs the service in the current event loop until it is told to stop."""
+    allow_open_files(config.max_connections)
+    schedulers = Schedulers(config.scheduler, RetryPolicy(window_s=config.retry_window), config.pass_header)
+    server = new_server(config, Service(schedulers, GatewayMetrics(), config.max_body_bytes))
+    log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await schedulers.close()
+    log.info("gateway has ended")
+
+
+def new_server(config: GatewayConfig, service: Service) -> uvicorn.Server:
+    """What listens; it ends when its `should_exit` is set, or at a signal."""
+    bounds = Bounds(config.max_connections, config.read_timeout, config.write_timeout)
+    return _Server(
+        uvicorn.Config(
+            new_app(service, config.allow_origin),
+            http=bounded(bounds),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=math.ceil(config.keep_alive),
+            timeout_graceful_shutdown=math.ceil(config.drain_timeout),
+            backlog=_BACKLOG,
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """Ends in order at SIGTERM, at once at SIGINT or the second; uvicorn's own would then end this process by it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is threading.main_thread():  # elsewhere they cannot be heard
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, self._told_to_end, number)
+        yield
+
+    def _told_to_end(self, number: int) -> None:
+        self.force_exit = self.should_exit or number == signal.SIGINT
+        self.should_exit = True
+
+
+def listen(config: GatewayConfig) -> socket.socket:
+    """The socket of the service. Raises BindError."""
+    if not config.shares_port:
+        check_port_is_free(config.host, config.port)
+    family, kind, protocol, _, where = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(where)
+    except OSError as error:
+        listener.close()
+        raise BindError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _run_several(config: GatewayConfig) -> int:
+    """Children on one port, which this process keeps from others. One that ends is started again."""
+    holder, port = reserve_port(config.host, config.port)
+    folder = tempfile.mkdtemp(prefix="octavo-gateway-")
+    own = replace(config, processes=1, port=port, shares_port=True)
+    command = [sys.executable, "-m", "octavo", "gateway", *to_arguments(own)]
+    environment = environment_without_options() | {SHARED_FOLDER: folder}
+    children = [
+        Child(f"gateway {number}", command, environment, essential=False, drain_s=config.drain_timeout)
+        for number in range(config.processes)
+    ]
+    supervisor = Supervisor(children, _nothing)
+    try:
+        code = asyncio.run(supervisor.run(lambda seconds: None))
+    finally:
+        holder.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    if supervisor.reason:
+        print(f"octavo gateway: error: {supervisor.reason}", file=sys.stderr)
+    return code
+
+
+async def _nothing() -> None:
+    """Each is ready by itself."""

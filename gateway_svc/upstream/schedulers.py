@@ -1,0 +1,89 @@
+"""The schedulers that answer: connections for any number of streams, and what is passed on of a call.
+
+A scheduler that goes away is a pause: `octavo.client` holds what has come and goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from octavo.client import AsyncClient, Metadata
+from octavo.retrying import RetryPolicy
+from protos import inference_pb2 as pb
+
+STREAMS_PER_CONNECTION = 512  # schedulers take 1,024 by default, and let more wait
+
+
+class Schedulers:
+    """For one event loop.
+
+    Args:
+        addresses: as `AsyncClient` takes them.
+        pass_headers: names of HTTP headers, in lower case, that go on as metadata.
+    """
+
+    def __init__(self, addresses: str, retry: RetryPolicy, pass_headers: Iterable[str] = ()) -> None:
+        self._addresses, self._retry = addresses, retry
+        self._passed = frozenset(name.encode("ascii") for name in pass_headers)
+        self._clients: list[AsyncClient] = []
+        self._num_streams: list[int] = []  # by client
+
+    def metadata(self, headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
+        """Of a call with these headers, as ASGI has them. What is no text of ASCII stays behind: gRPC takes none."""
+        return [
+            (name.decode("ascii"), value.decode("ascii"))
+            for name, value in headers
+            if name in self._passed and value.isascii() and value
+        ]
+
+    @asynccontextmanager
+    async def generate(
+        self, request: pb.GenerateRequest, metadata: Metadata
+    ) -> AsyncGenerator[AsyncGenerator[pb.GenerateResponse, None], None]:
+        """The messages of `octavo.AsyncClient.stream`; leaving it ends the request."""
+        place = self._place()
+        self._num_streams[place] += 1
+        try:
+            async with aclosing(self._clients[place].stream(request, metadata=metadata)) as messages:
+                yield messages
+        finally:
+            self._num_streams[place] -= 1
+
+    async def list_models(self, metadata: Metadata) -> pb.ListModelsResponse:
+        """Raises RequestFailed, like the next two."""
+        answer: pb.ListModelsResponse = await self._call("ListModels", pb.ListModelsRequest(), metadata)
+        return answer
+
+    async def tokenize(self, request: pb.TokenizeRequest, metadata: Metadata) -> pb.TokenizeResponse:
+        """The ids, and the text of each."""
+        answer: pb.TokenizeResponse = await self._call("Tokenize", request, metadata)
+        return answer
+
+    async def detokenize(self, request: pb.DetokenizeRequest, metadata: Metadata) -> pb.DetokenizeResponse:
+        """The text."""
+        answer: pb.DetokenizeResponse = await self._call("Detokenize", request, metadata)
+        return answer
+
+    async def are_ready(self) -> bool:
+        """Whether one of them serves, by its own account."""
+        return await self._clients[self._place()].is_ready()
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for client in self._clients:
+            await client.close()
+
+    async def _call(self, method: str, request: Any, metadata: Metadata) -> Any:
+        client = self._clients[self._place()]
+        return await client.call(lambda at: getattr(at.inference, method), request, metadata=metadata)
+
+    def _place(self) -> int:
+        """The first connection with room, or one more."""
+        for place, count in enumerate(self._num_streams):
+            if count < STREAMS_PER_CONNECTION:
+                return place
+        self._clients.append(AsyncClient(self._addresses, retry=self._retry, own_connection=True))
+        self._num_streams.append(0)
+        return len(self._clients) - 1

@@ -1,0 +1,76 @@
+"""A gateway in a thread of the test, before whatever scheduler it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from openai import OpenAI
+
+from gateway_svc.config import GatewayConfig
+from gateway_svc.http.generating import Service
+from gateway_svc.http.metrics import GatewayMetrics
+from gateway_svc.server import listen, new_server
+from gateway_svc.upstream.schedulers import Schedulers
+from octavo.retrying import RetryPolicy
+
+
+class Gateway:
+    """Where it is, and ways to ask it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def client(self, **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "sk-of-a-test", "max_retries": 0, **options})
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
+        """Status, headers by their names in lower case, and body of one request; bytes are sent as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        with contextlib.closing(connection):
+            connection.request(method, path, content, {"content-type": "application/json", **given})
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, found, response.read().decode()
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and JSON."""
+        status, _, text = self.ask("POST", path, body, **headers)
+        return status, json.loads(text)
+
+
+@contextlib.contextmanager
+def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) -> Iterator[Gateway]:
+    """One that serves from here on, with options of `octavo gateway`."""
+    config = GatewayConfig(port=0, scheduler=scheduler, drain_timeout=1.0, **options)
+    listener = listen(config)
+    loop = asyncio.new_event_loop()
+    schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
+    server = new_server(config, Service(schedulers, GatewayMetrics(), config.max_body_bytes))
+
+    async def serve() -> None:
+        await server.serve(sockets=[listener])
+        await schedulers.close()
+
+    port = listener.getsockname()[1]
+    listener.listen()  # so that nobody has to wait until the thread does it
+    thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=lambda: loop).run(serve()), daemon=True)
+    thread.start()
+    try:
+        yield Gateway(port)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,464 @@
+"""A gateway before a scheduler of known answers, by OpenAI's client and by hand: refusals, losses, clients that go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from openai import AsyncOpenAI
+from openai.types import Completion
+
+from octavo.retrying import RetryPolicy
+from protos import inference_pb2 as pb
+from tests.gateway.running import Gateway, gateway
+from tests.gateway.shapes import events, strictly
+from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+GREEDY: dict[str, Any] = {"prompt": "hello", "seed": 3, "max_tokens": 6}
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared(server: FakeServer) -> Iterator[Gateway]:
+    with gateway(server.address) as running:
+        yield running
+
+
+@pytest.fixture
+def fake(server: FakeServer) -> Any:
+    server.inference.__init__()  # type: ignore[misc]  # as new
+    return server.inference
+
+
+def wait_for(what: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def text(seed: int = 3, index: int = 0, count: int = 6) -> str:
+    return text_of(expected_tokens(seed, index, count))
+
+
+def details(*messages: Any) -> tuple[tuple[str, bytes], ...]:
+    packed = []
+    for message in messages:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(message)
+    return (("grpc-status-details-bin", status_pb2.Status(details=packed).SerializeToString()),)
+
+
+# ---- what a client gets ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion(fake: Any, shared: Gateway, stream: bool) -> None:
+    with shared.client() as client:
+        answer: Any = client.completions.create(model="fake", **GREEDY, stream=stream)
+        parts = list(answer) if stream else [answer]
+    assert "".join(part.choices[0].text for part in parts) == text()
+    assert parts[-1].choices[0].finish_reason == "length"
+    assert fake.requests[0].stream is stream, "what comes whole is made in one piece where the tokens are"
+    assert fake.metadata[0]["authorization"] == "Bearer sk-of-a-test"
+
+
+def test_several_prompts_and_outputs_in_one_stream(fake: Any, shared: Gateway) -> None:
+    given = {**GREEDY, "prompt": ["a", "b", "c"]}
+    with shared.client() as client:
+        found = [""] * 6
+        for part in client.completions.create(model="fake", n=2, stream=True, **given):
+            for choice in part.choices:
+                found[choice.index] += choice.text
+    assert found == [text(index=0), text(index=1)] * 3
+    assert [request.prompt for request in sorted(fake.requests, key=lambda each: each.request_id)] == ["a", "b", "c"]
+
+
+def test_a_chat_and_a_response_stream(fake: Any, shared: Gateway) -> None:
+    fake.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), model="fake"),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(text="a\u2028b \U0001f600")]),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(text="c", finish_reason=pb.FINISH_REASON_STOP)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=2)),
+    ]
+    with shared.client() as client:
+        usage: Any = {"include_usage": True}
+        chunks = list(client.chat.completions.create(model="fake", messages=HELLO, stream=True, stream_options=usage))
+        with client.responses.stream(model="fake", input="hello") as stream:
+            final = [event for event in stream][-1].type, stream.get_final_response().output_text
+    assert "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices) == "a\u2028b \U0001f600c"
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 2
+    assert final == ("response.completed", "a\u2028b \U0001f600c")
+
+
+def test_models_by_name_with_and_without_slashes(fake: Any, shared: Gateway) -> None:
+    with shared.client() as client:
+        assert [(model.id, model.owned_by) for model in client.models.list()] == [
+            ("fake", "octavo"),
+            ("owner/name", "octavo"),
+        ]
+        assert client.models.retrieve("owner/name").id == "owner/name"
+        extra = client.models.retrieve("fake").model_extra
+        assert extra and extra["fingerprint"] == "bbbb", "what a request would get"
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.models.retrieve("no/such")
+    assert refused.value.code == "model_not_found"
+
+
+def test_tokens(fake: Any, shared: Gateway) -> None:
+    status, found = shared.post("/tokenize", {"prompt": "ab"})
+    assert (status, found["tokens"], found["count"], found["token_strs"]) == (200, [97, 98], 2, None)
+    assert shared.post("/detokenize", {"tokens": [97, 98]}) == (200, {"prompt": "ab"})
+
+
+def test_an_echo_of_token_ids_is_their_text(fake: Any, shared: Gateway) -> None:
+    for stream in (False, True):
+        asked = {**GREEDY, "prompt": [104, 105], "echo": True, "stream": stream}
+        _, _, answer = shared.ask("POST", COMPLETIONS, asked)
+        found = events(answer)[:-1] if stream else [json.loads(answer)]
+        assert "".join(each["choices"][0]["text"] for each in found) == "hi" + text()
+
+
+def test_health_follows_the_scheduler(server: FakeServer, shared: Gateway) -> None:
+    assert shared.ask("GET", "/health")[0] == 200
+    server.set_ready(False)
+    assert shared.ask("GET", "/health")[0] == 503
+    server.set_ready(True)
+
+
+def test_metrics_count_what_was_answered(fake: Any, server: FakeServer) -> None:
+    with gateway(server.address) as alone:
+        alone.post(COMPLETIONS, GREEDY)
+        alone.post(COMPLETIONS, {"prompt": 5})
+        _, headers, told = alone.ask("GET", "/metrics")
+    assert headers["content-type"].startswith("text/plain")
+    for line in (
+        'octavo:http_requests_total{path="/v1/completions",status="200"} 1.0',
+        'octavo:http_requests_total{path="/v1/completions",status="400"} 1.0',
+        "octavo:http_generation_tokens_total 6.0",
+        "octavo:http_requests_open 0.0",
+    ):
+        assert line in told.splitlines(), told
+
+
+# ---- losses are pauses ----
+
+
+@pytest.mark.parametrize("lost_with", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
+def test_a_scheduler_that_is_lost_is_a_pause(fake: Any, shared: Gateway, lost_with: grpc.StatusCode) -> None:
+    fake.losses = [(2, lost_with), (1, lost_with)]
+    with shared.client() as client:
+        parts = list(client.completions.create(model="fake", stream=True, **GREEDY))
+    assert "".join(part.choices[0].text for part in parts) == text()
+    assert [len(request.resume[0].token_ids) if request.resume else 0 for request in fake.requests] == [0, 2, 3]
+
+
+def test_a_whole_answer_survives_it_too(fake: Any, shared: Gateway) -> None:
+    fake.losses = [(2, grpc.StatusCode.UNAVAILABLE)]
+    assert shared.post(COMPLETIONS, GREEDY)[1]["choices"][0]["text"] == text()
+
+
+def test_a_scheduler_that_comes_late_is_waited_for() -> None:
+    with FakeServer() as there:
+        port = there.port
+    with gateway(f"127.0.0.1:{port}") as early, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(early.post, COMPLETIONS, GREEDY)
+        time.sleep(0.1)
+        with FakeServer(port):
+            assert answer.result(15)[1]["choices"][0]["text"] == text()
+
+
+def test_one_that_does_not_come_is_an_error_in_time() -> None:
+    with gateway("127.0.0.1:1", RetryPolicy(window_s=0.0)) as alone:
+        status, headers, body = alone.ask("POST", COMPLETIONS, GREEDY)
+        assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
+        assert alone.ask("GET", "/health")[0] == 503
+
+
+# ---- refusals ----
+
+RETRY = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000))
+BAD = error_details_pb2.BadRequest(
+    field_violations=[error_details_pb2.BadRequest.FieldViolation(field="sampling_params.top_k", description="no")]
+)
+TOO_LONG = error_details_pb2.ErrorInfo(reason="PROMPT_TOO_LONG", domain="octavo.v1")
+OF_PROMPT = error_details_pb2.BadRequest(
+    field_violations=[error_details_pb2.BadRequest.FieldViolation(field="prompt", description="no")]
+)
+CODE = grpc.StatusCode
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "trailing", "expected"),
+    [
+        (CODE.INVALID_ARGUMENT, "sampling_params.top_k: no", details(BAD), (400, "top_k", None)),
+        (CODE.INVALID_ARGUMENT, "prompt: no", details(OF_PROMPT, TOO_LONG), (400, "prompt", "context_length_exceeded")),
+        (CODE.UNIMPLEMENTED, "sampling_params.guided is not built", (), (400, "guided_regex", "unsupported_parameter")),
+        (CODE.UNIMPLEMENTED, "priority: got 1", (), (400, "priority", "unsupported_parameter")),
+        (CODE.UNAUTHENTICATED, "no such key", (), (401, None, "invalid_api_key")),
+        (CODE.PERMISSION_DENIED, "not this model", (), (403, None, None)),
+        (CODE.NOT_FOUND, "model 'x' is not served here", (), (404, "model", "model_not_found")),
+        (CODE.RESOURCE_EXHAUSTED, "too many wait", details(RETRY), (429, None, "rate_limit_exceeded")),
+        (CODE.RESOURCE_EXHAUSTED, "Received message larger than max (2 vs. 1)", (), (413, None, "request_too_large")),
+        (CODE.DEADLINE_EXCEEDED, "too late", (), (504, None, "timeout")),
+        (CODE.INTERNAL, "its log says why", (), (500, None, None)),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal(
+    fake: Any, shared: Gateway, code: Any, message: str, trailing: Any, expected: tuple[int, str, str], stream: bool
+) -> None:
+    fake.refusal = (code, message, trailing)
+    asked = {**GREEDY, "stream": stream, "guided_regex": "a"}
+    status, headers, body = shared.ask("POST", COMPLETIONS, asked)
+    error = json.loads(body)["error"]
+    assert (status, error["param"], error["code"]) == expected and headers["content-type"] == "application/json"
+    assert "sampling_params" not in error["message"] and set(error) == {"message", "type", "param", "code"}
+    if trailing and expected[0] == 429:
+        assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2500")
+
+
+def test_openai_s_client_raises_what_it_raises_for_openai(fake: Any, shared: Gateway) -> None:
+    with shared.client() as client:
+        for code, raised in (
+            (CODE.UNAUTHENTICATED, openai.AuthenticationError),
+            (CODE.NOT_FOUND, openai.NotFoundError),
+            (CODE.RESOURCE_EXHAUSTED, openai.RateLimitError),
+            (CODE.INVALID_ARGUMENT, openai.BadRequestError),
+        ):
+            fake.refusal = (code, "no", ())
+            with pytest.raises(raised):
+                client.completions.create(model="fake", stream=True, **GREEDY)
+
+
+def test_one_prompt_of_several_that_is_refused_refuses_all(fake: Any, shared: Gateway) -> None:
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if request.prompt == "b":
+            time.sleep(0.05)
+            context.abort(CODE.INVALID_ARGUMENT, "prompt: not this one")
+        yield pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), model="fake")
+        yield pb.GenerateResponse(outputs=[pb.OutputDelta(text="a", finish_reason=pb.FINISH_REASON_STOP)])
+        yield pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=1))
+
+    fake.answer = answer
+    status, body = shared.post(COMPLETIONS, {**GREEDY, "prompt": ["a", "b", "c"], "stream": True})
+    assert (status, body["error"]["message"]) == (400, "prompt: not this one")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/v1/responses"])
+def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(fake: Any, shared: Gateway, path: str) -> None:
+    error = pb.OutputError(code="WORKER_LOST", message="three workers were lost", retryable=True)
+    fake.script = [
+        pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), model="fake"),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(text="a")]),
+        pb.GenerateResponse(outputs=[pb.OutputDelta(finish_reason=pb.FINISH_REASON_ERROR, error=error)]),
+        pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=1)),
+    ]
+    asked = {"prompt": "a"} if path == COMPLETIONS else {"input": "a"} if path != CHATS else {"messages": HELLO}
+    status, _, body = shared.ask("POST", path, {**asked, "stream": True})
+    last = events(body)[-1]
+    assert status == 200 and "three workers were lost" in json.dumps(last) and last != "[DONE]"
+    assert shared.post(path, asked)[0] == 503
+    if path == CHATS:
+        with shared.client() as client, pytest.raises(openai.APIError, match="three workers"):
+            list(client.chat.completions.create(model="fake", messages=HELLO, stream=True))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[]", b'"x"', b"{} {}", b"[" * 100_000, b'{"n": NaN}', b'{"n": 1' + b"0" * 9000 + b"}"],
+    ids=lambda value: str(value[:12]),
+)  # fmt: skip
+def test_bodies_that_are_no_object_of_json(shared: Gateway, body: bytes) -> None:
+    status, found = shared.post(COMPLETIONS, body)
+    assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def test_other_media_types_and_encodings_are_not_taken(shared: Gateway) -> None:
+    for headers in ({"content_type": "text/plain"}, {"content_encoding": "gzip"}):
+        status, body = shared.post(COMPLETIONS, GREEDY, **headers)
+        assert status == 415 and body["error"]["message"]
+
+
+def test_what_is_not_there(shared: Gateway) -> None:
+    status, body = shared.post("/v1/embeddings", {})
+    assert (status, body["error"]["code"]) == (404, "unknown_url")
+    status, headers, _ = shared.ask("GET", COMPLETIONS)
+    assert status == 405 and headers["allow"] == "POST"
+
+
+def test_a_body_that_is_too_large_is_refused_unread(server: FakeServer) -> None:
+    with gateway(server.address, max_body_bytes=1000) as small:
+        status, body = small.post(COMPLETIONS, {"prompt": "a" * 2000})
+        assert (status, body["error"]["code"]) == (413, "request_too_large")
+        with small.connect() as line:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            line.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+            line.sendall(b"400\r\n" + b"a" * 1024 + b"\r\n")
+            assert line.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_web_pages_may_call_only_where_they_are_let(server: FakeServer, shared: Gateway) -> None:
+    asked = {"origin": "https://a.example", "access_control_request_method": "POST"}
+    status, headers, _ = shared.ask("OPTIONS", CHATS, **asked)
+    assert status == 405 and not any(name.startswith("access-control") for name in headers)
+    with gateway(server.address, allow_origin=("https://a.example",)) as open_one:
+        status, headers, _ = open_one.ask("OPTIONS", CHATS, **asked, access_control_request_headers="authorization")
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://a.example")
+        assert open_one.ask("OPTIONS", CHATS, **{**asked, "origin": "https://b.example"})[0] == 400
+
+
+def test_headers_go_on_where_they_are_named(fake: Any, server: FakeServer) -> None:
+    with gateway(server.address, pass_header=("x-tenant",)) as running:
+        running.post(COMPLETIONS, GREEDY, x_tenant="acme", authorization="Bearer k", x_other="1")
+        running.ask("POST", COMPLETIONS, GREEDY, x_tenant="\xe9")  # no metadata of gRPC can have it
+    assert [each.get("x-tenant") for each in fake.metadata] == ["acme", None]
+    assert not {"authorization", "x-other"} & fake.metadata[0].keys()
+
+
+# ---- clients that go, and that do not read ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_takes_its_request_along(fake: Any, shared: Gateway, stream: bool) -> None:
+    fake.token_delay_s = 0.05
+    with shared.connect() as line:
+        line.sendall(request({**GREEDY, "max_tokens": 1000, "stream": stream}))
+        wait_for(lambda: fake.requests)
+        if stream:
+            assert line.recv(10).startswith(b"HTTP/1.1 2")
+    assert fake.cancelled.wait(10)
+
+
+def request(body: Any, path: str = COMPLETIONS) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def test_one_that_goes_with_requests_behind_it_too(fake: Any, shared: Gateway) -> None:
+    fake.token_delay_s = 0.05
+    with shared.connect() as line:
+        line.sendall(request({**GREEDY, "max_tokens": 1000, "stream": True}) + request(GREEDY) * 3)
+        assert line.recv(10).startswith(b"HTTP/1.1 2")
+    assert fake.cancelled.wait(10)
+    assert len(fake.requests) == 1
+
+
+def test_requests_over_one_connection_are_answered_in_turn(fake: Any, shared: Gateway) -> None:
+    with shared.connect() as line:
+        line.sendall(b"".join(request({**GREEDY, "seed": seed}) for seed in range(5)))
+        answers = b""
+        while answers.count(b"total_tokens") < 5:
+            answers += line.recv(65_536)
+    bodies = [json.loads(part.partition(b"\r\n\r\n")[2]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert [body["choices"][0]["text"] for body in bodies] == [text(seed) for seed in range(5)]
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_costs_no_memory(fake: Any, server: FakeServer) -> None:
+    """The stand-in for a scheduler makes tokens for as long as somebody takes them."""
+    made = 0
+    big = pb.GenerateResponse(outputs=[pb.OutputDelta(text="x" * 10_000, token_ids=[1])])
+
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        nonlocal made
+        yield pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), model="fake")
+        while context.is_active():
+            made += 1
+            yield big
+
+    fake.answer = answer
+    with gateway(server.address, write_timeout=1.0) as running, running.connect() as line:
+        line.sendall(request({**GREEDY, "stream": True}))
+        assert line.recv(10).startswith(b"HTTP/1.1 2")
+        assert fake.cancelled.wait(15)
+    assert 0 < made < 5_000, "50 MB: what systems and gRPC keep on the way, and no more"
+
+
+def test_idle_connections_keep_nobody_out(fake: Any, server: FakeServer) -> None:
+    with gateway(server.address, max_connections=20) as running:
+        idle = [running.connect() for _ in range(60)]
+        try:
+            assert running.post(COMPLETIONS, GREEDY)[0] == 200
+        finally:
+            for line in idle:
+                line.close()
+
+
+def test_a_thousand_idle_connections_and_one_request(fake: Any, shared: Gateway) -> None:
+    idle = [shared.connect() for _ in range(400)]
+    try:
+        assert shared.post(COMPLETIONS, GREEDY)[0] == 200
+    finally:
+        for line in idle:
+            line.close()
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(server: FakeServer) -> None:
+    with gateway(server.address, read_timeout=0.2) as running:
+        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nhost", request(GREEDY)[:-5]):
+            with running.connect() as line:
+                line.sendall(begun)
+                assert line.recv(100) == b""
+        with running.connect() as line:  # nor is the time counted in which it is answered, or nothing is asked
+            for _ in range(2):
+                line.sendall(request(GREEDY))
+                answer = b""
+                while b"total_tokens" not in answer:
+                    answer += line.recv(65_536)
+                assert answer.startswith(b"HTTP/1.1 200")
+                time.sleep(0.3)
+
+
+def test_a_head_without_end_is_refused(shared: Gateway) -> None:
+    with shared.connect() as line:
+        line.sendall(b"GET /health HTTP/1.1\r\n")
+        sent = threading.Thread(target=_send_headers, args=(line,), daemon=True)
+        sent.start()
+        assert line.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def _send_headers(line: Any) -> None:
+    try:
+        for _ in range(300):
+            line.sendall(b"x-a: " + b"a" * 1000 + b"\r\n")
+            time.sleep(0.001)
+    except OSError:
+        pass
+
+
+async def test_many_streams_at_once(fake: Any, shared: Gateway) -> None:
+    """More than go over one connection to the scheduler; its stand-in answers 16 at a time."""
+
+    async def one(client: AsyncOpenAI, seed: int) -> str:
+        stream = await client.completions.create(model="fake", prompt="a", seed=seed, max_tokens=3, stream=True)
+        return "".join([part.choices[0].text async for part in stream])
+
+    async with AsyncOpenAI(base_url=f"{shared.url}/v1", api_key="k", max_retries=0) as client:
+        found = await asyncio.gather(*(one(client, seed) for seed in range(150)))
+    assert found == [text(seed, count=3) for seed in range(150)]
+
+
+def test_a_completion_has_the_shape_of_openai_s(fake: Any, shared: Gateway) -> None:
+    status, headers, body = shared.ask("POST", COMPLETIONS, {**GREEDY, "logprobs": 0})
+    found = strictly(Completion, json.loads(body))
+    assert status == 200 and headers["x-request-id"] == found.id == fake.requests[0].request_id
