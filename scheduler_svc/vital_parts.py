@@ -1,8 +1,8 @@
 """What the service cannot live without: threads and tasks whose unexpected end is the end of the service.
 
 A thread that dies takes nothing along by itself: health would go on to say SERVING, and requests would wait for ever.
-So each is started here, and said to be allowed to end only once it was told to. The first that ends before makes the
-service not ready, lets it refuse what comes, and ends the process with an exit code for which it is started again.
+So each is started here with a function that says whether it may end now. The first that ends before that makes the
+service not ready, lets it refuse new requests, and ends the process with an exit code for which it is started again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of workers as `Control` shows them: two arrays are copied between two steps, messages are made elsewhere."""
+"""Cache blocks of workers as `Control` shows them: arrays are copied between two steps, messages are made elsewhere."""
 
 from __future__ import annotations
 

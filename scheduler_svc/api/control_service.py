@@ -1,6 +1,6 @@
-"""The `Control` service: shows operators queues, requests, blocks and workers; drains, flushes, loads adapters.
+"""The `Control` service for operators: shows requests, workers and blocks; drains, flushes caches, loads adapters.
 
-Decodes a call, asks the engine for it, encodes the answer; what follows from it is decided there.
+Calls are decoded here and answers encoded. What a call changes is decided and done by the engine and the worker pool.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 class ControlService(inference_pb2_grpc.ControlServicer):
-    """Reads a `Serving`. Everything is read on the step loop's thread, between steps, so that it is consistent.
+    """Over one `Serving`. State is looked at on the step loop's thread, between two steps, so that it is consistent.
 
-    What that costs the step loop does not grow with the number of requests or blocks: long answers come in pages.
+    A look costs the step loop no more for more requests or blocks: long answers come in pages.
 
     `drain`: begins to end the server.
     """

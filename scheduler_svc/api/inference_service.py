@@ -1,4 +1,7 @@
-"""The `Inference` service: admit, prepare, submit, write. What a request's text takes happens in text processes."""
+"""The `Inference` service: a call is admitted, its request prepared and submitted, and its answers written.
+
+Long texts are tokenised in text processes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many calls clients have open, by host and in all, and whose calls end without any work time after time.
+"""How many calls clients have open, by host and in all, and which hosts keep opening calls that end without any work.
 
-A peer is what gRPC calls it: `ipv4:10.0.0.7:41234`, so one connection; its host is all of it but the port. Hosts are
-forgotten when they have nothing open and have behaved for a while.
+A peer is one connection, as gRPC writes it: `ipv4:10.0.0.7:41234`. Its host is all of that but the port. A host is
+forgotten when it has nothing open and has behaved for a while.
 """
 
 from __future__ import annotations

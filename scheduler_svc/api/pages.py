@@ -1,4 +1,4 @@
-"""Long answers in pages: how many entries one may have, and where the next one begins."""
+"""Long answers come in pages: how many entries one may have, and where the next one begins."""
 
 from __future__ import annotations
 

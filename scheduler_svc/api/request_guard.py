@@ -1,8 +1,8 @@
-"""What every call passes before its method, so that the method has only to raise.
+"""What runs before every method of a service, so that a method only has to raise.
 
-Refusals, bytes that are no message, and faults of our own become statuses. Without it grpc answers all of them with
+Refusals, bytes that are no message, and faults of our own become statuses. Without this, gRPC answers all of them with
 UNKNOWN and the text of a Python exception. Calls are counted from their first byte: a method that takes one message is
-registered as if it took a stream, as grpc would otherwise say nothing of a call before its message is whole.
+registered as if it took a stream, because gRPC otherwise reports a call only when its message is whole.
 """
 
 from __future__ import annotations

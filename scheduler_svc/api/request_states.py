@@ -1,7 +1,7 @@
 """Live requests as `Control` shows them: copied between two steps, page by page, and made into messages elsewhere.
 
-What the step loop is kept from its steps by is bounded: a page ends early where its requests have many sequences, or
-long block tables.
+The time that this takes from the step loop is bounded: a page ends early where its requests have many sequences or long
+block tables.
 """
 
 from __future__ import annotations

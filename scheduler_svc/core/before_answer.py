@@ -1,8 +1,8 @@
-"""How the sequences of a step stood before its answer was taken: what they go back to where a fault breaks that off.
+"""The state of a step's sequences before its answer was taken, to go back to when a fault interrupts that.
 
-A client must get every token, and each once. So tokens that were appended, but had not been handed out when the fault
-came, are taken back; they are drawn again, and are the same. Knows nothing of slots and blocks: by the time that it
-puts things back, nobody has any.
+A client must get every token, and each once. So tokens that were appended but not handed out when the fault came are
+taken back; they are drawn again, and are the same. Knows nothing of slots and blocks: when this puts sequences back,
+they have none.
 """
 
 from __future__ import annotations

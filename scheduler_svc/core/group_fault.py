@@ -1,4 +1,4 @@
-"""Over which group a fault came: what lets one request pay for it and not all that run beside it."""
+"""A fault that names the group it came over: one request pays for it, and not all that run beside it."""
 
 from __future__ import annotations
 

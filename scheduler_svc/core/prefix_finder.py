@@ -1,7 +1,7 @@
-"""What of waiting sequences is in a prefix cache, looked up once and from then on only checked.
+"""What a prefix cache has of waiting sequences: looked up once, and only checked from then on.
 
-A group that waits is asked about in every step. Of what was found for it before, a look at one array says how much is
-still there; hashes are looked up again only from the first block on that is not.
+Each step asks again about the groups that wait. One array says how much of what was found is still there; hashes are
+looked up again only from the first block that is gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long prompts wait without chunked prefill, so that the queue fills and one step computes many of them."""
+"""How long prompts wait without chunked prefill, so that several queue up and one step computes them together."""
 
 from __future__ import annotations
 

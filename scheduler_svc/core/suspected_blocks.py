@@ -1,9 +1,9 @@
-"""Whose fault it is that a model's logits were not finite: of what a group computed, or of blocks that it found.
+"""Which blocks are wrong when a model's logits are not finite: those that a group computed, or those that it found.
 
 A group that fails takes back what it computed itself. Blocks that others computed are shared, and a request that harms
-only itself must not cost others their cache. They are taken back when two groups have failed over them and nobody has
-read them with success since the first: then it is they that are wrong, and whoever found them would fail as well. Who
-holds blocks that were taken back has found them already: it does not publish them again before it has drawn over them.
+only itself must not cost others their cache. They are taken back once two groups have failed over them and nobody has
+read them with success since the first failure: then the blocks are wrong, and whoever finds them would fail as well. A
+group that holds such blocks does not publish them again before it has drawn over them.
 """
 
 from __future__ import annotations

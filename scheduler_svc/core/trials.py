@@ -1,8 +1,8 @@
 """Which groups have steps to themselves: those of a failed step, and those that a worker was lost under.
 
-So a group that costs every worker which runs it takes few others with it. On trial are a few groups together, until
-they have got past where they were when the worker was lost; every second step is theirs, where others have something to
-do.
+So a group that brings down every worker that runs it takes few others with it. A few groups at a time are on trial,
+until they have got past where they were when the worker was lost. Every second step is theirs while others have
+something to do.
 """
 
 from __future__ import annotations

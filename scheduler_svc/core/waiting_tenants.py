@@ -1,4 +1,7 @@
-"""Which tenants have groups waiting, in any of the queues that share their counters: who comes back starts level."""
+"""Which tenants have groups waiting in any of the queues that share their counters.
+
+A tenant that comes back starts level with the others.
+"""
 
 from __future__ import annotations
 

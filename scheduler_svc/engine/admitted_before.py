@@ -1,8 +1,8 @@
-"""Requests that had their turn once and lost it through no doing of their own: who may resume before all that wait.
+"""Requests that had begun and lost their turn through no fault of their own: they may resume before all that wait.
 
-A claim alone is worth nothing: whoever sends tokens along that nobody gave them queues as any new request does. That a
-request had its turn is known from the worker that ran it, which names it to the next scheduler with its lease, or from
-the group itself where its client's connection broke here. Each turn that was lost is given back once.
+A client's claim alone is worth nothing: tokens that nobody gave it let it queue as any new request. That a request had
+begun is known from the worker that ran it, which names it to the next scheduler with its lease, or from the group
+itself where its client's connection broke here. Each lost turn is given back once.
 """
 
 from __future__ import annotations

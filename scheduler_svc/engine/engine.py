@@ -1,8 +1,8 @@
-"""The step loop: one thread that owns the waiting queues and every worker's scheduler.
+"""The engine: one thread, the step loop, that owns the waiting queues and every worker's scheduler.
 
-Everything that happens to it (a request, an abort, an answer, a worker that joins or is lost) is a function put into
-its inbox; nothing else touches scheduler state. Tokens leave through an `OutputSink`. Knows nothing of text or of how
-messages travel.
+Everything that happens (a request, an abort, an answer, a worker that joins or is lost) is a function in its inbox, and
+nothing else touches scheduler state. Tokens leave through an `OutputSink`. Steps are made in `step_sender`, answers
+taken in `step_answers`. Knows nothing of text or of how messages travel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,16 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Start it, let workers join, submit groups. Methods of the first two sections may be called from any thread."""
+    """Start it, let workers join, submit groups. Any thread may call it, but for what is on the step loop's thread.
+
+    Attributes:
+        workers: those that have joined, in the order in which they came; others than the loop read a copy.
+        router: where groups wait, and what their places are chosen by. For the step loop's thread.
+        metrics: what is counted, by model.
+        admitted_before: requests that may resume before all that wait.
+        turns: of the step loop, at least four a second.
+        on_wanted: called with a worker whose lease another scheduler asks for.
+    """
 
     def __init__(
         self,
@@ -79,9 +88,9 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         vital = vital or VitalParts()
         self._thread = vital.thread("step-loop", self._run, lambda: self._has_stopped)
-        self.turns = Turns()  # of that thread, at least four a second
+        self.turns = Turns()
         self._has_stopped = False
-        self.on_wanted: Callable[[WorkerHandle], None] = lambda worker: None  # another scheduler asks for its lease
+        self.on_wanted: Callable[[WorkerHandle], None] = lambda worker: None
         joined, router, metrics = self._joined, self.router, self.metrics
         adapters = self._adapters = Adapters(self._inbox.put, joined.wake, self._on_adapter_loaded)
         self.admitted_before = AdmittedBefore()

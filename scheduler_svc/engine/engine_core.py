@@ -1,4 +1,7 @@
-"""Where prepared groups go, as the services that answer clients see it."""
+"""What a service that answers clients needs of an engine, and that of the engine in this process.
+
+The other `Core` is the link of a frontend process to the engine in another one. So all of it is awaited.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Core(Protocol):
 
 
 class EngineCore:
-    """The engine in this process."""
+    """The engine in this process. Of its own it has only that `submit` ends what a group replaces first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

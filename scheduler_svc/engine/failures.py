@@ -1,4 +1,4 @@
-"""What a lost worker, a broken message and a fault of our own cost: as few requests as can be, and never the loop."""
+"""What a lost worker, a broken message or a fault of our own costs: as few requests as possible, and never the loop."""
 
 from __future__ import annotations
 

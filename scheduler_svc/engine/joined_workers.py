@@ -1,4 +1,4 @@
-"""The workers that are joined, by the stream to each, and who of them has something to do."""
+"""The workers that have joined, by their streams, and which of them have something to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How busy a scheduler is at this moment: read by its log line and its metrics."""
+"""How busy a scheduler is at this moment, for its log line and its metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the step loop hands upwards."""
+"""What the step loop hands out: tokens, logprobs, beams and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers answer: tokens go to clients, failed steps roll back, broken messages cost the worker that sent them."""
+"""Answers of workers: tokens go to clients, a failed step is rolled back, a worker that sends nonsense is lost."""
 
 from __future__ import annotations
 

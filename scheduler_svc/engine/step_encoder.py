@@ -1,8 +1,8 @@
-"""The step protocol's messages: a decided step as full metadata once and packed columns after, and its answer.
+"""The messages of the step protocol: full metadata once, packed columns after that, and the answer.
 
 `worker_svc.mirror.sequence_states.SequenceStates.apply` is the inverse: what it holds afterwards equals the scheduler's
-columns. A step that cannot be said in these messages is refused before anything of it is sent, and whose fault that is
-is named.
+columns. A step that these messages cannot hold is refused before any of it is sent, and the group it fails over is
+named.
 """
 
 from __future__ import annotations

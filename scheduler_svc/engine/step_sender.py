@@ -1,4 +1,4 @@
-"""Steps for one worker: scheduled, encoded and sent until it has as many as it may have in flight."""
+"""Schedules, encodes and sends steps, until a worker has as many in flight as it may."""
 
 from __future__ import annotations
 

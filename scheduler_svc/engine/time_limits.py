@@ -1,4 +1,4 @@
-"""What time alone brings: silent workers are lost, requests that wait in vain end, state of idle workers is checked."""
+"""What happens by time alone: silent workers are lost, requests that waited too long end, idle workers are checked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A thread that turns for ever, seen from another one: whether it still does.
+"""Finds a thread that hangs: one that turns for ever is watched from another.
 
-One that has ended is seen by `VitalParts`; one that hangs is as bad, and ends nothing by itself.
+A thread that has ended is found by `VitalParts`. One that hangs is as bad, and nothing else would notice.
 """
 
 from __future__ import annotations

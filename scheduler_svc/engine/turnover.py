@@ -1,4 +1,4 @@
-"""Workers that join, and that are given back in order: their requests end there first, or move to others."""
+"""Workers that join, and workers that are given back: their requests end there first, or move to others."""
 
 from __future__ import annotations
 

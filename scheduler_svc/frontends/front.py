@@ -1,4 +1,4 @@
-"""Between clients and the core: what listens on the scheduler's port, in this process or in others."""
+"""What listens on the scheduler's port, between clients and the core: in this process or in others."""
 
 from __future__ import annotations
 

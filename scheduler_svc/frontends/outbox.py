@@ -1,4 +1,4 @@
-"""What waits to be written to a stream: whoever writes takes all of it together."""
+"""What waits to be written to a stream; the writer takes all of it at once."""
 
 from __future__ import annotations
 

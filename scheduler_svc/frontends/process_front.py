@@ -1,4 +1,4 @@
-"""Clients are served by frontend processes that share the port; this process, the core, serves those over a socket."""
+"""The front of several processes: frontends share the port, and this process, the core, serves them over a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a core tells its frontends of itself: whether it is ready, and its models, with their tokenizers' files."""
+"""What a core tells its frontends about itself: whether it is ready, its models, and their tokenizers' files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which groups may join a worker that computes with only so many adapters at once. Names and counters, nothing else.
+"""Which groups may join a worker that computes with a bounded number of adapters at once. Names and counters only.
 
-A group whose adapter has no room is passed over, and those behind it go on. That alone could last for ever, as long as
-groups of adapters in use keep coming. So an adapter that was passed over often enough is due: behind it nobody joins
-the adapter that has been in use longest, which therefore runs dry and makes room, while the other adapters and groups
-without one are served as before. Two that are due close two adapters, and so on.
+A group whose adapter has no room is passed over, and those behind it go on. That could last for ever while groups of
+adapters in use keep coming. So an adapter that was passed over often enough is due: nobody behind it joins the adapter
+that has been in use longest. That one runs dry and makes room, while other adapters, and groups without one, are served
+as before. Two that are due close two adapters, and so on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of a step once it has been answered, and the sums of that over a worker's steps."""
+"""What is known of an answered step, and the sums of that over a worker's steps."""
 
 from __future__ import annotations
 

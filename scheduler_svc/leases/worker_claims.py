@@ -1,6 +1,6 @@
-"""What a worker says of itself and its answers, held against what can be: anybody may answer at a worker's address.
+"""What a worker says of itself and in its answers, checked against what is possible: anybody may answer at its address.
 
-Memory and trust follow these numbers: columns are as large as a worker says that it is, and tokens go to clients. Wrong
+Memory and trust depend on these numbers: columns are as large as a worker says it is, and tokens go to clients. Wrong
 answers that look right cannot be told from right ones here. Knows nothing of connections.
 """
 

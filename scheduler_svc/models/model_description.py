@@ -1,4 +1,4 @@
-"""Served models on their way to a frontend: all that is known of them, and where their tokenizers' files are."""
+"""Served models as a frontend is told of them: all that is known, and where their tokenizers' files are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From what the step loop hands out to the streams of its requests; and a thread that does it for `LLM`.
+"""Gives what the step loop hands out to the streams of its requests; for `LLM`, on a thread of its own.
 
-The functions take one answer or one end and return the streams that have a message ready by it. An output that raises
-ends, and no other does.
+The functions take one answer or one end, and return the streams that have a message ready. An output that raises ends,
+and no other does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One request's way out: tokens in, `GenerateResponse` messages out, as many tokens a message as its reader lets wait.
+"""One request's way out: tokens in, `GenerateResponse` messages out.
 
-Made by the frontend. Tokens are taken as they come and a message is made when its reader wants one, of everything that
-is new: a reader that falls behind finds one larger message, never a queue of them. Knows nothing of schedulers beyond
-the group's own counters, and nothing of sockets.
+A frontend makes it. Tokens are taken as they come. A message is made when the reader wants one, of everything that is
+new: a reader that falls behind finds one larger message, never a queue of them. Of schedulers it knows only the group's
+own counters, and nothing of sockets.
 """
 
 from __future__ import annotations

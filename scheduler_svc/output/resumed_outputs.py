@@ -1,4 +1,4 @@
-"""What a client already has of a request that it sends again: checked, and told how each output goes on."""
+"""What a client already has of a request that it sends again: it is checked, and each output goes on after it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """From a `GenerateRequest` to a `SequenceGroup`: everything is checked before anything is queued.
 
-Synchronous and without state of its own, so that it runs on any thread. What a request's text takes is in `text/`, and
-for a server happens in other processes; here a group is made of what came of it. Knows the served models and the
-limits, nothing of queues and sockets.
+Synchronous and without state, so that it runs on any thread. The request's text has been turned into token ids before,
+for a server in other processes. Knows the served models and the limits, nothing of queues and sockets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Requests from their bytes: what is no message is refused, and two prompts are seen, of which a parsed oneof has
-silently kept the last.
+"""Requests from their bytes: bytes that are no message are refused, and two prompts in one request are noticed.
 
-In C speed whatever the bytes are. `RequestHead` is a `GenerateRequest` whose prompts are plain fields, unread: of the
-largest request it takes a few milliseconds, and a small part of the memory.
+A parsed oneof silently keeps the last of two prompts. So the bytes are also read as a `RequestHead`: a
+`GenerateRequest` whose prompts are plain fields, unread. That runs in C, and takes a few milliseconds and little memory
+for the largest request.
 """
 
 from __future__ import annotations

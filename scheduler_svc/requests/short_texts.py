@@ -1,9 +1,9 @@
-"""Prompts that are prepared where they come in: so short that even the worst of them costs less than its call does.
+"""Prompts that are prepared in the process they come to: so short that even the worst of them costs less than its call.
 
-A text process costs a request two hops and a wake-up, a quarter of all that a scheduler does for a short one. What it
-is for, to be killed, is of no use where nothing can take long: token ids, and up to a kilobyte of text for a tokenizer
-whose parts all take time that grows with the text, or little worse. A conversation is rendered by a program, its
-model's template, which may do anything: it never comes here, however short.
+A text process costs a request two hops and a wake-up, a quarter of all that a scheduler does for a short one. Its use
+is that it can be killed, which nothing needs that cannot take long: token ids, and up to a kilobyte of text for a
+tokenizer whose parts all take time that grows about with the text. A conversation is rendered by its model's template,
+a program that may do anything: it never comes here, however short.
 """
 
 from __future__ import annotations

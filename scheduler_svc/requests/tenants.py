@@ -1,6 +1,6 @@
 """Whose a call is: what a proxy in front of this server wrote into its metadata, or else what the client says.
 
-For every way in, whatever it speaks: metadata are pairs of a lower-case name and a value, as HTTP's headers are, too.
+Metadata are pairs of a lower-case name and a value, as HTTP's headers are, so this serves every way in.
 """
 
 from __future__ import annotations

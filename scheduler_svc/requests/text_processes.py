@@ -1,9 +1,8 @@
-"""The text processes of a server: a few of them, fed one request at a time, killed when one takes too long. What is
-too short to take long never comes to them.
+"""The text processes of a server: a few, each given one request at a time, and killed when one takes too long.
 
-A request whose process dies goes to another; one that takes longer than the limit is refused, and its process
-is replaced. Where there are several, the last takes small requests alone, so that these never wait behind large ones;
-all others take whatever came first.
+A request whose process dies goes to another. One that takes longer than the limit is refused, and its process is
+replaced. Where there are several, the last takes small requests alone, so that these never wait behind large ones; the
+others take whatever came first. Texts too short to take long never come here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which workers have which block of a prompt cached: one look for all of them, fed by what happens to their caches.
+"""Which workers have which block of a prompt cached: one look-up for all of them, kept current by their caches.
 
-A worker is a bit of a whole number. What an entry says is exact, not a guess: the caches tell of every block that can
-be found from now on, or no more. Knows nothing of sequences or of who is where.
+A worker is a bit of a whole number. Entries are exact: caches report every block that can be found from now on, and
+every one that no longer can. Knows nothing of sequences or of who is where.
 """
 
 from __future__ import annotations

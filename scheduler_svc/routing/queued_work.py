@@ -1,4 +1,4 @@
-"""How much waits at each worker, and how much of that stands before one group: sums, never a look at the queues."""
+"""How much waits at each worker, and how much of that is ahead of one group: sums, so no queue is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits is bound again where that is cheaper: by a worker that has nothing to begin, and after too long a wait."""
+"""Moves waiting groups to a cheaper worker: one that has nothing to begin takes them, or they have waited too long."""
 
 from __future__ import annotations
 

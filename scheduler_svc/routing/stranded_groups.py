@@ -1,7 +1,7 @@
-"""Waiting groups that no worker there is can hold, and since when: the large one of a pool's sizes may be away, or all
-of a model.
+"""Waiting groups that none of the present workers can hold, and since when.
 
-They stand in nobody's way meanwhile, and wait for as long as requests do when all workers are lost.
+The only large worker of a pool may be away, or all workers of a model. Such groups stand in nobody's way, and wait as
+long as requests do when all workers are lost.
 """
 
 from __future__ import annotations

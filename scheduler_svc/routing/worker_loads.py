@@ -1,5 +1,7 @@
-"""What the routing cost reads of each worker, in columns by the workers' numbers: looked at anew where something has
-happened, and at nobody else."""
+"""What the routing cost reads of each worker, in columns by the workers' numbers.
+
+A worker is measured again only after something has happened there.
+"""
 
 from __future__ import annotations
 

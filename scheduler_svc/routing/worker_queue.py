@@ -1,4 +1,4 @@
-"""What one worker is shown of its own queue while it fills one step: its order, but for adapters that find no room."""
+"""A worker's own queue as it is read while one step is filled: in order, without groups whose adapters have no room."""
 
 from __future__ import annotations
 

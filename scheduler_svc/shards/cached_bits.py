@@ -1,8 +1,8 @@
-"""What a worker has cached, in a bit a block: small enough to be sent to every frontend, and never far behind.
+"""What a worker has cached, as one bit a block: small enough to be sent to every frontend, and never far behind.
 
-A block's hash chooses its bit. Of a prompt the blocks count whose bits are set, up to the first whose bit is not. With
-`BITS_A_BLOCK` to twice as many bits a block, a full cache has 1 in 16 to 32 of them set: who looks for one block more
-than there is finds it that often, and so a prefix seems longer than it is by 0.03 to 0.07 blocks on average.
+A block's hash chooses its bit. Blocks of a prompt count up to the first whose bit is not set. With `BITS_A_BLOCK` to
+twice as many bits a block, a full cache has 1 in 16 to 32 of them set: one block too many is found that often, so a
+prefix seems longer than it is by 0.03 to 0.07 blocks on average.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a frontend knows of all workers of all shards, and which of them it gives a group to.
 
-Load comes with reports, many times a second. What this frontend has assigned since is added at once, and dropped by the
-report that contains it: nothing is counted late, and nothing twice. Knows nothing of links and messages.
+Load comes with reports, many times a second. What this frontend has assigned since is added at once, and dropped when a
+report contains it: nothing is counted late, and nothing twice. Knows nothing of links and messages.
 """
 
 from __future__ import annotations

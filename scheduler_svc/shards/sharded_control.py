@@ -1,4 +1,4 @@
-"""The `Control` service over all shards: each is asked what it is asked alone, and the answers are put together."""
+"""The `Control` service over all shards: each is asked, and their answers are put together as if one had answered."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A frontend's core when there are several: each group goes to the shard with the cheapest worker for it, and on to
-another one when its shard is lost, or has no worker for it any more.
+"""A frontend's core when there are several: each group goes to the shard with the cheapest worker for it.
 
-Everything that goes on with a group is here: its prompt and sampling parameters, and what its outputs have got. Another
-shard gets it as a request that is resumed, and draws what the lost one would have drawn: a draw depends on its position
-alone. Of beams, of which nobody has seen anything, the search begins anew.
+When its shard is lost, or has no worker for it any more, it goes on at another one. All that needs is here: its prompt
+and sampling parameters, and what its outputs have got. The other shard gets it as a request that is resumed, and draws
+what the lost one would have drawn: a draw depends on its position alone. A beam search begins anew, as nobody has seen
+anything of it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""The parent of a scheduler that runs in shards: starts shards and frontends, answers `Control` for all of them, keeps
-the request ids, tells metrics, and ends everything in order. It sees no prompt and no token."""
+"""The parent of a scheduler that runs in shards. It sees no prompt and no token.
+
+It starts shards and frontends, answers `Control` for all of them, keeps the request ids, reports metrics, and ends
+everything in order.
+"""
 
 from __future__ import annotations
 

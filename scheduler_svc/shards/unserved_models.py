@@ -1,4 +1,4 @@
-"""Which shards have no worker of a model that another one has, and since when: a lost one may be back at once."""
+"""Models that a shard has no worker of while another has one, and since when: a lost worker may be back at once."""
 
 from __future__ import annotations
 

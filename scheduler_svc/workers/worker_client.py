@@ -1,4 +1,4 @@
-"""The way to one worker: handshake, lease, step stream, and all of it again after a loss.
+"""The connection to one worker: handshake, lease, step stream, and all of it again after a loss.
 
 One thread an address lives here; it reads the stream and hands bytes on. Knows nothing of what a step contains.
 """
