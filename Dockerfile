@@ -1,5 +1,6 @@
-# Two images from one file:
+# Three images from one file:
 #     docker build --target scheduler -t octavo-scheduler .      no torch, no CUDA
+#     docker build --target gateway   -t octavo-gateway .        OpenAI's API over HTTP, before a scheduler
 #     docker build --target worker    -t octavo-worker .
 # The worker computes on the CPU. For a GPU: --build-arg LOCK=worker-cuda --build-arg TORCH_INDEX_URL= takes the package
 # index's own torch, on Linux a CUDA build, and --build-arg APT_PACKAGES="gcc libc6-dev" the compiler that Triton needs.
@@ -33,6 +34,23 @@ EXPOSE 50051
 # Liveness, not readiness: restarting a scheduler that waits for a worker would not help.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30s CMD ["octavo", "health", "127.0.0.1:50051", "--service", ""]
 ENTRYPOINT ["octavo", "scheduler"]
+
+FROM base AS gateway
+ARG PIP_FIND_LINKS=
+ARG PIP_EXTRA_INDEX_URL=
+RUN pip install --require-hashes --requirement deploy/locks/gateway.txt
+COPY pyproject.toml LICENSE ./
+COPY octavo octavo
+COPY protos protos
+COPY gateway_svc gateway_svc
+RUN pip install --no-deps --no-build-isolation . && rm -rf build
+WORKDIR /home/octavo
+USER 10001
+ENV OCTAVO_HOST=0.0.0.0
+EXPOSE 8000
+# Liveness, as with the scheduler.
+HEALTHCHECK --interval=10s --timeout=6s --start-period=30s CMD ["octavo", "health", "http://127.0.0.1:8000", "--service", ""]
+ENTRYPOINT ["octavo", "gateway"]
 
 FROM base AS worker
 ARG PIP_FIND_LINKS=

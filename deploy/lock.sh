@@ -41,5 +41,6 @@ else
 fi
 mkdir -p deploy/locks
 lock scheduler scheduler constraints.txt
+lock gateway gateway constraints.txt
 lock worker worker "$work/cpu.txt" "${from[@]}"
 lock worker-cuda worker constraints.txt

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from gateway_svc.config import GatewayConfig
 from octavo.shared.command_line import Parser
 from octavo.shared.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2
@@ -22,9 +23,14 @@ from scheduler_svc.config import SchedulerConfig
 from worker_svc.config import WorkerConfig
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ("scheduler", "worker")
+TARGETS = ("scheduler", "worker", "gateway")
 COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml", "compose.shards.yaml")
-LOCKS = {"scheduler": "scheduler", "worker": "worker", "worker-cuda": "worker"}  # name -> extra of pyproject.toml
+LOCKS = {
+    "scheduler": "scheduler",
+    "gateway": "gateway",
+    "worker": "worker",
+    "worker-cuda": "worker",
+}  # name -> extra of pyproject.toml
 LIMITS = ("mem_limit", "cpus")
 RENEW = "renew the locks: make locks"
 
@@ -120,11 +126,15 @@ def test_compose_files_also_suit_docker_compose_1_29(file_name: str) -> None:
         assert all(isinstance(port, str) for port in service.get("ports", []))
 
 
-def test_only_the_scheduler_is_published_and_only_on_loopback() -> None:
+def test_only_what_clients_call_is_published_and_only_on_loopback() -> None:
     content = compose()
     services = content["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert published == {"scheduler": ["127.0.0.1:${PORT:-50051}:50051"]}
+    assert published == {
+        "scheduler": ["127.0.0.1:${PORT:-50051}:50051"],
+        "gateway": ["127.0.0.1:${HTTP_PORT:-8000}:8000"],
+    }
+    assert services["gateway"]["profiles"] == ["http"] and services["gateway"]["networks"] == ["outside"]
     assert services["worker"]["networks"] == ["inside"] and content["networks"]["inside"]["internal"] is True
     assert "inside" in services["scheduler"]["networks"] and services["fetch"]["networks"] == ["outside"]
 
@@ -209,7 +219,7 @@ def test_variables_that_compose_hands_on_are_options_of_the_command(service: str
     handed_on = set(compose()["services"][service]["environment"]) | {
         word.partition("=")[0] for word in " ".join(said(service, "ENV")).split() if word.startswith("OCTAVO_")
     }
-    config = {"scheduler": SchedulerConfig, "worker": WorkerConfig}[service]
+    config = {"scheduler": SchedulerConfig, "worker": WorkerConfig, "gateway": GatewayConfig}[service]
     known = {f"OCTAVO_{field.name.upper()}" for field in dataclasses.fields(config)}
     assert handed_on <= known | NOT_OPTIONS
 
@@ -239,7 +249,9 @@ def test_images_run_as_nobody_special_and_take_signals_themselves(target: str) -
     assert said(target, "USER") == ["10001"]
     assert said(target, "ENTRYPOINT") == [f'["octavo", "{target}"]']  # exec form: no shell between it and SIGTERM
     (check,) = said(target, "HEALTHCHECK")
-    assert re.findall(r'CMD \["octavo", "health", "127\.0\.0\.1:(\d+)"', check) == said(target, "EXPOSE")[:1]
+    assert (
+        re.findall(r'CMD \["octavo", "health", "(?:http://)?127\.0\.0\.1:(\d+)"', check) == said(target, "EXPOSE")[:1]
+    )
 
 
 def test_a_build_may_use_another_base_image_and_other_wheels() -> None:

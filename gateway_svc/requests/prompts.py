@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway_svc.errors import InvalidField
-from gateway_svc.requests.fields import Fields, is_integer, is_list_of, is_text, shown
+from gateway_svc.requests.fields import Fields, is_list_of, is_text, shown
 from protos import inference_pb2 as pb
 
 MAX_PROMPTS = 1024  # of one call
@@ -21,12 +21,12 @@ def read_prompts(fields: Fields) -> list[Prompt]:
         return [given]
     if not isinstance(given, list) or not given:
         raise InvalidField(param, f"got {'none' if given is None else shown(given)}; accepted: {_ACCEPTED}")
-    if is_list_of(given, is_integer):
+    if is_list_of(given, int):
         return [given]
     if len(given) > MAX_PROMPTS:
         raise InvalidField(param, f"got {len(given)} prompts; accepted: at most {MAX_PROMPTS}")
     for index, prompt in enumerate(given):
-        if not (is_text(prompt) or is_list_of(prompt, is_integer)):
+        if not (is_text(prompt) or is_list_of(prompt, int)):
             raise InvalidField(f"{param}[{index}]", f"got {shown(prompt)}; accepted: {_ACCEPTED}")
     return given
 

@@ -1,4 +1,4 @@
-"""`octavo health`: asks a server over grpc.health.v1, for probes and scripts.
+"""`octavo health`: asks a server over grpc.health.v1, or a gateway over HTTP, for probes and scripts.
 
 Exit codes: 0 serving, 1 not serving or no such service, 3 unreachable.
 """
@@ -13,12 +13,19 @@ from octavo.shared.options import OptionError
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
 READINESS = "octavo.v1.Inference"
+HTTP = "http://"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The address, as a position or a flag, and which service is asked for."""
     parser.epilog = "exit codes: 0 serving, 1 not serving or no such service, 3 unreachable"
-    parser.add_argument("position", nargs="?", type=connection.address, metavar="ADDRESS", help="in place of --address")
+    parser.add_argument(
+        "position",
+        nargs="?",
+        type=connection.address,
+        metavar="ADDRESS",
+        help="in place of --address; http://HOST:PORT is a gateway",
+    )
     connection.add_address(parser)
     parser.add_argument(
         "--service",
@@ -33,14 +40,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks once; the exit codes are in the module's docstring."""
+    if arguments.position and arguments.address != connection.DEFAULT_ADDRESS:
+        raise OptionError("the address is given twice: as a position and as --address")
+    arguments.address = arguments.position or arguments.address
+    if arguments.address.startswith(HTTP):
+        status, details, code = _over_http(arguments)
+    else:
+        status, details, code = _over_grpc(arguments)
+    if arguments.json:
+        print(json.dumps({"address": arguments.address, "status": status, "details": details}))
+    else:
+        print(f"{arguments.address}: {status}{f': {details}' if details else ''}")
+    return code
+
+
+def _over_http(arguments: argparse.Namespace) -> tuple[str, str, int]:
+    """Status, details and exit code of a gateway: whether a scheduler serves behind it, or it is alive itself."""
+    import http.client
+
+    host, _, port = arguments.address.removeprefix(HTTP).rpartition(":")
+    line = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=arguments.timeout)
+    try:
+        line.request("GET", "/health" if arguments.service else "/version")
+        status = line.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        return "UNAVAILABLE", str(error), UNREACHABLE
+    finally:
+        line.close()
+    return ("SERVING", "", SERVING) if status == 200 else ("NOT_SERVING", f"HTTP {status}", NOT_SERVING)
+
+
+def _over_grpc(arguments: argparse.Namespace) -> tuple[str, str, int]:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from octavo.shared.rpc import CHANNEL_OPTIONS
 
-    if arguments.position and arguments.address != connection.DEFAULT_ADDRESS:
-        raise OptionError("the address is given twice: as a position and as --address")
-    arguments.address = arguments.position or arguments.address
     credentials = connection.credentials(arguments)
     channel = (
         grpc.insecure_channel(arguments.address, CHANNEL_OPTIONS)
@@ -57,8 +92,4 @@ def run(arguments: argparse.Namespace) -> int:
         except grpc.RpcError as error:
             status, details = error.code().name, " ".join((error.details() or "").split())
             code = NOT_SERVING if error.code() is grpc.StatusCode.NOT_FOUND else UNREACHABLE
-    if arguments.json:
-        print(json.dumps({"address": arguments.address, "status": status, "details": details}))
-    else:
-        print(f"{arguments.address}: {status}{f': {details}' if details else ''}")
-    return code
+    return status, details, code

@@ -18,7 +18,9 @@ from google.rpc import error_details_pb2, status_pb2
 from openai import AsyncOpenAI
 from openai.types import Completion
 
+from octavo.cli import main
 from octavo.retrying import RetryPolicy
+from octavo.shared.connections import allow_open_files
 from protos import inference_pb2 as pb
 from tests.gateway.running import Gateway, gateway
 from tests.gateway.shapes import events, strictly
@@ -141,6 +143,18 @@ def test_health_follows_the_scheduler(server: FakeServer, shared: Gateway) -> No
     server.set_ready(False)
     assert shared.ask("GET", "/health")[0] == 503
     server.set_ready(True)
+
+
+@pytest.mark.parametrize("service", ["octavo.v1.Inference", ""])
+def test_octavo_health_asks_a_gateway_too(
+    server: FakeServer, shared: Gateway, service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["health", shared.url, "--service", service]
+    assert main(asked) == 0 and capsys.readouterr().out == f"{shared.url}: SERVING\n"
+    server.set_ready(False)
+    assert main(asked) == (1 if service else 0), "whether it is alive does not hang on the scheduler"
+    server.set_ready(True)
+    assert main(["health", "http://127.0.0.1:1"]) == 3
 
 
 def test_metrics_count_what_was_answered(fake: Any, server: FakeServer) -> None:
@@ -405,7 +419,8 @@ def test_idle_connections_keep_nobody_out(fake: Any, server: FakeServer) -> None
 
 
 def test_a_thousand_idle_connections_and_one_request(fake: Any, shared: Gateway) -> None:
-    idle = [shared.connect() for _ in range(400)]
+    allow_open_files(2_000)  # both ends are in this process
+    idle = [shared.connect() for _ in range(1_000)]
     try:
         assert shared.post(COMPLETIONS, GREEDY)[0] == 200
     finally:
