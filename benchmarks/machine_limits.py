@@ -16,8 +16,8 @@ from numba import njit, prange
 
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
+from kernels.cpu.vectors.float_tile import prefetch
 from kernels.cpu.vectors.numbers import FLOAT32, lines
-from kernels.cpu.vectors.registers import prefetch
 
 _READ_BYTES = 512 << 20  # far more than any cache
 _LINE = 1024  # numbers that are prefetched at once

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.products.packed_weight import packed_shape
-from kernels.cpu.vectors.registers import PANEL
+from kernels.cpu.vectors.float_tile import PANEL
 
 KINDS = {  # of GGUF, by the type that such a weight is packed as
     torch.int32: gguf.GGMLQuantizationType.Q4_0,

@@ -29,8 +29,8 @@ from kernels.cpu.vectors.cache_prefetch import (
     next_run,
     plan_prefetch,
 )
+from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS
 from kernels.cpu.vectors.numbers import FLOAT32
-from kernels.cpu.vectors.registers import PANEL, STREAMED_ROWS
 
 LINE = 64
 _STEP = np.dtype([("workspace", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])

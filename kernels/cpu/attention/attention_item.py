@@ -32,8 +32,8 @@ from kernels.cpu.attention.cache_reads import (
     read_keys,
     read_values,
 )
+from kernels.cpu.vectors.float_tile import matmul_add, prefetch
 from kernels.cpu.vectors.numbers import borrowed, from_float32, keep, to_float32
-from kernels.cpu.vectors.registers import matmul_add, prefetch
 from kernels.cpu.vectors.vector_code import LANES
 
 ROW_BLOCK = 4  # rows multiplied at once: 4 x 4 accumulators, 4 vectors of keys, of 32 registers

@@ -24,8 +24,8 @@ from numba.core import cgutils
 
 from kernels.cpu.attention.attention_tiles import RUN
 from kernels.cpu.attention.cache_reads import END, KEY
+from kernels.cpu.vectors.float_tile import HAS_WIDE_REGISTERS
 from kernels.cpu.vectors.numbers import intrinsic
-from kernels.cpu.vectors.registers import HAS_WIDE_REGISTERS
 from kernels.cpu.vectors.vector_code import (
     LANES,
     VECTOR,

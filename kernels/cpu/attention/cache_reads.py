@@ -13,8 +13,8 @@ from __future__ import annotations
 from numba import njit
 
 from kernels.cpu.attention.attention_tiles import KEY_TILE, RUN
+from kernels.cpu.vectors.float_tile import prefetch, transpose
 from kernels.cpu.vectors.numbers import to_float32
-from kernels.cpu.vectors.registers import prefetch, transpose
 from kernels.cpu.vectors.vector_code import LANES
 
 NUM_RUNS = KEY_TILE // RUN

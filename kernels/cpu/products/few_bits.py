@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.vectors.registers import PANEL
+from kernels.cpu.vectors.float_tile import PANEL
 
 GROUP = 32  # inputs that share a scale
 STEP = 8  # inputs of which one word has 4 bits each

@@ -13,8 +13,8 @@ from numba import njit, prange
 
 from kernels.cpu.products.few_bits import FORMATS, GROUP, STEP, FewBits
 from kernels.cpu.runtime import num_threads
+from kernels.cpu.vectors.float_tile import PANEL
 from kernels.cpu.vectors.numbers import FLOAT32, INT32, from_float32, lines, to_float32
-from kernels.cpu.vectors.registers import PANEL
 
 _HALF = np.int16(0)  # a float16, see `numbers`
 _TO_INTEGER = np.float32(3 << 22)  # plus and minus this a float32 is rounded to the nearest integer, ties to even

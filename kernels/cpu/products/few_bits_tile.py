@@ -18,7 +18,7 @@ from numba import extending, njit, types
 from numba.core import cgutils
 
 from kernels.cpu.products.few_bits import FORMATS, GROUP, STEP, FewBits
-from kernels.cpu.vectors.registers import (
+from kernels.cpu.vectors.float_tile import (
     CACHE_LINE_BYTES,
     HAS_WIDE_REGISTERS,
     LANES,

@@ -38,8 +38,8 @@ from kernels.cpu.products.packed_weight import packed_shape
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.cache_prefetch import NONE, next_run
+from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES, PANEL
 from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
-from kernels.cpu.vectors.registers import CACHE_LINE_BYTES, PANEL
 from kernels.int8_weight import GROUP, ZERO
 
 _SYMMETRIC, _WITH_MINIMUM = FORMATS[torch.int32], FORMATS[torch.uint8]

@@ -34,7 +34,7 @@ from kernels.cpu.products.int8_vectors import (
     spread_value,
     store,
 )
-from kernels.cpu.vectors.registers import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_VECTORS
+from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_VECTORS
 from kernels.int8_weight import QUAD
 
 intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call

@@ -36,8 +36,8 @@ from kernels.cpu.products.int8_tile import TILE_PANELS, TILE_ROWS, multiply_tile
 from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
+from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES
 from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
-from kernels.cpu.vectors.registers import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, PANEL
 
 ROWS_OF_WIDE_TILES = 8

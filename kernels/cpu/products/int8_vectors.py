@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES
 from kernels.cpu.vectors.processor import features
-from kernels.cpu.vectors.registers import CACHE_LINE_BYTES
 from kernels.int8_weight import PANEL, QUAD
 
 # The type of a number says which code is compiled, as elements do in `kernels.cpu.vectors.numbers`.

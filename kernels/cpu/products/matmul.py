@@ -41,8 +41,8 @@ from kernels.cpu.products.panel_products import add_panel
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared
 from kernels.cpu.vectors.cache_prefetch import NONE
+from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS
 from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
-from kernels.cpu.vectors.registers import PANEL, STREAMED_ROWS
 
 _ROWS_BYTES = 512 << 10  # of x that are multiplied before the next rows: they stay in a second cache level of 1 MiB
 _ZEROS = np.zeros(PANEL, dtype=np.float32)  # where sums start without a bias

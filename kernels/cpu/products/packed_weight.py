@@ -19,8 +19,8 @@ import torch
 
 from kernels.cpu.products.few_bits import FORMATS, GROUP
 from kernels.cpu.products.few_bits_fit import pack_few_bits
+from kernels.cpu.vectors.float_tile import PANEL
 from kernels.cpu.vectors.numbers import FLOAT32
-from kernels.cpu.vectors.registers import PANEL
 
 ELEMENTS = {
     torch.float32: FLOAT32,

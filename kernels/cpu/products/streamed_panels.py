@@ -14,7 +14,7 @@ from typing import Any
 from numba import njit
 
 from kernels.cpu.vectors.cache_prefetch import NONE, next_lines
-from kernels.cpu.vectors.registers import (
+from kernels.cpu.vectors.float_tile import (
     HAS_WIDE_REGISTERS,
     LANES,
     PANEL,
