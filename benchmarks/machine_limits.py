@@ -16,7 +16,7 @@ from numba import njit, prange
 
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
-from kernels.cpu.vectors.float_tile import prefetch
+from kernels.cpu.vectors.float_tile import prefetch_line
 from kernels.cpu.vectors.numbers import FLOAT32, lines
 
 _READ_BYTES = 512 << 20  # far more than any cache
@@ -84,6 +84,6 @@ def _add_up(address, count, num_threads, is_asked_for):  # type: ignore[no-untyp
         end = count * (lane + 1) // num_threads
         for i in range(count * lane // num_threads, end):
             if is_asked_for:
-                prefetch(numbers[min(i + _AHEAD, end - 1)])
+                prefetch_line(numbers[min(i + _AHEAD, end - 1)])
             totals[lane] += _sum(numbers[i])
     return totals.sum()

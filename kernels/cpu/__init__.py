@@ -1,8 +1,8 @@
-"""Compiled kernels for CPUs, behind the signatures of `kernels.oracles.reference`; float32 and bfloat16.
+"""Compiled kernels for CPUs, behind the signatures of `kernels.oracles`; float32 and bfloat16.
 
-An operation is a launcher, which passes addresses and strides on, and numba code, which does the work without the
-interpreter's lock; the folders below hold them by kind. Results of a row depend on that row (and its sequence's cache)
-alone.
+An operation is a launcher, which passes on addresses and strides, or arrays for sampling, and numba code, which does
+the work without the interpreter's lock. The folders below hold them by kind; `vectors` is what they are written with.
+Results of a row depend on that row (and its sequence's cache) alone.
 """
 
 from __future__ import annotations

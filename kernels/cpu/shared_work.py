@@ -23,12 +23,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import extending, njit, types
+from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu import runtime  # noqa: F401 - sets where compiled code is kept
-
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
+from kernels.cpu.vectors.vector_code import intrinsic
 
 # Looks before a waiting thread sleeps, 15 ns each: longer than most items take, and less than waking a thread costs
 # where a core without work is given back to a hypervisor.

@@ -24,7 +24,7 @@ from kernels.cpu.products.layer_product import Product
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack, pack_pairs
 from kernels.cpu.runtime import num_threads
-from kernels.cpu.vectors.float_tile import HAS_PAIRS
+from kernels.cpu.vectors.processor import HAS_PAIRS
 
 
 def warm_up(dtype: torch.dtype) -> None:

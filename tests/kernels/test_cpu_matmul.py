@@ -11,7 +11,8 @@ import torch
 from kernels.cpu import warm_up
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import ELEMENTS, pack
-from kernels.cpu.vectors.float_tile import HAS_PAIRS, PANEL
+from kernels.cpu.vectors.float_tile import PANEL
+from kernels.cpu.vectors.processor import HAS_PAIRS
 from tests.kernels.few_bits_weights import KINDS, few_bits_weight, pack_float32
 
 SHAPES = [(960, 576), (576, 1536), (60, 157), (1031, 60), (5, 1), (PANEL, 2049), (2 * PANEL + 1, 4100)]

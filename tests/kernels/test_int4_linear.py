@@ -10,8 +10,8 @@ import torch
 from kernels import cpu
 from kernels.cpu.products.few_bits_fit import pack_few_bits
 from kernels.cpu.products.int4_linear import multiply
-from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.cpu.products.layer_product import Product
+from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.oracles import reference
 from tests.kernels.few_bits_weights import few_bits_weight, unpack
 

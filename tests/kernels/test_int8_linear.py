@@ -9,7 +9,7 @@ import torch
 
 from kernels import cpu
 from kernels.cpu.products.int8_linear import multiply
-from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
+from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.int8_weight import pack_int8, quantize_int8, unpack_int8
 from kernels.oracles import reference
 

@@ -19,8 +19,8 @@ from tests.isa import PROFILES, ROOT, environment, lacking
 SHAPES = [(1, 60, 157), (7, 97, 64), (19, 97, 64)]  # rows, outputs, inputs: tiles of every height
 
 CHOICES = """
-from kernels.cpu.products.int8_vectors import dot_kind_of_this_cpu
-from kernels.cpu.vectors.float_tile import HAS_PAIRS, HAS_WIDE_REGISTERS
+from kernels.cpu.vectors.dot_products import dot_kind_of_this_cpu
+from kernels.cpu.vectors.processor import HAS_PAIRS, HAS_WIDE_REGISTERS
 print(HAS_WIDE_REGISTERS, HAS_PAIRS, dot_kind_of_this_cpu())
 """
 PRODUCTS = """

@@ -33,7 +33,7 @@ class PackedLinear:
             matmul,  # here, so that a worker with a GPU waits for no compiler of CPU code
         )
         from kernels.cpu.products.packed_weight import pack, pack_pairs
-        from kernels.cpu.vectors.float_tile import HAS_PAIRS
+        from kernels.cpu.vectors.processor import HAS_PAIRS
 
         self._matmul = matmul
         self._has_pairs = HAS_PAIRS and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0

@@ -24,15 +24,15 @@ from kernels.cpu.attention.attention_tiles import (
     position_of,
 )
 from kernels.cpu.attention.cache_reads import (
-    CURSOR_SIZE,
     END,
     PIECES,
-    aim,
-    prefetch_lines,
+    RUNS_SIZE,
+    find_runs,
+    prefetch_piece,
     read_keys,
     read_values,
 )
-from kernels.cpu.vectors.float_tile import matmul_add, prefetch
+from kernels.cpu.vectors.float_tile import matmul_add, prefetch_line
 from kernels.cpu.vectors.numbers import borrowed, from_float32, keep, to_float32
 from kernels.cpu.vectors.vector_code import LANES
 
@@ -46,7 +46,7 @@ def _prefetch_query(item, end, row, end_row, tiles, query, num_kv_heads, group, 
     if item < end:
         tile, first = tiles[item // num_kv_heads], item % num_kv_heads * group * head_size
         for token in range(row // group, min(end_row // group, tile[COUNT])):
-            prefetch(query[tile[TOKEN] + token, first : first + group * head_size])
+            prefetch_line(query[tile[TOKEN] + token, first : first + group * head_size])
 
 
 @njit(nogil=True, error_model="numpy")  # where all scores are -inf the sum of weights is 0, and the result NaN
@@ -81,7 +81,7 @@ def attend(  # type: ignore[no-untyped-def]
     copy_size = 0 if may_stay and rows <= FEW_ROWS else KEY_TILE * padded
     size = (ROW_BLOCK + 1) * KEY_TILE + 2 * rows * padded + 2 * copy_size + 2 * rows + LANES
     scratch = np.empty(size, dtype=np.float32)
-    places = np.zeros(2 * CURSOR_SIZE + rows, dtype=np.int64)
+    places = np.zeros(2 * RUNS_SIZE + rows, dtype=np.int64)
     # Vectors of scores and of sums begin where lines of the caches do.
     numbers = borrowed(scratch)[-(scratch.ctypes.data // 4) % LANES :]
     zeros, numbers = numbers[:KEY_TILE], numbers[KEY_TILE:]
@@ -89,8 +89,8 @@ def attend(  # type: ignore[no-untyped-def]
     q, acc, numbers = numbers[: rows * padded], numbers[rows * padded :][: rows * padded], numbers[2 * rows * padded :]
     values, keys_t, numbers = numbers[:copy_size], numbers[copy_size:][:copy_size], numbers[2 * copy_size :]
     maxima, sums = numbers[:rows], numbers[rows:][:rows]
-    here, ahead = borrowed(places)[:CURSOR_SIZE], borrowed(places)[CURSOR_SIZE:][:CURSOR_SIZE]
-    positions = borrowed(places)[2 * CURSOR_SIZE :]
+    here, ahead = borrowed(places)[:RUNS_SIZE], borrowed(places)[RUNS_SIZE:][:RUNS_SIZE]
+    positions = borrowed(places)[2 * RUNS_SIZE :]
     zeros[:] = acc[:] = np.float32(0.0)
     maxima[:] = NO_MAXIMUM
     sums[:] = np.float32(0.0)
@@ -108,21 +108,21 @@ def attend(  # type: ignore[no-untyped-def]
         if phase > 0 and members > 1:
             first_row, end_row = (phase - 1) * group, phase * group
         is_in_place = may_stay and end_row - first_row <= FEW_ROWS
-        aim(here, kv_head, s, first_key, end_key, tables, layout)
+        find_runs(here, kv_head, s, first_key, end_key, tables, layout)
         for key in range(first_key, end_key, KEY_TILE):
             # Which keys come after these: of this phase, of this item's next, or of the next item.
             if key + KEY_TILE < end_key:
-                aim(ahead, kv_head, s, key + KEY_TILE, end_key, tables, layout)
+                find_runs(ahead, kv_head, s, key + KEY_TILE, end_key, tables, layout)
             elif phase < members:
                 next_s, next_key, next_end = keys_of(tile, phase + 1, seq_lens, query_starts, window)
-                aim(ahead, kv_head, next_s, next_key, next_end, tables, layout)
+                find_runs(ahead, kv_head, next_s, next_key, next_end, tables, layout)
             elif item + 1 < end:
                 other = tiles[(item + 1) // num_kv_heads]
                 first_phase = 0 if other[SHARED] > 0 else 1
                 next_s, next_key, next_end = keys_of(other, first_phase, seq_lens, query_starts, window)
-                aim(ahead, (item + 1) % num_kv_heads, next_s, next_key, next_end, tables, layout)
+                find_runs(ahead, (item + 1) % num_kv_heads, next_s, next_key, next_end, tables, layout)
             else:
-                aim(ahead, kv_head, s, 0, 0, tables, layout)
+                find_runs(ahead, kv_head, s, 0, 0, tables, layout)
             if not is_in_place:
                 # The scratch of values serves the keys first.
                 read_keys(key_cache, here, tables, layout, values, keys_t)
@@ -141,13 +141,13 @@ def attend(  # type: ignore[no-untyped-def]
                         block_rows, q, row * padded, head_size, key_cache, here, scores, KEY_TILE, value_cache, here
                     )
                 else:
-                    piece = prefetch_lines(piece, ahead, key_cache, value_cache, head_size)
+                    piece = prefetch_piece(piece, ahead, key_cache, value_cache, head_size)
                     width = (num_keys + LANES - 1) // LANES * LANES
                     others, sums_of = (keys_t, 0, KEY_TILE), (zeros, 0, 0, scores, 0, KEY_TILE)
                     matmul_add(block_rows, q, row * padded, padded, *others, *sums_of, head_size, width)
                 for r in range(block_rows):
                     if not is_in_place:
-                        piece = prefetch_lines(piece, ahead, key_cache, value_cache, head_size)
+                        piece = prefetch_piece(piece, ahead, key_cache, value_cache, head_size)
                     head = kv_head * group + (row + r) % group
                     slope = slopes[head] if slopes.size > 0 else np.float32(0.0)
                     mask(scores, r * KEY_TILE, key - positions[row + r], slope, window, cap)
@@ -171,7 +171,7 @@ def attend(  # type: ignore[no-untyped-def]
                     )
                 else:
                     while is_last and piece < PIECES:
-                        piece = prefetch_lines(piece, ahead, key_cache, value_cache, head_size)
+                        piece = prefetch_piece(piece, ahead, key_cache, value_cache, head_size)
                     added_up = acc, row * padded, padded
                     factors = scores, 0, KEY_TILE, values, 0, padded
                     matmul_add(block_rows, *factors, *added_up, *added_up, num_keys, padded)

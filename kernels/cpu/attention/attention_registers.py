@@ -18,31 +18,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.attention.attention_tiles import RUN
 from kernels.cpu.attention.cache_reads import END, KEY
-from kernels.cpu.vectors.float_tile import HAS_WIDE_REGISTERS
-from kernels.cpu.vectors.numbers import intrinsic
+from kernels.cpu.vectors.processor import HAS_WIDE_REGISTERS
 from kernels.cpu.vectors.vector_code import (
+    F32,
+    F32X16,
     LANES,
-    VECTOR,
     at,
-    columns_of,
+    constant,
     element,
+    fma,
+    intrinsic,
     load,
-    load_wide,
-    multiply_add,
+    load_elements,
     pinned,
     prefetch_bytes,
-    splat,
+    splat_at,
     store,
+    transpose,
 )
 
 _AHEAD = 2  # so many runs behind the one that is worked on are prefetched
-_FLAT, _PLACES = types.Array(types.float32, 1, "C"), types.Array(types.int64, 1, "C")
+_FLAT, _RUNS = types.Array(types.float32, 1, "C"), types.Array(types.int64, 1, "C")
 
 
 def _add_scores(num_rows: int, num_runs: int) -> Any:
@@ -70,26 +71,26 @@ def _add_scores(num_rows: int, num_runs: int) -> Any:
         runs_after: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            width, index, fma = arguments[2], arguments[2].type, multiply_add(builder)
+            width, index = arguments[2], arguments[2].type
             q_start, scores_start = (element(context, builder, signature, arguments, i) for i in (0, 7))
             here, ahead = (_starts(context, builder, signature, arguments, i) for i in ((3, 4), (10, 11)))
             numbers = [builder.add(arguments[5], index(i)) for i in range(num_runs)]
             firsts = [_start(builder, here, number) for number in numbers]
             aheads = [_start_ahead(builder, here, ahead, number, arguments[6]) for number in numbers]
-            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows)] for _ in range(num_runs)]
+            sums = [[cgutils.alloca_once(builder, F32X16) for _ in range(num_rows)] for _ in range(num_runs)]
             for of_run in sums:
                 for total in of_run:
-                    builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
+                    builder.store(constant(F32X16, 0.0), total)
             with cgutils.for_range_slice(builder, index(0), width, index(LANES)) as (d, _):
                 rows = [at(builder, q_start, builder.add(d, builder.mul(width, index(r)))) for r in range(num_rows)]
                 for first, ahead, of_run in zip(firsts, aheads, sums, strict=True):
                     _prefetch(builder, at(builder, ahead, builder.mul(d, index(RUN))), RUN * LANES, after.dtype)
                     lines = [at(builder, first, builder.add(d, builder.mul(width, index(key)))) for key in range(RUN)]
-                    columns = columns_of(builder, [load_wide(builder, line, keys.dtype) for line in lines])
+                    columns = transpose(builder, [load_elements(builder, line, keys.dtype) for line in lines])
                     for i, column in enumerate(columns):
                         for row, total in zip(rows, of_run, strict=True):
-                            number = splat(builder, builder.load(at(builder, row, index(i))))
-                            builder.store(builder.call(fma, [number, column, builder.load(total)]), total)
+                            number = splat_at(builder, at(builder, row, index(i)), F32)
+                            builder.store(fma(builder, number, column, builder.load(total)), total)
                     for total in of_run if HAS_WIDE_REGISTERS else ():
                         builder.store(pinned(builder, builder.load(total)), total)
             for run, of_run in enumerate(sums):
@@ -100,7 +101,7 @@ def _add_scores(num_rows: int, num_runs: int) -> Any:
 
         number = types.intp
         return types.void(
-            _FLAT, number, number, keys, _PLACES, number, number, _FLAT, number, number, after, _PLACES
+            _FLAT, number, number, keys, _RUNS, number, number, _FLAT, number, number, after, _RUNS
         ), generate
 
     return add_scores
@@ -126,36 +127,35 @@ def _add_values(num_rows: int, vectors: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             weights_stride, (stride, column, num_keys) = arguments[1], arguments[4:7]
-            index, fma = stride.type, multiply_add(builder)
+            index = stride.type
             weights_start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
             here, ahead = (_starts(context, builder, signature, arguments, i) for i in ((2, 3), (9, 10)))
             num_runs = builder.udiv(builder.add(num_keys, index(RUN - 1)), index(RUN))
             acc_start = element(context, builder, signature, arguments, 7)
             acc_rows = [at(builder, acc_start, builder.mul(stride, index(r))) for r in range(num_rows)]
             totals = [[at(builder, row, index(v * LANES)) for v in range(vectors)] for row in acc_rows]
-            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(num_rows)]
+            sums = [[cgutils.alloca_once(builder, F32X16) for _ in range(vectors)] for _ in range(num_rows)]
             for r in range(num_rows):
                 for v in range(vectors):
-                    builder.store(load(builder, totals[r][v]), sums[r][v])
+                    builder.store(load(builder, totals[r][v], F32X16), sums[r][v])
             with cgutils.for_range_slice(builder, index(0), num_keys, index(RUN)) as (first, _):
                 left = builder.sub(num_keys, first)
                 count = builder.select(builder.icmp_signed("<", left, index(RUN)), left, index(RUN))
                 run = builder.udiv(first, index(RUN))
                 start = at(builder, _start(builder, here, run), column)
-                asked = at(builder, _start_ahead(builder, here, ahead, run, num_runs), column)
+                soon = at(builder, _start_ahead(builder, here, ahead, run, num_runs), column)
                 with cgutils.for_range(builder, count) as loop:
                     distance = builder.mul(stride, loop.index)
-                    _prefetch(builder, at(builder, asked, distance), vectors * LANES, values.dtype)
+                    _prefetch(builder, at(builder, soon, distance), vectors * LANES, values.dtype)
                     line = at(builder, start, distance)
-                    vectors_of_line = [
-                        load_wide(builder, at(builder, line, index(v * LANES)), values.dtype) for v in range(vectors)
-                    ]
+                    parts = [at(builder, line, index(v * LANES)) for v in range(vectors)]
+                    vectors_of_line = [load_elements(builder, part, values.dtype) for part in parts]
                     for r in range(num_rows):
                         key = builder.add(first, loop.index)
                         place = at(builder, weights_start, builder.add(builder.mul(weights_stride, index(r)), key))
-                        weight = splat(builder, builder.load(place))
+                        weight = splat_at(builder, place, F32)
                         for v in range(vectors):
-                            total = builder.call(fma, [weight, vectors_of_line[v], builder.load(sums[r][v])])
+                            total = fma(builder, weight, vectors_of_line[v], builder.load(sums[r][v]))
                             builder.store(total, sums[r][v])
             for r in range(num_rows):
                 for v in range(vectors):
@@ -163,9 +163,7 @@ def _add_values(num_rows: int, vectors: int) -> Any:
             return context.get_dummy_value()
 
         number = types.intp
-        return types.void(
-            _FLAT, number, values, _PLACES, number, number, number, _FLAT, number, values, _PLACES
-        ), generate
+        return types.void(_FLAT, number, values, _RUNS, number, number, number, _FLAT, number, values, _RUNS), generate
 
     return add_values
 
@@ -204,9 +202,9 @@ _values_1x4, _values_2x4, _values_3x4, _values_4x4 = (_add_values(rows, 4) for r
 
 @njit(nogil=True)
 def add_scores(rows, q, q_offset, width, keys, runs, scores, stride, after, runs_after):  # type: ignore[no-untyped-def]
-    """scores[rows, :] = q[rows, width] . keys[:, width]^T for up to 4 rows and the keys of a cursor's `runs`, up to 64.
+    """scores[rows, :] = q[rows, width] . keys[:, width]^T for up to 4 rows and the keys of `runs`, up to 64.
 
-    What is read next are `runs_after` of `after`, a cursor's.
+    What is read next are `runs_after` of `after`; both runs as in `cache_reads`.
     """
     count = (runs[END] - runs[KEY] + RUN - 1) // RUN
     run, pairs = 0, count // 2 * 2 if HAS_WIDE_REGISTERS else 0
@@ -241,7 +239,7 @@ def add_values(  # type: ignore[no-untyped-def]
     """acc[rows, column : end] += p[rows, num_keys] . values[:, column : end] for up to 4 rows of `width` numbers; run i
     of 16 keys begins at element runs[i].
 
-    What is read next are `runs_after` of `after`, a cursor's.
+    What is read next are `runs_after` of `after`; both runs as in `cache_reads`.
     """
     while column < end:
         place = offset + column

@@ -17,8 +17,24 @@ from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.attention.attention_tiles import KEY_TILE
-from kernels.cpu.vectors.numbers import LN2_HIGH, LN2_LOW, LOG2_E, exp, intrinsic
-from kernels.cpu.vectors.vector_code import LANES, VECTOR, WORDS, element, load, multiply_add, shuffled, splat, store
+from kernels.cpu.vectors.numbers import LN2_HIGH, LN2_LOW, LOG2_E, exp
+from kernels.cpu.vectors.vector_code import (
+    F32X16,
+    I32,
+    I32X16,
+    LANES,
+    at,
+    call,
+    constant,
+    element,
+    fma,
+    intrinsic,
+    larger,
+    load,
+    reduce_rows,
+    splat,
+    store,
+)
 
 NO_MAXIMUM = np.float32(-1e30)  # of a row that has met no key: finite, as what is subtracted from scores
 
@@ -49,10 +65,10 @@ def _compile_softmax(num_rows: int) -> Any:
             start, maxima, sums, acc = (element(context, builder, signature, arguments, i) for i in (0, 2, 4, 6))
             width = arguments[8]
             rows = [ir.Constant(ir.IntType(64), r) for r in range(num_rows)]
-            places = [_vectors(builder, builder.gep(start, [builder.mul(r, r.type(KEY_TILE))])) for r in rows]
-            of_rows = [[load(builder, place) for place in of_row] for of_row in places]
-            for r, largest in zip(rows, _over_all(builder, of_rows, _larger), strict=True):
-                maximum, total = builder.gep(maxima, [r]), builder.gep(sums, [r])
+            places = [_vectors(builder, at(builder, start, builder.mul(r, r.type(KEY_TILE)))) for r in rows]
+            of_rows = [[load(builder, place, F32X16) for place in of_row] for of_row in places]
+            for r, largest in zip(rows, reduce_rows(builder, of_rows, larger), strict=True):
+                maximum, total = at(builder, maxima, r), at(builder, sums, r)
                 last = builder.load(maximum)
                 with builder.if_then(builder.fcmp_ordered(">", largest, last)):
                     shrink = context.compile_internal(
@@ -60,14 +76,15 @@ def _compile_softmax(num_rows: int) -> Any:
                     )
                     builder.store(largest, maximum)
                     builder.store(builder.fmul(builder.load(total), shrink), total)
-                    _scale(builder, builder.gep(acc, [builder.mul(r, width)]), width, shrink)
+                    _scale(builder, at(builder, acc, builder.mul(r, width)), width, shrink)
             for r, of_row in enumerate(places):
-                maximum = splat(builder, builder.load(builder.gep(maxima, [rows[r]])))
-                of_rows[r] = [_exp(builder, builder.fsub(load(builder, place), maximum)) for place in of_row]
+                maximum = splat(builder, builder.load(at(builder, maxima, rows[r])))
+                of_row_scores = [load(builder, place, F32X16) for place in of_row]
+                of_rows[r] = [_exp(builder, builder.fsub(score, maximum)) for score in of_row_scores]
                 for weights, place in zip(of_rows[r], of_row, strict=True):
                     store(builder, weights, place)
-            for r, more in zip(rows, _over_all(builder, of_rows, _sum), strict=True):
-                total = builder.gep(sums, [r])
+            for r, more in zip(rows, reduce_rows(builder, of_rows, _sum), strict=True):
+                total = at(builder, sums, r)
                 builder.store(builder.fadd(builder.load(total), more), total)
             return context.get_dummy_value()
 
@@ -82,12 +99,12 @@ def _fill_outside(typing_context: Any, scores: Any, offset: Any, start: Any, end
     """64 scores become `value`, all but start : end."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start, end = (_splat_word(builder, number) for number in arguments[2:4])
+        start, end = (splat(builder, builder.trunc(number, I32)) for number in arguments[2:4])
         value = splat(builder, arguments[4])
         for first, place in enumerate(_vectors(builder, element(context, builder, signature, arguments, 0))):
-            keys = ir.Constant(WORDS, list(range(first * LANES, (first + 1) * LANES)))
+            keys = ir.Constant(I32X16, list(range(first * LANES, (first + 1) * LANES)))
             is_inside = builder.and_(builder.icmp_signed(">=", keys, start), builder.icmp_signed("<", keys, end))
-            store(builder, builder.select(is_inside, load(builder, place), value), place)
+            store(builder, builder.select(is_inside, load(builder, place, F32X16), value), place)
         return context.get_dummy_value()
 
     number = types.int64
@@ -96,7 +113,7 @@ def _fill_outside(typing_context: Any, scores: Any, offset: Any, start: Any, end
 
 @intrinsic
 def multiply_by(typing_context: Any, numbers: Any, offset: Any, count: Any, factor: Any) -> Any:
-    """`count` numbers from `offset` on, a multiple of 16, become `factor` times as much."""
+    """`count` float32 numbers from `offset` on, a multiple of 16 of them, become `factor` times as much."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _scale(builder, element(context, builder, signature, arguments, 0), *arguments[2:])
@@ -105,44 +122,19 @@ def multiply_by(typing_context: Any, numbers: Any, offset: Any, count: Any, fact
     return types.void(_FLAT, types.intp, types.int64, types.float32), generate
 
 
-def _splat_word(builder: Any, number: Any) -> Any:
-    """An int64 below 2^31 as a vector of words."""
-    number = builder.bitcast(builder.trunc(number, ir.IntType(32)), ir.FloatType())
-    return builder.bitcast(splat(builder, number), WORDS)
-
-
 def _vectors(builder: Any, start: Any) -> list[Any]:
-    return [builder.gep(start, [ir.Constant(ir.IntType(64), key)]) for key in range(0, KEY_TILE, LANES)]
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+    return [at(builder, start, ir.Constant(ir.IntType(64), key)) for key in range(0, KEY_TILE, LANES)]
 
 
 def _sum(builder: Any, a: Any, b: Any) -> Any:
     return builder.fadd(a, b)
 
 
-def _over_all(builder: Any, of_rows: list[list[Any]], combine: Any) -> list[Any]:
-    """What is left of each row's vectors, and then of its lanes, when two become one again and again; rows in turns, as
-    each waits for its last result."""
-    while len(of_rows[0]) > 1:
-        of_rows = [
-            [combine(builder, a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)] for vectors in of_rows
-        ]
-    results, width = [vector for (vector,) in of_rows], LANES // 2
-    while width:
-        lanes = [lane ^ width for lane in range(LANES)]
-        results = [combine(builder, vector, shuffled(builder, vector, vector, lanes)) for vector in results]
-        width //= 2
-    return [builder.extract_element(vector, ir.Constant(ir.IntType(32), 0)) for vector in results]
-
-
 def _scale(builder: Any, start: Any, count: Any, factor: Any) -> None:
     factor = splat(builder, factor)
     with cgutils.for_range_slice(builder, count.type(0), count, count.type(LANES)) as (first, _):
-        place = builder.gep(start, [first])
-        store(builder, builder.fmul(load(builder, place), factor), place)
+        place = at(builder, start, first)
+        store(builder, builder.fmul(load(builder, place, F32X16), factor), place)
 
 
 def _shrink(last, largest):  # type: ignore[no-untyped-def]
@@ -151,23 +143,17 @@ def _shrink(last, largest):  # type: ignore[no-untyped-def]
 
 def _exp(builder: Any, x: Any) -> Any:
     def number(value: float) -> Any:
-        return ir.Constant(VECTOR, [value] * LANES)
+        return constant(F32X16, value)
 
-    def fma(a: Any, b: Any, c: Any) -> Any:
-        return builder.call(multiply_add(builder), (a, b, c))
-
-    inside = _larger(builder, x, number(_LOWEST))
-    rint = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.nearbyint.v{LANES}f32"
-    )
-    n = builder.call(rint, [builder.fmul(inside, number(float(LOG2_E)))])
-    r = fma(n, number(-float(LN2_LOW)), fma(n, number(-float(LN2_HIGH)), inside))
+    inside = larger(builder, x, number(_LOWEST))
+    n = call(builder, f"llvm.nearbyint.v{LANES}f32", F32X16, builder.fmul(inside, number(float(LOG2_E))))
+    r = fma(builder, n, number(-float(LN2_LOW)), fma(builder, n, number(-float(LN2_HIGH)), inside))
     p = number(_POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
-        p = fma(p, r, number(coefficient))
-    power = builder.fadd(fma(p, builder.fmul(r, r), r), number(1.0))
-    exponent = builder.shl(builder.fptosi(n, WORDS), ir.Constant(WORDS, [23] * LANES))
-    result = builder.bitcast(builder.add(builder.bitcast(power, WORDS), exponent), VECTOR)
+        p = fma(builder, p, r, number(coefficient))
+    power = builder.fadd(fma(builder, p, builder.fmul(r, r), r), number(1.0))
+    exponent = builder.shl(builder.fptosi(n, I32X16), constant(I32X16, 23))
+    result = builder.bitcast(builder.add(builder.bitcast(power, I32X16), exponent), F32X16)
     zero_or_nan = builder.select(builder.fcmp_ordered("<", x, number(0.0)), number(0.0), x)
     return builder.select(builder.fcmp_ordered(">=", x, number(_LOWEST)), result, zero_or_nan)
 

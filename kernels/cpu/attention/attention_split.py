@@ -27,7 +27,7 @@ from kernels.cpu.attention.attention_item import FEW_ROWS, ROW_BLOCK, attend
 from kernels.cpu.attention.attention_registers import add_scores, add_values
 from kernels.cpu.attention.attention_softmax import NO_MAXIMUM, mask, multiply_by, softmax
 from kernels.cpu.attention.attention_tiles import COUNT, KEY_TILE, NUM_SEQUENCES, RUN, TOKEN, keys_of, position_of
-from kernels.cpu.attention.cache_reads import CURSOR_SIZE, END, KEY, aim
+from kernels.cpu.attention.cache_reads import END, KEY, RUNS_SIZE, find_runs
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.numbers import borrowed, exp, from_float32, keep, to_float32
 from kernels.cpu.vectors.vector_code import LANES
@@ -137,13 +137,13 @@ def _cuts_of_columns(num_items, vectors, threads):  # type: ignore[no-untyped-de
 
 
 @njit(nogil=True)
-def _aim_at(cursor, unit, i, cut, step):  # type: ignore[no-untyped-def]
-    """Point a cursor at the keys of a unit of the item number `i` of those that are cut."""
+def _find_runs_of_unit(runs, unit, i, cut, step):  # type: ignore[no-untyped-def]
+    """Fill `runs` (`cache_reads`) for the keys of a unit of the item number `i` of those that are cut."""
     first_item, first_units = cut
     tiles, layout, _, tables, seq_lens, query_starts, window = step
     t, kv_head = divmod(first_item + i, layout[0])
     s, first_key, end_key = keys_of(tiles[t], 1, seq_lens, query_starts, window)
-    aim(cursor, kv_head, s, first_key + (unit - first_units[i]) * KEY_TILE, end_key, tables, layout)
+    find_runs(runs, kv_head, s, first_key + (unit - first_units[i]) * KEY_TILE, end_key, tables, layout)
 
 
 @njit(nogil=True)
@@ -164,15 +164,15 @@ def _score(first, end, likely_end, cut, step, scores, rest):  # type: ignore[no-
     first_item, first_units = cut
     tiles, (num_kv_heads, _, head_size), group = step[0], step[1], step[2]
     query, key_cache, scale = rest[2], rest[3], rest[11]
-    numbers, places = np.empty(group * head_size, dtype=np.float32), np.zeros(2 * CURSOR_SIZE, dtype=np.int64)
-    q, here, ahead = borrowed(numbers), borrowed(places)[:CURSOR_SIZE], borrowed(places)[CURSOR_SIZE:]
+    numbers, places = np.empty(group * head_size, dtype=np.float32), np.zeros(2 * RUNS_SIZE, dtype=np.int64)
+    q, here, ahead = borrowed(numbers), borrowed(places)[:RUNS_SIZE], borrowed(places)[RUNS_SIZE:]
     i, q_of = 0, -1
     for unit in range(first, end):
         while unit >= first_units[i + 1]:
             i += 1
-        _aim_at(here, unit, i, cut, step)
+        _find_runs_of_unit(here, unit, i, cut, step)
         if unit + 1 < likely_end:
-            _aim_at(ahead, unit + 1, i if unit + 1 < first_units[i + 1] else i + 1, cut, step)
+            _find_runs_of_unit(ahead, unit + 1, i if unit + 1 < first_units[i + 1] else i + 1, cut, step)
         if q_of != i:
             q_of, (t, kv_head) = i, divmod(first_item + i, num_kv_heads)
             line = query[tiles[t, TOKEN], kv_head * group * head_size : (kv_head + 1) * group * head_size]
@@ -217,12 +217,12 @@ def _add_up(part, end, cut, step, columns, value_cache, results):  # type: ignor
     i, first = divmod(columns[part] * LANES, head_size)
     width = (columns[part + 1] - columns[part]) * LANES
     t, kv_head = divmod(first_item + i, num_kv_heads)
-    numbers, places = np.zeros(group * head_size, dtype=np.float32), np.zeros(2 * CURSOR_SIZE, dtype=np.int64)
-    acc, here, ahead = borrowed(numbers), borrowed(places)[:CURSOR_SIZE], borrowed(places)[CURSOR_SIZE:]
+    numbers, places = np.zeros(group * head_size, dtype=np.float32), np.zeros(2 * RUNS_SIZE, dtype=np.int64)
+    acc, here, ahead = borrowed(numbers), borrowed(places)[:RUNS_SIZE], borrowed(places)[RUNS_SIZE:]
     for unit in range(first_units[i], first_units[i + 1]):
-        _aim_at(here, unit, i, cut, step)
+        _find_runs_of_unit(here, unit, i, cut, step)
         if unit + 1 < first_units[i + 1]:
-            _aim_at(ahead, unit + 1, i, cut, step)
+            _find_runs_of_unit(ahead, unit + 1, i, cut, step)
         for row in range(group):
             shrink = shrinks[unit * group + row]
             if shrink != np.float32(1.0):

@@ -13,15 +13,17 @@ from __future__ import annotations
 from numba import njit
 
 from kernels.cpu.attention.attention_tiles import KEY_TILE, RUN
-from kernels.cpu.vectors.float_tile import prefetch, transpose
+from kernels.cpu.vectors.float_tile import prefetch_line, transpose_tile
 from kernels.cpu.vectors.numbers import to_float32
 from kernels.cpu.vectors.vector_code import LANES
 
 NUM_RUNS = KEY_TILE // RUN
 PIECES = 2 * NUM_RUNS  # in which a tile is prefetched
-# Of a cursor, i64[CURSOR_SIZE]: where each run begins; then what is pointed at, keys KEY : END of a sequence, one head.
+# Where a tile lies is `runs`, i64[RUNS_SIZE]: the element at which each run begins, then which keys they are, KEY : END
+# of a sequence and one head. A cursor of `cache_prefetch` is another thing: it moves on through a thread's share of all
+# blocks, line by line, while products compute.
 HEAD, SEQUENCE, KEY, END = range(NUM_RUNS, NUM_RUNS + 4)
-CURSOR_SIZE = NUM_RUNS + 4
+RUNS_SIZE = NUM_RUNS + 4
 
 
 @njit(nogil=True)
@@ -32,32 +34,32 @@ def _start(table, layout, kv_head, key):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def aim(cursor, kv_head, sequence, key, end, tables, layout):  # type: ignore[no-untyped-def]
-    """Point a cursor at the tile of keys that starts at `key`, of those before `end`."""
+def find_runs(runs, kv_head, sequence, key, end, tables, layout):  # type: ignore[no-untyped-def]
+    """Fill `runs` for the tile of keys that starts at `key`, of those before `end`; a sequence is a row of `tables`."""
     num_kv_heads, block_size, head_size = layout
-    cursor[HEAD], cursor[SEQUENCE], cursor[KEY], cursor[END] = kv_head, sequence, key, min(end, key + KEY_TILE)
+    runs[HEAD], runs[SEQUENCE], runs[KEY], runs[END] = kv_head, sequence, key, min(end, key + KEY_TILE)
     block = key // block_size  # once: runs are counted on, as a division takes as long as reading a key
     place = key - block * block_size
-    for run in range((cursor[END] - key + RUN - 1) // RUN):
-        cursor[run] = ((tables[sequence, block] * num_kv_heads + kv_head) * block_size + place) * head_size
+    for run in range((runs[END] - key + RUN - 1) // RUN):
+        runs[run] = ((tables[sequence, block] * num_kv_heads + kv_head) * block_size + place) * head_size
         place += RUN
         while place >= block_size:
             place, block = place - block_size, block + 1
 
 
 @njit(nogil=True)
-def prefetch_lines(piece, cursor, keys, values, head_size):  # type: ignore[no-untyped-def]
-    """Prefetch one of the cursor's PIECES, keys and values of half a run; returns the next piece's number.
+def prefetch_piece(piece, runs, keys, values, head_size):  # type: ignore[no-untyped-def]
+    """Prefetch one of the tile's PIECES, keys and values of half a run; returns the next piece's number.
 
     A few lines between each two steps of work: a tile's 512 prefetched at once fill the queues, and nothing goes on.
     Where a run lies in several blocks some are prefetched in vain.
     """
     run, first = piece // 2, piece % 2 * (RUN // 2)
-    num_keys = min(cursor[END] - cursor[KEY] - run * RUN - first, RUN // 2)
+    num_keys = min(runs[END] - runs[KEY] - run * RUN - first, RUN // 2)
     if piece < PIECES and num_keys > 0:
-        start, end = cursor[run] + first * head_size, cursor[run] + (first + num_keys) * head_size
-        prefetch(keys[start:end])
-        prefetch(values[start:end])
+        start, end = runs[run] + first * head_size, runs[run] + (first + num_keys) * head_size
+        prefetch_line(keys[start:end])
+        prefetch_line(values[start:end])
     return piece + 1
 
 
@@ -69,26 +71,26 @@ def _widen(line, place, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def read_keys(cache, cursor, tables, layout, lines, keys_t):  # type: ignore[no-untyped-def]
-    """keys_t [padded, 64], the cursor's keys transposed; `lines` [64, padded] is overwritten."""
+def read_keys(cache, runs, tables, layout, lines, keys_t):  # type: ignore[no-untyped-def]
+    """keys_t [padded, 64], the tile's keys transposed; `lines` [64, padded] is overwritten."""
     _, block_size, head_size = layout
     padded = keys_t.size // KEY_TILE
     is_in_place = head_size == padded and block_size % RUN == 0
     if not is_in_place:
-        read_values(cache, cursor, tables, layout, lines)
-    for run in range((cursor[END] - cursor[KEY] + RUN - 1) // RUN):
+        read_values(cache, runs, tables, layout, lines)
+    for run in range((runs[END] - runs[KEY] + RUN - 1) // RUN):
         for d in range(0, padded, LANES):
             place = d * KEY_TILE + run * RUN
             if is_in_place:
-                transpose(cache, cursor[run] + d, padded, keys_t, place, KEY_TILE)
+                transpose_tile(cache, runs[run] + d, padded, keys_t, place, KEY_TILE)
             else:
-                transpose(lines, run * RUN * padded + d, padded, keys_t, place, KEY_TILE)
+                transpose_tile(lines, run * RUN * padded + d, padded, keys_t, place, KEY_TILE)
 
 
 @njit(nogil=True)
-def read_values(cache, cursor, tables, layout, values):  # type: ignore[no-untyped-def]
-    """values [64, padded], the cursor's lines one after the other."""
+def read_values(cache, runs, tables, layout, values):  # type: ignore[no-untyped-def]
+    """values [64, padded], the tile's lines one after the other."""
     head_size, padded = layout[2], values.size // KEY_TILE
-    for j in range(cursor[END] - cursor[KEY]):
-        start = _start(tables[cursor[SEQUENCE]], layout, cursor[HEAD], cursor[KEY] + j)
+    for j in range(runs[END] - runs[KEY]):
+        start = _start(tables[runs[SEQUENCE]], layout, runs[HEAD], runs[KEY] + j)
         _widen(cache[start : start + head_size], values[j * padded : (j + 1) * padded], head_size)

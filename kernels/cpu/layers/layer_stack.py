@@ -31,7 +31,7 @@ _STEP_FIELDS = STEP.names or ()
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Of one layer; norms as `rms_norm` takes them, `cos_sin` as `rotary`, the options as `paged_attention`."""
+    """Of one layer; norms [hidden] as `rms_norm` takes them, `cos_sin` as `rotary`, options as `paged_attention`."""
 
     input_norm: torch.Tensor
     qkv: Product
@@ -48,11 +48,11 @@ class LayerWeights:
 class StackStep:
     """Which rows a pass computes, as `rotary`, `reshape_and_cache` and `paged_attention` take it."""
 
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    query_starts: torch.Tensor
+    positions: torch.Tensor  # i64[rows]
+    slot_mapping: torch.Tensor  # i64[rows]
+    block_tables: torch.Tensor  # i32[sequences, blocks]
+    seq_lens: torch.Tensor  # i32[sequences]
+    query_starts: torch.Tensor  # i32[sequences + 1]
 
 
 class LayerStack:

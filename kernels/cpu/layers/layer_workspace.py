@@ -18,7 +18,7 @@ _KEPT_ROWS = 256  # those of a prompt need memory that other steps can use: 26 M
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """What all layers have in common."""
+    """What all layers have in common: sizes in elements, options as `rms_norm` and `paged_attention` take them."""
 
     hidden: int
     intermediate: int

@@ -40,6 +40,7 @@ class FewBits:
 
     @property
     def most(self) -> int:
+        """The largest integer."""
         return self.least + (1 << self.bits) - 1
 
     @property
@@ -49,6 +50,7 @@ class FewBits:
 
     @property
     def record_bytes(self) -> int:
+        """Bytes of 48 outputs by 32 inputs."""
         return self.integers_offset + PANEL * GROUP * self.bits // 8
 
 

@@ -14,28 +14,37 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import extending, njit, types
+from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.products.few_bits import FORMATS, GROUP, STEP, FewBits
-from kernels.cpu.vectors.float_tile import (
+from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS, STREAMED_VECTORS
+from kernels.cpu.vectors.processor import HAS_WIDE_REGISTERS
+from kernels.cpu.vectors.vector_code import (
     CACHE_LINE_BYTES,
-    HAS_WIDE_REGISTERS,
+    F32,
+    F32X16,
+    I8X16,
+    I32X16,
     LANES,
-    PANEL,
-    STREAMED_ROWS,
-    STREAMED_VECTORS,
+    at,
+    call,
+    constant,
+    fma,
+    integers_to_float32,
+    intrinsic,
+    load,
+    load_elements,
+    pinned,
+    prefetch_bytes,
+    splat_at,
+    store,
 )
-from kernels.cpu.vectors.vector_code import pinned
-
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 FORMAT_OF = {types.int32: FORMATS[torch.int32], types.uint8: FORMATS[torch.uint8], types.int8: FORMATS[torch.int8]}
 MOST_ROWS = 8  # above which it is faster to write weights out once: each tile makes them anew
 
-_BYTE, _INTEGER, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
-_BYTES, _INTEGERS, _FLOATS = (ir.VectorType(kind, LANES) for kind in (_BYTE, _INTEGER, _FLOAT))
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_FLOAT16 = types.int16  # as an element, see `numbers`
 
 
 def _multiply_add(rows: int, *, writes: bool = False) -> Any:
@@ -65,35 +74,35 @@ def _multiply_add(rows: int, *, writes: bool = False) -> Any:
             _, a_start, a_row, weight_start, s_start, s_row, c_start, c_row, count, distance, out_start = arguments
             few, index = FORMAT_OF[signature.args[0]], count.type
             is_full = HAS_WIDE_REGISTERS and rows > 4  # its sums leave registers for one input's numbers
-            a_rows = [builder.add(a_start, builder.mul(a_row, index(r))) for r in range(rows)]
+            a_rows = [at(builder, a_start, builder.mul(a_row, index(r))) for r in range(rows)]
             sources, places = (
                 {
-                    (r, v): builder.add(start, builder.add(builder.mul(row, index(r)), index(v * LANES * 4)))
+                    (r, v): at(builder, start, builder.add(builder.mul(row, index(r)), index(v * LANES * 4)))
                     for r in range(rows)
                     for v in range(STREAMED_VECTORS)
                 }
                 for start, row in ((s_start, s_row), (c_start, c_row))
             )
-            sums = {cell: cgutils.alloca_once(builder, _FLOATS) for cell in places}
+            sums = {cell: cgutils.alloca_once(builder, F32X16) for cell in places}
             for cell, source in sources.items():
-                builder.store(_load(builder, source, _FLOATS), sums[cell])
+                builder.store(load(builder, source, F32X16), sums[cell])
             with cgutils.for_range(builder, count) as group:
-                record = builder.add(weight_start, builder.mul(group.index, index(few.record_bytes)))
+                record = at(builder, weight_start, builder.mul(group.index, index(few.record_bytes)))
                 level = 2 if writes else 1
                 for k, values in _numbers(builder, few, record, distance, level, is_full):
                     row = builder.add(builder.mul(group.index, index(GROUP)), k)
                     if writes:
-                        line = builder.add(out_start, builder.mul(row, index(PANEL * 4)))
+                        line = at(builder, out_start, builder.mul(row, index(PANEL * 4)))
                         for v, value in enumerate(values):
-                            _store(builder, value, builder.add(line, index(v * LANES * 4)))
+                            store(builder, value, at(builder, line, index(v * LANES * 4)))
                     for r in range(rows):
-                        place = builder.add(a_rows[r], builder.mul(row, index(4)))
-                        factor = _spread(builder, _load(builder, place, _FLOAT))
+                        place = at(builder, a_rows[r], builder.mul(row, index(4)))
+                        factor = splat_at(builder, place, F32)
                         for v, value in enumerate(values):
-                            total = _fma(builder, factor, value, builder.load(sums[r, v]))
+                            total = fma(builder, factor, value, builder.load(sums[r, v]))
                             builder.store(pinned(builder, total) if is_full else total, sums[r, v])
             for cell, place in places.items():
-                _store(builder, builder.load(sums[cell]), place)
+                store(builder, builder.load(sums[cell]), place)
             return context.get_dummy_value()
 
         return types.void(element, *[types.intp] * 10), generate
@@ -122,37 +131,30 @@ def _numbers(
     the caller has `pinned` what it computed from the last ones.
     """
     index = record.type
-    scales, minima = (
-        [
-            _kept(builder, _load_halves(builder, builder.add(record, index((first + v * LANES) * 2))), is_full)
-            for v in range(STREAMED_VECTORS)
-        ]
-        if first == 0 or few.has_minimum
-        else []
-        for first in (0, PANEL)
-    )
+
+    def halves_from(first: int) -> list[Any]:
+        places = [at(builder, record, index((first + v * LANES) * 2)) for v in range(STREAMED_VECTORS)]
+        return [_kept(builder, load_elements(builder, place, _FLOAT16), is_full) for place in places]
+
+    scales, minima = halves_from(0), halves_from(PANEL) if few.has_minimum else []
     vector_bytes = LANES if few.bits == 8 else LANES * 4
     with cgutils.for_range(builder, index(GROUP // STEP)) as step:
         num_bytes = few.record_bytes // (GROUP // STEP)
         distance = builder.add(ahead, builder.mul(step.index, index(num_bytes)))
-        _prefetch(builder, builder.add(record, distance), num_bytes, level)
+        prefetch_bytes(builder, at(builder, record, distance), num_bytes, level=level)
         offset = builder.add(builder.mul(step.index, index(PANEL * STEP * few.bits // 8)), index(few.integers_offset))
-        place = builder.add(record, offset)
-        places = [builder.add(place, index(v * vector_bytes)) for v in range(STREAMED_VECTORS)]
+        place = at(builder, record, offset)
+        places = [at(builder, place, index(v * vector_bytes)) for v in range(STREAMED_VECTORS)]
         for i in range(STEP):
             if few.bits == 4:
-                words = [_load(builder, place, _INTEGERS) for place in places]
-                integers = [_of_four_bits(builder, few, builder.lshr(word, _constant(4 * i))) for word in words]
+                words = [load(builder, place, I32X16) for place in places]
+                integers = [_of_four_bits(builder, few, builder.lshr(word, constant(I32X16, 4 * i))) for word in words]
             else:
-                integers = [
-                    builder.sitofp(
-                        builder.sext(_load(builder, builder.add(place, index(i * PANEL)), _BYTES), _INTEGERS), _FLOATS
-                    )
-                    for place in places
-                ]
+                of_bytes = [load(builder, at(builder, place, index(i * PANEL)), I8X16) for place in places]
+                integers = [integers_to_float32(builder, numbers) for numbers in of_bytes]
             factors, terms = ([builder.load(place) for place in kept] for kept in (scales, minima))
             if few.has_minimum:
-                values = [_fma(builder, *numbers) for numbers in zip(factors, integers, terms, strict=True)]
+                values = [fma(builder, *numbers) for numbers in zip(factors, integers, terms, strict=True)]
             else:
                 values = [builder.fmul(*numbers) for numbers in zip(factors, integers, strict=True)]
             yield builder.add(builder.mul(step.index, index(STEP)), index(i)), values
@@ -171,54 +173,10 @@ def _kept(builder: Any, vector: Any, in_memory: bool) -> Any:
 def _of_four_bits(builder: Any, few: FewBits, lanes: Any) -> Any:
     """The integers that the lowest four bits of 16 lanes stand for, as float32."""
     if HAS_WIDE_REGISTERS:
-        table = ir.Constant(_FLOATS, [float(few.least + i) for i in range(LANES)])
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOATS, [_FLOATS, _INTEGERS]), "llvm.x86.avx512.permvar.sf.512"
-        )
-        return builder.call(function, [table, lanes])
-    return builder.sitofp(builder.add(builder.and_(lanes, _constant(15)), _constant(few.least)), _FLOATS)
-
-
-def _constant(number: int) -> Any:
-    return ir.Constant(_INTEGERS, [number] * LANES)
-
-
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1 if kind == _BYTES else 4)
-
-
-def _load_halves(builder: Any, address: Any) -> Any:
-    """16 float16 as float32."""
-    return builder.fpext(builder.load(builder.inttoptr(address, _HALVES.as_pointer()), align=2), _FLOATS)
-
-
-def _store(builder: Any, values: Any, address: Any) -> None:
-    builder.store(values, builder.inttoptr(address, values.type.as_pointer()), align=4)
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
-    )
-    return builder.call(function, [a, b, c])
-
-
-def _spread(builder: Any, number: Any) -> Any:
-    """A number in all lanes."""
-    nothing = ir.Constant(_FLOATS, ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, number, _INTEGER(0)), nothing, _constant(0))
-
-
-def _prefetch(builder: Any, address: Any, num_bytes: int, level: int) -> None:
-    """Have the lines of so many bytes brought to this cache level, 1 or 2."""
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INTEGER] * 3]),
-        "llvm.prefetch.p0",
-    )
-    for offset in range(0, num_bytes, CACHE_LINE_BYTES):
-        place = builder.inttoptr(builder.add(address, address.type(offset)), _BYTE.as_pointer())
-        builder.call(function, [place, _INTEGER(0), _INTEGER(4 - level), _INTEGER(1)])
+        table = ir.Constant(F32X16, [float(few.least + i) for i in range(LANES)])
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, table, lanes)
+    integers = builder.add(builder.and_(lanes, constant(I32X16, 15)), constant(I32X16, few.least))
+    return integers_to_float32(builder, integers)
 
 
 _add_1, _add_2, _add_3, _add_4, _add_5, _add_6, _add_7, _add_8 = (_multiply_add(rows) for rows in range(1, 9))

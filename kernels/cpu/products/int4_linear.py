@@ -38,8 +38,9 @@ from kernels.cpu.products.packed_weight import packed_shape
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.cache_prefetch import NONE, next_run
-from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES, PANEL
+from kernels.cpu.vectors.float_tile import PANEL
 from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
+from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, ZERO
 
 _SYMMETRIC, _WITH_MINIMUM = FORMATS[torch.int32], FORMATS[torch.uint8]
@@ -62,7 +63,7 @@ def int4_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: 
 def multiply(
     dot_kind: Any, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """`int4_linear` by one of `int8_vectors.DOT_KINDS`."""
+    """`int4_linear` by one of `dot_products.DOT_KINDS`."""
     (num_rows, num_in), num_out = x.shape, out.shape[1]
     check_weight(weight, bias, num_out, num_in)
     if out.shape[0] != num_rows or out.stride(1) != 1 or x.stride(1) != 1:

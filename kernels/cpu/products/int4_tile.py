@@ -15,29 +15,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import extending, njit, types
+from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.products.few_bits import FORMATS, GROUP, STEP
-from kernels.cpu.products.int8_vectors import (
-    FLOAT,
-    FLOATS,
-    INTEGER,
-    INTEGERS,
-    dot,
+from kernels.cpu.vectors.dot_products import dot_bytes
+from kernels.cpu.vectors.float_tile import PANEL, STREAMED_VECTORS
+from kernels.cpu.vectors.vector_code import (
+    CACHE_LINE_BYTES,
+    F32,
+    F32X16,
+    I32,
+    I32X16,
+    LANES,
+    at,
+    constant,
     fma,
-    integers,
+    integers_to_float32,
+    intrinsic,
     load,
-    load_halves,
+    load_elements,
     prefetch_lines,
-    spread,
-    spread_value,
+    splat,
+    splat_at,
     store,
 )
-from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_VECTORS
 from kernels.int8_weight import QUAD
-
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 TILE_ROWS = 4
 # One row by 49152 x 576 out of memory, two threads: 441 us, and 471 where the processor finds the next weights itself.
@@ -45,6 +48,7 @@ _AHEAD_BYTES = 4 << 10
 _CHAINS = 6  # sums that have to be under way at once, or each waits for the last
 _RECORD_LINES = max(few.record_bytes for few in FORMATS.values() if few.bits == 4) // CACHE_LINE_BYTES
 _LOW_HALVES = 0x0F0F0F0F
+_FLOAT16 = types.int16  # as an element, see `numbers`
 
 
 def _tile(rows: int) -> Any:
@@ -102,57 +106,57 @@ def _tile(rows: int) -> Any:
             parts = range(STREAMED_VECTORS)  # of a panel
 
             def rows_of(start: Any, stride: Any) -> list[Any]:
-                return [builder.add(start, builder.mul(stride, index(i))) for i in range(rows)]
+                return [at(builder, start, builder.mul(stride, index(i))) for i in range(rows)]
 
             q_rows, out_rows = rows_of(q_start, q_stride), rows_of(out_start, out_stride)
             step_rows, sum_rows = rows_of(step_start, group_stride), rows_of(sum_start, group_stride)
-            factor = spread_value(builder, minimum_factor)
-            added = [load(builder, builder.add(bias_start, index(v * LANES * 4)), FLOATS) for v in parts]
+            factor = splat(builder, minimum_factor)
+            added = [load(builder, at(builder, bias_start, index(v * LANES * 4)), F32X16) for v in parts]
             cells = [(r, v) for r in range(rows) for v in parts]
             totals = {(r, v): cgutils.alloca_once_value(builder, added[v]) for r, v in cells}
             num_chains = max(1, _CHAINS // len(cells))
             with cgutils.for_range(builder, count) as loop:
-                record = builder.add(weight_start, builder.mul(loop.index, record_bytes))
+                record = at(builder, weight_start, builder.mul(loop.index, record_bytes))
                 if rows == TILE_ROWS:
                     for start, num_lines in ((ahead_start, ahead_lines), (other_start, other_lines)):
                         prefetch_lines(builder, start, builder.mul(loop.index, num_lines), num_lines)
                 else:
                     prefetch_lines(
-                        builder, builder.add(record, index(_AHEAD_BYTES)), index(0), index(_RECORD_LINES), level=1
+                        builder, at(builder, record, index(_AHEAD_BYTES)), index(0), index(_RECORD_LINES), level=1
                     )
-                words = builder.add(record, builder.sub(record_bytes, index(PANEL * GROUP // 2)))
+                words = at(builder, record, builder.sub(record_bytes, index(PANEL * GROUP // 2)))
                 first_input = builder.mul(loop.index, index(GROUP))
-                chains = {cell: [integers(0)] * num_chains for cell in cells}
+                chains = {cell: [constant(I32X16, 0)] * num_chains for cell in cells}
                 for j in range(GROUP // STEP):
-                    place = builder.add(words, index(j * PANEL * 4))
-                    pairs = [load(builder, builder.add(place, index(v * LANES * 4)), INTEGERS) for v in parts]
+                    place = at(builder, words, index(j * PANEL * 4))
+                    pairs = [load(builder, at(builder, place, index(v * LANES * 4)), I32X16) for v in parts]
                     for half in range(2):
                         quad = 2 * j + half
-                        shifted = [builder.lshr(pair, integers(4)) for pair in pairs] if half else pairs
-                        weights = [builder.and_(pair, integers(_LOW_HALVES)) for pair in shifted]
+                        shifted = [builder.lshr(pair, constant(I32X16, 4)) for pair in pairs] if half else pairs
+                        weights = [builder.and_(pair, constant(I32X16, _LOW_HALVES)) for pair in shifted]
                         offset = builder.add(first_input, index(quad * QUAD))
                         for r, q_row in enumerate(q_rows):
-                            inputs = spread(builder, builder.add(q_row, offset), INTEGER)
+                            inputs = splat_at(builder, at(builder, q_row, offset), I32)
                             for v in parts:
                                 chain, turn = chains[r, v], quad % num_chains
-                                chain[turn] = dot(builder, signature.args[0], chain[turn], weights[v], inputs)
-                scales = [load_halves(builder, builder.add(record, index(v * LANES * 2))) for v in parts]
-                place = builder.add(record, minima)
-                lows = [load_halves(builder, builder.add(place, index(v * LANES * 2))) for v in parts]
+                                chain[turn] = dot_bytes(builder, signature.args[0], chain[turn], weights[v], inputs)
+                scales = [load_elements(builder, at(builder, record, index(v * LANES * 2)), _FLOAT16) for v in parts]
+                place = at(builder, record, minima)
+                lows = [load_elements(builder, at(builder, place, index(v * LANES * 2)), _FLOAT16) for v in parts]
                 lows = [builder.fmul(low, factor) for low in lows]
                 number = builder.mul(loop.index, index(4))
                 for r in range(rows):
-                    step = spread(builder, builder.add(step_rows[r], number), FLOAT)
-                    sum_ = builder.sitofp(spread(builder, builder.add(sum_rows[r], number), INTEGER), FLOATS)
+                    step = splat_at(builder, at(builder, step_rows[r], number), F32)
+                    sum_ = integers_to_float32(builder, splat_at(builder, at(builder, sum_rows[r], number), I32))
                     for v in parts:
                         product = chains[r, v][0]
                         for chain in chains[r, v][1:]:
                             product = builder.add(product, chain)
-                        value = builder.fmul(builder.sitofp(product, FLOATS), scales[v])
+                        value = builder.fmul(integers_to_float32(builder, product), scales[v])
                         value = fma(builder, lows[v], sum_, value)
                         builder.store(fma(builder, value, step, builder.load(totals[r, v])), totals[r, v])
             for r, v in cells:
-                store(builder, builder.load(totals[r, v]), builder.add(out_rows[r], index(v * LANES * 4)))
+                store(builder, builder.load(totals[r, v]), at(builder, out_rows[r], index(v * LANES * 4)))
             return context.get_dummy_value()
 
         return types.void(kind, *[types.intp] * 8, types.float32, *[types.intp] * 8), generate

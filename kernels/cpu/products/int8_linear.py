@@ -33,11 +33,11 @@ from numba import njit, prange
 
 from kernels.cpu.products.int8_rows import bytes_of_groups, items_of_rows, quantize_rows, rows_in, workspace_bytes
 from kernels.cpu.products.int8_tile import TILE_PANELS, TILE_ROWS, multiply_tile
-from kernels.cpu.products.int8_vectors import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
-from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES
+from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
+from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, PANEL
 
 ROWS_OF_WIDE_TILES = 8
@@ -63,7 +63,7 @@ def multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """`int8_linear` by one of `int8_tile.DOT_KINDS`."""
+    """`int8_linear` by one of `dot_products.DOT_KINDS`."""
     (num_rows, num_in), num_out = x.shape, scale.shape[0]
     check_weight(weight, scale, bias, num_out, num_in)
     if out.shape != (num_rows, num_out) or out.stride(1) != 1 or x.stride(1) != 1:

@@ -15,30 +15,30 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, njit, types
+from numba import njit, types
 from numba.core import cgutils
 
-from kernels.cpu.products.int8_vectors import (
-    FLOAT,
-    FLOATS,
-    INTEGER,
-    INTEGERS,
-    call,
-    floats,
-    integers,
-    load,
-    load_elements,
-    spread,
-    store,
-)
 from kernels.cpu.shared_work import shared
 from kernels.cpu.vectors.numbers import FLOAT32, lines, to_float32
-from kernels.int8_weight import GROUP, PANEL, QUAD_ORDER, ZERO
+from kernels.cpu.vectors.vector_code import (
+    F32,
+    F32X16,
+    I8X16,
+    I32,
+    I32X16,
+    LANES,
+    at,
+    constant,
+    intrinsic,
+    load,
+    load_elements,
+    reduce,
+    shuffle,
+    splat_at,
+    store,
+)
+from kernels.int8_weight import GROUP, QUAD_ORDER, ZERO
 
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
-
-LANES = PANEL
 _ROWS_OF_ITEM = 8
 _SMALLEST = 1e-30
 _INFINITY_BITS = 0x7F800000  # those of NaN are larger
@@ -46,8 +46,7 @@ _INFINITY_BITS = 0x7F800000  # those of NaN are larger
 # integer in the low bits.
 _ROUNDER = 12582912.0
 _ROUNDER_BITS = 0x4B400000
-_BYTES = ir.VectorType(ir.IntType(8), PANEL)
-_ORDER = ir.Constant(INTEGERS, [first + i for first in range(0, LANES, len(QUAD_ORDER)) for i in QUAD_ORDER])
+_ORDER = [first + i for first in range(0, LANES, len(QUAD_ORDER)) for i in QUAD_ORDER]
 
 
 @njit(nogil=True)
@@ -130,11 +129,11 @@ def _largest(typing_context: Any, element: Any, x: Any, largest: Any, num_groups
         with cgutils.for_range(builder, count) as loop:
             # As integers, the bits of magnitudes are ordered as these are.
             sizes = [
-                builder.and_(builder.bitcast(values, INTEGERS), integers(0x7FFFFFFF))
+                builder.and_(builder.bitcast(values, I32X16), constant(I32X16, 0x7FFFFFFF))
                 for _, values in _group(builder, x_start, loop.index, signature.args[0])
             ]
             most_of_two = builder.select(builder.icmp_unsigned(">", *sizes), *sizes)
-            most = call(builder, f"llvm.vector.reduce.umax.v{PANEL}i32", INTEGER, most_of_two)
+            most = reduce(builder, "umax", most_of_two)
             store(builder, most, _at(builder, largest_start, loop.index, 4))
         return context.get_dummy_value()
 
@@ -149,14 +148,14 @@ def _scales_of_largest(typing_context: Any, scales: Any, factors: Any, num_vecto
         scales_start, factors_start, count = arguments
         with cgutils.for_range(builder, count) as loop:
             place = _at(builder, scales_start, loop.index, 4 * LANES)
-            bits = load(builder, place, INTEGERS)
-            most = builder.bitcast(bits, FLOATS)
-            is_broken = builder.icmp_unsigned(">=", bits, integers(_INFINITY_BITS))
-            is_zero = builder.fcmp_ordered("<", most, floats(_SMALLEST))
-            factor = builder.fdiv(floats(127.0), most)
-            factor = builder.select(builder.or_(is_broken, is_zero), floats(0.0), factor)
-            scale = builder.select(is_zero, floats(0.0), builder.fdiv(most, floats(127.0)))
-            store(builder, builder.select(is_broken, floats(math.nan), scale), place)
+            bits = load(builder, place, I32X16)
+            most = builder.bitcast(bits, F32X16)
+            is_broken = builder.icmp_unsigned(">=", bits, constant(I32X16, _INFINITY_BITS))
+            is_zero = builder.fcmp_ordered("<", most, constant(F32X16, _SMALLEST))
+            factor = builder.fdiv(constant(F32X16, 127.0), most)
+            factor = builder.select(builder.or_(is_broken, is_zero), constant(F32X16, 0.0), factor)
+            scale = builder.select(is_zero, constant(F32X16, 0.0), builder.fdiv(most, constant(F32X16, 127.0)))
+            store(builder, builder.select(is_broken, constant(F32X16, math.nan), scale), place)
             store(builder, factor, _at(builder, factors_start, loop.index, 4 * LANES))
         return context.get_dummy_value()
 
@@ -170,17 +169,17 @@ def _round_groups(typing_context: Any, element: Any, x: Any, factors: Any, q: An
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, x_start, factors_start, q_start, sums_start, count = arguments
         with cgutils.for_range(builder, count) as loop:
-            factor = spread(builder, _at(builder, factors_start, loop.index, 4), FLOAT)
-            total = integers(0)
+            factor = splat_at(builder, _at(builder, factors_start, loop.index, 4), F32)
+            total = constant(I32X16, 0)
             for place, values in _group(builder, x_start, loop.index, signature.args[0]):
-                rounded = builder.fadd(builder.fmul(values, factor), floats(_ROUNDER))
-                bits = builder.bitcast(rounded, INTEGERS)
+                rounded = builder.fadd(builder.fmul(values, factor), constant(F32X16, _ROUNDER))
+                bits = builder.bitcast(rounded, I32X16)
                 total = builder.add(total, bits)
-                numbers = builder.trunc(bits, _BYTES)
-                store(builder, builder.shuffle_vector(numbers, numbers, _ORDER), builder.add(q_start, place))
-            sum_ = call(builder, f"llvm.vector.reduce.add.v{PANEL}i32", INTEGER, total)
-            sum_ = builder.sub(sum_, INTEGER(GROUP * _ROUNDER_BITS % 2**32))
-            store(builder, builder.mul(sum_, INTEGER(-ZERO)), _at(builder, sums_start, loop.index, 4))
+                numbers = builder.trunc(bits, I8X16)
+                store(builder, shuffle(builder, numbers, numbers, _ORDER), at(builder, q_start, place))
+            sum_ = reduce(builder, "add", total)
+            sum_ = builder.sub(sum_, I32(GROUP * _ROUNDER_BITS % 2**32))
+            store(builder, builder.mul(sum_, I32(-ZERO)), _at(builder, sums_start, loop.index, 4))
         return context.get_dummy_value()
 
     return types.void(element, *[types.intp] * 5), generate
@@ -192,8 +191,8 @@ def _group(builder: Any, start: Any, number: Any, element: Any) -> list[tuple[An
         builder.add(builder.mul(number, number.type(GROUP)), number.type(first)) for first in range(0, GROUP, LANES)
     ]
     size = number.type(element.bitwidth // 8)
-    return [(place, load_elements(builder, builder.add(start, builder.mul(place, size)), element)) for place in places]
+    return [(place, load_elements(builder, at(builder, start, builder.mul(place, size)), element)) for place in places]
 
 
 def _at(builder: Any, start: Any, number: Any, size: int) -> Any:
-    return builder.add(start, builder.mul(number, number.type(size)))
+    return at(builder, start, builder.mul(number, number.type(size)))

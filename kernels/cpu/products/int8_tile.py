@@ -20,27 +20,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import extending, njit, types
+from numba import njit, types
 from numba.core import cgutils
 
-from kernels.cpu.products.int8_vectors import (
-    FLOAT,
-    FLOATS,
-    INTEGER,
-    INTEGERS,
-    dot,
-    floats,
+from kernels.cpu.vectors.dot_products import dot_bytes
+from kernels.cpu.vectors.vector_code import (
+    CACHE_LINE_BYTES,
+    F32,
+    F32X16,
+    I32,
+    I32X16,
+    at,
+    constant,
     fma,
-    integers,
+    integers_to_float32,
+    intrinsic,
     load,
     prefetch_lines,
-    spread,
+    splat_at,
     store_elements,
 )
-from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, PANEL, QUAD
-
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
 
 TILE_ROWS = 4
 TILE_PANELS = 3  # 4 x 3 sums in both types, 3 vectors of weights and one of activations: 28 of 32 registers
@@ -98,14 +98,14 @@ def _tile(rows: int, panels: int) -> Any:
             index = count.type
 
             def rows_of(start: Any, stride: Any, number: int) -> list[Any]:
-                return [builder.add(start, builder.mul(stride, index(i))) for i in range(number)]
+                return [at(builder, start, builder.mul(stride, index(i))) for i in range(number)]
 
             q_rows = rows_of(q_start, q_stride, rows)
             scale_rows = rows_of(scale_start, group_stride, rows)
             sum_rows = rows_of(sum_start, group_stride, rows)
             weight_panels = rows_of(weight_start, weight_stride, panels)
             cells = [(r, p) for r in range(rows) for p in range(panels)]
-            totals = {cell: cgutils.alloca_once_value(builder, floats(0.0)) for cell in cells}
+            totals = {cell: cgutils.alloca_once_value(builder, constant(F32X16, 0.0)) for cell in cells}
             num_chains = max(1, _CHAINS // len(cells))
             with cgutils.for_range(builder, count) as loop:
                 number = builder.mul(loop.index, index(4))
@@ -117,36 +117,36 @@ def _tile(rows: int, panels: int) -> Any:
                     num_lines = index(GROUP * PANEL // CACHE_LINE_BYTES)
                     offset = builder.add(first_weight, index(_AHEAD_BYTES))
                     for start in weight_panels:
-                        prefetch_lines(builder, builder.add(start, offset), index(0), num_lines, level=1)
-                begin = [spread(builder, builder.add(start, number), INTEGER) for start in sum_rows]
-                chains = {(r, p): [begin[r], *[integers(0)] * (num_chains - 1)] for r, p in cells}
+                        prefetch_lines(builder, at(builder, start, offset), index(0), num_lines, level=1)
+                begin = [splat_at(builder, at(builder, start, number), I32) for start in sum_rows]
+                chains = {(r, p): [begin[r], *[constant(I32X16, 0)] * (num_chains - 1)] for r, p in cells}
                 for quad in range(GROUP // QUAD):
                     turn, offset = quad % num_chains, builder.add(first_weight, index(quad * QUAD * PANEL))
-                    weights = [load(builder, builder.add(start, offset), INTEGERS) for start in weight_panels]
+                    weights = [load(builder, at(builder, start, offset), I32X16) for start in weight_panels]
                     offset = builder.add(first_input, index(quad * QUAD))
                     for r, start in enumerate(q_rows):
-                        inputs = spread(builder, builder.add(start, offset), INTEGER)
+                        inputs = splat_at(builder, at(builder, start, offset), I32)
                         for p in range(panels):
                             chain = chains[r, p]
-                            chain[turn] = dot(builder, signature.args[0], chain[turn], weights[p], inputs)
+                            chain[turn] = dot_bytes(builder, signature.args[0], chain[turn], weights[p], inputs)
                 for r, start in enumerate(scale_rows):
-                    scale = spread(builder, builder.add(start, number), FLOAT)
+                    scale = splat_at(builder, at(builder, start, number), F32)
                     for p in range(panels):
                         sum_ = chains[r, p][0]
                         for chain in chains[r, p][1:]:
                             sum_ = builder.add(sum_, chain)
-                        total = fma(builder, builder.sitofp(sum_, FLOATS), scale, builder.load(totals[r, p]))
+                        total = fma(builder, integers_to_float32(builder, sum_), scale, builder.load(totals[r, p]))
                         builder.store(total, totals[r, p])
             out_rows = rows_of(out_start, out_stride, rows)
             for p in range(panels):
                 place = index(p * PANEL * 4)
                 factor, added = (
-                    load(builder, builder.add(start, place), FLOATS) for start in (factor_start, bias_start)
+                    load(builder, at(builder, start, place), F32X16) for start in (factor_start, bias_start)
                 )
                 place = index(p * PANEL * signature.args[1].bitwidth // 8)
                 for r in range(rows):
                     result = fma(builder, builder.load(totals[r, p]), factor, added)
-                    store_elements(builder, result, builder.add(out_rows[r], place), signature.args[1])
+                    store_elements(builder, result, at(builder, out_rows[r], place), signature.args[1])
             return context.get_dummy_value()
 
         return types.void(kind, element, *[types.intp] * 14), generate

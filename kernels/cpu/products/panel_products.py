@@ -13,8 +13,9 @@ from numba import extending
 from kernels.cpu.products.few_bits import GROUP
 from kernels.cpu.products.few_bits_tile import FORMAT_OF, MOST_ROWS, multiply_add, multiply_add_and_write, record_bytes
 from kernels.cpu.products.streamed_panels import stream_add
-from kernels.cpu.vectors.float_tile import CACHE_LINE_BYTES, LANES, PANEL, STREAMED_ROWS
+from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS
 from kernels.cpu.vectors.numbers import FLOAT32, lines
+from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES, LANES
 
 _DEPTH = 2048  # of a panel that is multiplied by all rows before the next: it stays in a second cache level of 1 MiB
 # Of a panel that is written out as float32 at a time: 36 KiB, in the first cache level. On one core 16 rows by

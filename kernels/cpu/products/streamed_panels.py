@@ -15,14 +15,14 @@ from numba import njit
 
 from kernels.cpu.vectors.cache_prefetch import NONE, next_lines
 from kernels.cpu.vectors.float_tile import (
-    HAS_WIDE_REGISTERS,
-    LANES,
     PANEL,
     STREAMED_ROWS,
     STREAMED_VECTORS,
     compile_multiply_add,
     compile_multiply_add_and_prefetch,
 )
+from kernels.cpu.vectors.processor import HAS_WIDE_REGISTERS
+from kernels.cpu.vectors.vector_code import LANES
 
 LEAST_PREFETCHING_ROWS = 4  # of a tile, and it is not the first: that one waits for the weight's own bytes
 _NARROW_ROWS = 6

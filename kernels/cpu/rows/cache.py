@@ -74,7 +74,7 @@ def store_token(  # type: ignore[no-untyped-def]
     slots_address,
     num_tokens,
 ):
-    """Of `_reshape_and_cache`, one token."""
+    """Key and value of one token to its slot; arguments as of `reshape_and_cache`, tensors by address and shape."""
     num_blocks, num_kv_heads, block_size, head_size = cache_shape
     key = lines(key_address, element, num_tokens, key_stride)
     value = lines(value_address, element, num_tokens, value_stride)

@@ -51,6 +51,7 @@ def _sum_of_squares(y):  # type: ignore[no-untyped-def]
 def norm_rows(  # type: ignore[no-untyped-def]
     thread, threads, element, out_address, x_address, weight_address, residual_address, count, size, eps, weight_offset
 ):
+    """Rows `thread`, `thread + threads`, ... of `rms_norm`: [count, size], contiguous, at addresses; 0: no residual."""
     out = lines(out_address, element, count, size)
     x = lines(x_address, element, count, size)
     residual = lines(residual_address, element, count, size)

@@ -66,6 +66,10 @@ def rotate_rows(  # type: ignore[no-untyped-def]
     table_address,
     table_shape,
 ):
+    """Rows `thread`, `thread + threads`, ... of `rotary`: query and key at addresses, strides in elements.
+
+    query_shape: (tokens, heads, head size); table_shape: that of `cos_sin`.
+    """
     num_tokens, num_heads, head_size = query_shape
     query = lines(query_address, element, num_tokens, query_stride)
     key = lines(key_address, element, num_tokens, key_stride)

@@ -17,7 +17,7 @@ def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
 
 @njit(nogil=True, fastmath={"nsz"})  # so that a maximum is one instruction
 def largest_of_chunk(x, first):  # type: ignore[no-untyped-def]
-    """Of a whole chunk; as if NaN were no number."""
+    """Of a whole chunk of x f32[N] from `first` on; as if NaN were no number."""
     largest = x[first]
     for i in range(CHUNK_SIZE):
         value = x[first + i]
@@ -27,7 +27,7 @@ def largest_of_chunk(x, first):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def has_nan(x):  # type: ignore[no-untyped-def]
-    """Without a branch, so that many numbers are looked at together."""
+    """Whether x f32[N] has a NaN; without a branch, so that many numbers are looked at together."""
     is_bad = False
     for i in range(x.size):
         is_bad |= x[i] != x[i]

@@ -5,31 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import njit
 
-from kernels.cpu.vectors.numbers import intrinsic
+from kernels.cpu.vectors.numbers import bits_of, float64_of_bits
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH = 0.693147180369123816490  # the upper 32 bits, so that n * _LN2_HIGH is exact
 _LN2_LOW = 1.90821492927058770002e-10
 _ROUNDER = 6755399441055744.0  # 1.5 * 2^52: adding it leaves the nearest integer in the low bits
-
-
-@intrinsic
-def _bits(typing_context: Any, number: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(64))
-
-    return types.int64(types.float64), generate
-
-
-@intrinsic
-def _number(typing_context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
 
 
 @njit(nogil=True, inline="always")
@@ -54,7 +37,7 @@ def exp64(x: Any) -> Any:
     p = p * r + 0.041666666666666664
     p = p * r + 0.16666666666666666
     p = p * r + 0.5
-    power = _number((_bits(shifted) + np.int64(1023)) << np.int64(52))
+    power = float64_of_bits((bits_of(shifted) + np.int64(1023)) << np.int64(52))
     return (p * r * r + r + 1.0) * power if x >= -708.0 else 0.0
 
 

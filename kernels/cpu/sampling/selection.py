@@ -3,13 +3,10 @@ each of its own."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import njit
 
-from kernels.cpu.vectors.numbers import intrinsic
+from kernels.cpu.vectors.numbers import bits_of
 
 _LOW = np.int64(0xFFFFFFFF)
 
@@ -41,18 +38,10 @@ def kth_largest(values, k):  # type: ignore[no-untyped-def]
     return values[wanted]
 
 
-@intrinsic
-def _bits(typing_context: Any, number: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
 @njit(nogil=True, inline="always")
 def sort_key(value, position):  # type: ignore[no-untyped-def]
     """An int64 that rises as float32 `value` rises and, among equal ones, as `position` < 2^32 falls."""
-    bits = np.int64(_bits(value + np.float32(0.0)))  # -0.0 equals 0.0
+    bits = np.int64(bits_of(value + np.float32(0.0)))  # -0.0 equals 0.0
     rising = bits if bits >= 0 else -(bits & np.int64(0x7FFFFFFF))
     return (rising << np.int64(32)) | (_LOW - position)
 

@@ -1,4 +1,5 @@
-"""Words for vector registers, and what the processor has of them.
+"""What kernels are written with: `vector_code` for vectors in registers, `numbers` for memory and single numbers.
 
-No operation of a model.
+Above these: tiles of float32 products, sums of products in one instruction, and prefetches of the cache. No operation
+of a model.
 """

@@ -70,7 +70,7 @@ def _runs_of(block_bytes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def new_places(blocks, block_bytes):  # type: ignore[no-untyped-def]
-    """i64[N] for what `aim` writes, of all threads."""
+    """i64[N] for the places that `plan_prefetch` writes, of all threads; block_bytes: of a block's keys, or values."""
     return np.empty(blocks.size * 2 * _runs_of(block_bytes)[0], dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Products and transposes of float32 blocks that stay in registers, as LLVM vector code.
+"""Products and transposes of float32 tiles that stay in registers: intrinsics made of `vector_code`, for compiled code.
 
 Why not plain loops: LLVM keeps no block of accumulators in registers across an outer loop, which makes the product of
 4 rows by 64 columns five times slower than here (128 ns at depth 64 on a Zen 5 core, of 125 possible). Every sum runs
@@ -14,33 +14,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-from numba import extending, njit, types
+from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.vectors.cache_prefetch import WHOLE
-from kernels.cpu.vectors.processor import features
-from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES as CACHE_LINE_BYTES
-from kernels.cpu.vectors.vector_code import LANES as LANES
+from kernels.cpu.vectors.dot_products import dot_pairs
+from kernels.cpu.vectors.processor import HAS_WIDE_REGISTERS
 from kernels.cpu.vectors.vector_code import (
-    VECTOR,
+    CACHE_LINE_BYTES,
+    F32,
+    F32X16,
+    I8,
+    LANES,
     at,
-    columns_of,
     element,
+    fma,
+    intrinsic,
     load,
-    load_wide,
-    multiply_add,
-    multiply_add_pairs,
+    load_elements,
     pinned,
     prefetch_bytes,
-    splat,
+    splat_at,
     store,
+    transpose,
 )
 
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
-
-HAS_WIDE_REGISTERS = "avx512f" in features()  # 32 of 16 numbers; else 16 of 8 or fewer
-HAS_PAIRS = HAS_WIDE_REGISTERS and "avx512bf16" in features()  # products of two bfloat16 numbers at a time
 STREAMED_VECTORS = 3  # columns of a panel that is streamed, in vectors: 8 x 3 accumulators, 3 of B, of 32 registers
 PANEL = STREAMED_VECTORS * LANES
 STREAMED_ROWS = 8 if HAS_WIDE_REGISTERS else 2
@@ -147,10 +145,9 @@ class PrefetchedLines:
         line = builder.add(self._first, builder.udiv(builder.mul(number, self._rate), index(WHOLE)))
         line = builder.select(builder.icmp_signed("<", line, self._last), line, self._last)
         place = builder.add(self._places, builder.mul(builder.lshr(line, self._shift), index(8)))
-        start = builder.load(builder.inttoptr(place, index.as_pointer()))
+        start = load(builder, place, index)
         offset = builder.mul(builder.and_(line, self._within), index(CACHE_LINE_BYTES))
-        address = builder.inttoptr(builder.add(start, offset), ir.IntType(8).as_pointer())
-        prefetch_bytes(builder, address, CACHE_LINE_BYTES)
+        prefetch_bytes(builder, at(builder, start, offset), CACHE_LINE_BYTES)
 
 
 def _matrices(b: Any) -> tuple[Any, ...]:
@@ -180,8 +177,8 @@ def _sum_products(
         element(context, builder, signature, arguments, i) if i % 3 == 0 else arguments[i + 1]
         for i in (0, 1, 3, 4, 6, 7, 9, 10)
     )
-    kind, fma, index = signature.args[3].dtype, multiply_add(builder), depth.type
-    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
+    kind, index = signature.args[3].dtype, depth.type
+    sums = [[cgutils.alloca_once(builder, F32X16) for _ in range(vectors)] for _ in range(rows)]
     sources, places = (
         [
             [at(builder, start, builder.add(builder.mul(row, index(r)), index(v * LANES))) for v in range(vectors)]
@@ -191,20 +188,20 @@ def _sum_products(
     )
     for r in range(rows):
         for v in range(vectors):
-            builder.store(load(builder, sources[r][v]), sums[r][v])
+            builder.store(load(builder, sources[r][v], F32X16), sums[r][v])
     with cgutils.for_range(builder, depth) as loop:
         b_line = at(builder, b_start, builder.mul(b_row, loop.index))
-        b_values = [load_wide(builder, at(builder, b_line, index(v * LANES)), kind) for v in range(vectors)]
+        b_values = [load_elements(builder, at(builder, b_line, index(v * LANES)), kind) for v in range(vectors)]
         prefetch(loop.index, b_line)
         for r in range(rows):
             a_place = at(builder, a_start, builder.add(builder.mul(a_row, index(r)), loop.index))
-            a_value = splat(builder, builder.load(a_place))
+            a_value = splat_at(builder, a_place, F32)
             for v in range(vectors):
                 before = builder.load(sums[r][v])
                 if kind == types.uint32:
-                    total = multiply_add_pairs(builder, a_value, b_values[v], before)
+                    total = dot_pairs(builder, a_value, b_values[v], before)
                 else:
-                    total = builder.call(fma, [a_value, b_values[v], before])
+                    total = fma(builder, a_value, b_values[v], before)
                 builder.store(pinned(builder, total) if is_full else total, sums[r][v])
     for r in range(rows):
         for v in range(vectors):
@@ -212,17 +209,17 @@ def _sum_products(
 
 
 @intrinsic
-def transpose(typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any, b_offset: Any, b_stride: Any) -> Any:
+def transpose_tile(
+    typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any, b_offset: Any, b_stride: Any
+) -> Any:
     """b[16, 16] = a[16, 16]^T in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a_start = element(context, builder, signature, arguments, 0)
         b_start = element(context, builder, signature, arguments, 3)
         index = arguments[1].type
-        rows = [
-            load_wide(builder, at(builder, a_start, builder.mul(arguments[2], index(r))), a.dtype) for r in range(LANES)
-        ]
-        columns = columns_of(builder, rows)
+        lines = [at(builder, a_start, builder.mul(arguments[2], index(r))) for r in range(LANES)]
+        columns = transpose(builder, [load_elements(builder, line, a.dtype) for line in lines])
         for r in range(LANES):
             store(builder, columns[r], at(builder, b_start, builder.mul(arguments[5], index(r))))
         return context.get_dummy_value()
@@ -232,19 +229,16 @@ def transpose(typing_context: Any, a: Any, a_offset: Any, a_stride: Any, b: Any,
 
 
 @intrinsic
-def prefetch(typing_context: Any, line: Any) -> Any:
-    """Ask for the memory of a line of elements ahead of its use."""
+def prefetch_line(typing_context: Any, line: Any) -> Any:
+    """Prefetch a line of elements, a contiguous array, into the second cache level."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        start = builder.bitcast(array.data, ir.IntType(8).as_pointer())
-        with cgutils.for_range_slice(
-            builder,
-            array.nitems.type(0),
-            builder.mul(array.nitems, array.itemsize),
-            array.nitems.type(CACHE_LINE_BYTES),
-        ) as (offset, _):
-            prefetch_bytes(builder, builder.gep(start, [offset]), CACHE_LINE_BYTES)
+        start, index = builder.bitcast(array.data, I8.as_pointer()), array.nitems.type
+        num_bytes = builder.mul(array.nitems, array.itemsize)
+        line_bytes = index(CACHE_LINE_BYTES)
+        with cgutils.for_range_slice(builder, index(0), num_bytes, line_bytes) as (offset, _):
+            prefetch_bytes(builder, at(builder, start, offset), CACHE_LINE_BYTES)
         return context.get_dummy_value()
 
     return types.void(line), generate

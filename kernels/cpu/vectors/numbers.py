@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, extending, njit, types
+from numba import carray, njit, types
 from numba.np.arrayobj import populate_array
 
-intrinsic: Any = extending.intrinsic  # its types are those of the implementation, not of the call
+from kernels.cpu.vectors import vector_code
+from kernels.cpu.vectors.vector_code import intrinsic
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)  # exact in few bits, so that n * LN2_HIGH is exact
@@ -95,13 +95,30 @@ def keep(typing_context: Any, owner: Any) -> Any:
 
 
 @intrinsic
-def bits_to_float32(typing_context: Any, bits: Any) -> Any:
-    """The float32 that has these 32 bits."""
+def bits_of(typing_context: Any, number: Any) -> Any:
+    """The bits of a float32 as int32, of a float64 as int64."""
+    return _same_bits({types.float32: types.int32, types.float64: types.int64}[number], number)
+
+
+@intrinsic
+def float32_of_bits(typing_context: Any, bits: Any) -> Any:
+    """The float32 that has these 32 bits; of a wider integer the lowest, as numba makes int64 of sums of int32."""
+    return _same_bits(types.float32, types.int32)
+
+
+@intrinsic
+def float64_of_bits(typing_context: Any, bits: Any) -> Any:
+    """The float64 that has these 64 bits."""
+    return _same_bits(types.float64, types.int64)
+
+
+def _same_bits(result: Any, given: Any) -> Any:
+    """What an intrinsic returns that only takes bits for another type."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
+        return builder.bitcast(arguments[0], context.get_value_type(result))
 
-    return types.float32(types.int32), generate
+    return result(given), generate
 
 
 @intrinsic
@@ -109,12 +126,7 @@ def to_float32(typing_context: Any, element: Any) -> Any:
     """An element as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if element == types.float32:
-            return arguments[0]
-        if element == types.int16:
-            return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-        word = builder.zext(arguments[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+        return vector_code.to_float32(builder, arguments[0], element)
 
     return types.float32(element), generate
 
@@ -124,15 +136,7 @@ def from_float32(typing_context: Any, value: Any, like: Any) -> Any:
     """`value` float32 as an element of `like`'s type, rounded to nearest, ties to even (bfloat16: finite values)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if like == types.float32:
-            return arguments[0]
-        if like == types.int16:
-            return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-        int32 = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], int32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(int32, 16)), ir.Constant(int32, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(int32, 0x7FFF)), odd)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(int32, 16)), ir.IntType(16))
+        return vector_code.from_float32(builder, arguments[0], like)
 
     return like(types.float32, like), generate
 
@@ -149,5 +153,5 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(4.1665795894e-2)
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
-    power = bits_to_float32((np.int32(n) + np.int32(127)) << np.int32(23))
+    power = float32_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
     return (p * r * r + r + np.float32(1.0)) * power if x >= np.float32(-87.0) else np.float32(0.0)

@@ -19,3 +19,7 @@ def features() -> frozenset[str]:
         return frozenset(name[1:] for name in settings.CPU_FEATURES.split(",") if name.startswith("+"))
     own = frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
     return own if settings.ENABLE_AVX else frozenset(name for name in own if not name.startswith("avx"))
+
+
+HAS_WIDE_REGISTERS = "avx512f" in features()  # 32 of 16 float32 numbers; else 16 of 8 or fewer
+HAS_PAIRS = HAS_WIDE_REGISTERS and "avx512bf16" in features()  # products of two bfloat16 numbers at a time
