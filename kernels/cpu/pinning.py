@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit, prange, types
 
 from kernels.cpu import runtime
+from kernels.cpu.vectors.numbers import address_of
 
 _MOST_CORES = 1024  # glibc's cpu_set_t
 _WORD_BITS = 64
@@ -57,4 +58,4 @@ def _pin_this_thread(core):  # type: ignore[no-untyped-def]
         return -1
     mask = np.zeros(_MOST_CORES // _WORD_BITS, dtype=np.uint64)
     mask[core // _WORD_BITS] = np.uint64(1) << np.uint64(core % _WORD_BITS)
-    return _sched_setaffinity(0, mask.nbytes, mask.ctypes.data)
+    return _sched_setaffinity(0, mask.nbytes, address_of(mask))

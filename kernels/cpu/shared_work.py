@@ -27,6 +27,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu import runtime  # noqa: F401 - sets where compiled code is kept
+from kernels.cpu.vectors.numbers import address_of
 from kernels.cpu.vectors.vector_code import intrinsic
 
 # Looks before a waiting thread sleeps, 15 ns each: longer than most items take, and less than waking a thread costs
@@ -59,7 +60,7 @@ def shared(do: Any) -> Any:
     @njit(nogil=True)
     def share(team, phase, num_items, arguments):  # type: ignore[no-untyped-def]
         counts, thread, threads = team
-        start = counts.ctypes.data
+        start = address_of(counts)
         phases = counts.size // (threads + 1)
         num_done = 0
         for turn in range(threads):
@@ -87,7 +88,7 @@ def wait(team, phase, num_items):  # type: ignore[no-untyped-def]
     """Returns when all items of a phase are done; what was written by then can be read. `team`: see `shared`."""
     counts, _, threads = team
     phases = counts.size // (threads + 1)
-    done = counts.ctypes.data + (threads * phases + phase) * _COUNTER_BYTES
+    done = address_of(counts) + (threads * phases + phase) * _COUNTER_BYTES
     for _ in range(LOOKS):
         if _read(done) == num_items:
             return
@@ -104,7 +105,7 @@ def wait(team, phase, num_items):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _sleepers(counts):  # type: ignore[no-untyped-def]
-    return counts.ctypes.data + (counts.size - 1) * _COUNTER_BYTES
+    return address_of(counts) + (counts.size - 1) * _COUNTER_BYTES
 
 
 @intrinsic

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
+from kernels.cpu.products.int4_linear import items_of_panels, multiply_panels
 from kernels.cpu.products.int4_linear import num_prefetching_inputs as num_inputs_of_int4
 from kernels.cpu.products.int4_tile import TILE_ROWS
-from kernels.cpu.products.int8_rows import workspace_bytes
-from kernels.cpu.products.layer_product import PHASES, PRODUCT, Product, multiply
+from kernels.cpu.products.int8_linear import DOT_KIND
+from kernels.cpu.products.int8_rows import items_of_rows, quantize_rows, rows_in, workspace_bytes
 from kernels.cpu.products.packed_weight import pack
 from kernels.cpu.products.streamed_panels import LEAST_PREFETCHING_ROWS, num_prefetching_inputs, stream_add
 from kernels.cpu.shared_work import counters
@@ -33,15 +34,17 @@ from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS
 from kernels.cpu.vectors.numbers import FLOAT32
 
 LINE = 64
-_STEP = np.dtype([("workspace", np.int64), ("zeros", np.int64), ("element_bytes", np.int64)])
 KEYS, VALUES = 1 << 30, 1 << 40
 _BLOCK_BYTES = 48 << 10  # more than products below prefetch
 
 
-@njit(nogil=True)
-def _multiply(products, out, x, rows, steps, cursor):
-    team = counters(1, PHASES), np.int64(0), np.int64(1)
-    multiply(team, 0, FLOAT32, products[0], out, x, rows, steps[0], cursor)
+@njit(nogil=True, cache=True)
+def _multiply_int4(out, x, rows, num_in, num_out, packed, workspace, zeros, cursor):
+    """A weight with minima and no bias, by one thread; all memory by its address."""
+    team, quantized = (counters(1, 2), np.int64(0), np.int64(1)), rows_in(workspace, rows, num_in)
+    quantize_rows(team, 0, items_of_rows(rows), (FLOAT32, x, num_in * 4, num_in, quantized))
+    weight = packed, True, np.int64(0), zeros, num_out
+    multiply_panels(team, 1, items_of_panels(num_out), (DOT_KIND, out, num_out * 4, quantized, weight, cursor))
 
 
 def asked_blocks(tables: list[list[int]], lens: list[int], query_lens: list[int], block_size: int, window: int):
@@ -75,7 +78,7 @@ def test_what_sequences_have_in_common_comes_once() -> None:
     tile=st.integers(1, 700),
     num_inputs=st.integers(0, 20_000),
 )
-def test_lanes_ask_for_each_line_once(
+def test_threads_prefetch_each_line_once(
     blocks: list[int], threads: int, block_bytes: int, tile: int, num_inputs: int
 ) -> None:
     asked = prefetched_lines(blocks, threads, block_bytes, tile, num_inputs, budget_bytes=1 << 30)
@@ -99,7 +102,7 @@ def test_lines_are_asked_for_evenly_until_there_are_no_more() -> None:
     sizes=st.lists(st.integers(1, 700), min_size=1, max_size=5),
     num_inputs=st.integers(0, 20_000),
 )
-def test_runs_of_lanes_have_each_line_once(
+def test_runs_of_threads_have_each_line_once(
     blocks: list[int], threads: int, block_bytes: int, sizes: list[int], num_inputs: int
 ) -> None:
     cursors, _places = planned(blocks, threads, block_bytes, num_inputs)
@@ -130,8 +133,8 @@ def test_runs_wait_until_they_are_due() -> None:
 
 def test_no_more_is_asked_for_than_there_is_room_for() -> None:
     asked = prefetched_lines(list(range(10)), 2, 640, 7, 1000, budget_bytes=2 * 2 * 2 * 640)
-    first_of_lanes = (0, 1, 5, 6)
-    assert {(address - KEYS) // 640 for address in asked if address < VALUES} == set(first_of_lanes)
+    first_of_threads = (0, 1, 5, 6)
+    assert {(address - KEYS) // 640 for address in asked if address < VALUES} == set(first_of_threads)
     assert prefetched_lines(list(range(10)), 2, 640, 7, 1000, budget_bytes=0) == []
 
 
@@ -199,21 +202,16 @@ def test_int4_products_that_ask_have_the_same_bits() -> None:
     integers = torch.randint(0, 16, (num_out, num_in // 32, 32), generator=generator).float()
     integers[..., :2] = torch.tensor([0.0, 15.0])
     packed = pack((scale * integers - scale).view(num_out, num_in))
-    product = Product.of_int4(packed, None, num_out, num_in)
     x = torch.randn(rows, num_in, generator=generator)
     memory = np.ones(2 * _BLOCK_BYTES, dtype=np.uint8)
     num_inputs = num_inputs_of_int4(rows, num_out * num_in)
     cursors, _places = planned([0], 1, _BLOCK_BYTES, num_inputs, start=memory.ctypes.data)
     outs = []
     for where in (NONE, np.int64(cursors[0].ctypes.data)):
-        out, workspace, zeros = (
-            torch.zeros(rows, num_out),
-            torch.zeros(workspace_bytes(rows, num_in)),
-            torch.zeros(PANEL),
-        )
-        step = np.array([(workspace.data_ptr(), zeros.data_ptr(), 4)], dtype=_STEP)
-        record = np.array([product.record], dtype=PRODUCT)
-        _multiply(record, out.data_ptr(), x.data_ptr(), rows, step, where)
+        out, zeros = torch.zeros(rows, num_out), torch.zeros(PANEL)
+        workspace = torch.zeros(workspace_bytes(rows, num_in), dtype=torch.uint8)
+        addresses = (tensor.data_ptr() for tensor in (packed, workspace, zeros))
+        _multiply_int4(out.data_ptr(), x.data_ptr(), rows, num_in, num_out, *addresses, where)
         outs.append(out)
     assert outs[0].any() and torch.equal(outs[0], outs[1])
     num_panels, num_tiles, num_groups = 3, rows // TILE_ROWS - 1, num_in // 32

@@ -154,8 +154,7 @@ def test_set_up_compiles_every_way_in_which_a_weight_is_kept(monkeypatch: pytest
     """Or a worker that finds a weight of another kind would compile for half a minute when it starts."""
     found: set[torch.dtype] = set()
     monkeypatch.setattr(warm_up, "cpu", mock.MagicMock())
-    monkeypatch.setattr(warm_up, "_warm_up_int8", lambda *_: None)
     monkeypatch.setattr(warm_up, "matmul", lambda out, x, packed: found.add(packed.dtype))
     for dtype in (torch.float32, torch.bfloat16):
-        warm_up.warm_up(dtype)
+        warm_up.warm_up_products(dtype)
     assert found == {*ELEMENTS, *([torch.uint32] if HAS_PAIRS else [])}

@@ -33,7 +33,7 @@ from kernels.cpu.attention.cache_reads import (
     read_values,
 )
 from kernels.cpu.vectors.float_tile import matmul_add, prefetch_line
-from kernels.cpu.vectors.numbers import borrowed, from_float32, keep, to_float32
+from kernels.cpu.vectors.numbers import address_of, borrowed, from_float32, keep, to_float32
 from kernels.cpu.vectors.vector_code import LANES
 
 ROW_BLOCK = 4  # rows multiplied at once: 4 x 4 accumulators, 4 vectors of keys, of 32 registers
@@ -83,7 +83,7 @@ def attend(  # type: ignore[no-untyped-def]
     scratch = np.empty(size, dtype=np.float32)
     places = np.zeros(2 * RUNS_SIZE + rows, dtype=np.int64)
     # Vectors of scores and of sums begin where lines of the caches do.
-    numbers = borrowed(scratch)[-(scratch.ctypes.data // 4) % LANES :]
+    numbers = borrowed(scratch)[-(address_of(scratch) // 4) % LANES :]
     zeros, numbers = numbers[:KEY_TILE], numbers[KEY_TILE:]
     scores, numbers = numbers[: ROW_BLOCK * KEY_TILE], numbers[ROW_BLOCK * KEY_TILE :]
     q, acc, numbers = numbers[: rows * padded], numbers[rows * padded :][: rows * padded], numbers[2 * rows * padded :]

@@ -57,7 +57,7 @@ def is_split_better(tiles, keys, layout, group, seq_lens, query_starts, window, 
     return bytes_of_item * (threads - left) >= IDLE_BYTES * threads
 
 
-@njit(nogil=True, parallel=True)
+@njit(nogil=True, parallel=True, cache=True)
 def attend_split(  # type: ignore[no-untyped-def]
     threads,
     tiles,

@@ -23,7 +23,7 @@ from kernels.cpu.rows.norm import norm_rows
 from kernels.cpu.rows.rotary import rotate_rows
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.cache_prefetch import PREFETCH_CURSOR_SIZE, blocks_before, new_places, plan_prefetch
-from kernels.cpu.vectors.numbers import lines
+from kernels.cpu.vectors.numbers import address_of, lines
 
 _ADDRESS = _COUNT = np.int64
 LAYER = np.dtype(
@@ -60,6 +60,7 @@ STEP = np.dtype(
 # 456 ms in place of 942, half of which went into pages of memory that the system made and took back.
 MLP_ROWS = 256
 
+_NO_SLOPES = np.int64(0)
 # Of one type, as threads are: numba compiles a function again for every constant, and for a number without a sign.
 _INPUT_NORM, _MLP_NORM, _ROTARY = np.arange(3)
 _QKV, _OUT, _MLP = np.arange(3, 3 + 3 * PRODUCT_PHASES, PRODUCT_PHASES)
@@ -98,7 +99,7 @@ def run_layers(
             step.num_sequences,
             step.num_heads,
             np.float32(layer.attention_scale),
-            0,
+            _NO_SLOPES,
             layer.window,
             np.float32(step.logit_soft_cap),
             num_threads,
@@ -117,7 +118,7 @@ def _between_attentions(
     counts = counters(num_threads, _MLP + (steps[0].rows + MLP_ROWS - 1) // MLP_ROWS * _MLP_PHASES)
     for thread in prange(num_threads):
         team = counts, np.int64(thread), num_threads
-        cursor = cursors[thread].ctypes.data
+        cursor = address_of(cursors[thread])
         if index < layers.size:
             _plan_prefetch(cursor, places, blocks, thread, num_threads, stored_element, layers[index], steps[0])
         if index > 0:

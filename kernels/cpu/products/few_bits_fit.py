@@ -14,7 +14,7 @@ from numba import njit, prange
 from kernels.cpu.products.few_bits import FORMATS, GROUP, STEP, FewBits
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.vectors.float_tile import PANEL
-from kernels.cpu.vectors.numbers import FLOAT32, INT32, from_float32, lines, to_float32
+from kernels.cpu.vectors.numbers import FLOAT32, INT32, address_of, from_float32, lines, to_float32
 
 _HALF = np.int16(0)  # a float16, see `numbers`
 _TO_INTEGER = np.float32(3 << 22)  # plus and minus this a float32 is rounded to the nearest integer, ties to even
@@ -112,7 +112,7 @@ def _pack_panels(  # type: ignore[no-untyped-def]
     panel_bytes = num_groups * record_bytes
     packed = lines(packed_address, np.int8(0), end_panel, panel_bytes)
     # Lines at an address, as passing arrays on and on counts references to them: 90 of 200 ns a group.
-    start, size = scratch.ctypes.data, GROUP * 4
+    start, size = address_of(scratch), GROUP * 4
     numbers, number_bits = lines(start, FLOAT32, 1, GROUP)[0], lines(start, INT32, 1, GROUP)[0]
     made, made_bits = lines(start + size, FLOAT32, 1, GROUP)[0], lines(start + size, INT32, 1, GROUP)[0]
     integers = lines(start + 2 * size, INT32, 1, GROUP)[0]

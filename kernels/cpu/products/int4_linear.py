@@ -39,7 +39,7 @@ from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.cache_prefetch import NONE, next_run
 from kernels.cpu.vectors.float_tile import PANEL
-from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
+from kernels.cpu.vectors.numbers import FLOAT32, address_of, element_of, lines
 from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, ZERO
 
@@ -125,10 +125,10 @@ def _int4_linear(  # type: ignore[no-untyped-def]
     counts = counters(threads, 2)
     for thread in prange(threads):
         # Signed, as where a whole stack of layers calls these: what is compiled for that serves here.
-        team, rows = (counts, np.int64(thread), threads), rows_in(np.int64(workspace.ctypes.data), num_rows, num_in)
+        team, rows = (counts, np.int64(thread), threads), rows_in(address_of(workspace), num_rows, num_in)
         quantize_rows(team, _QUANTIZING, quantizing, (FLOAT32, x_address, np.int64(x_stride * 4), num_in, rows))
         wait(team, _QUANTIZING, quantizing)
-        weight = weight_address, has_minimum, bias_address, np.int64(no_bias.ctypes.data), num_out
+        weight = weight_address, has_minimum, bias_address, address_of(no_bias), num_out
         places = kind, out_address, np.int64(out_stride * 4), rows, weight, NONE
         multiply_panels(team, _MULTIPLYING, multiplying, places)
 
@@ -225,4 +225,4 @@ def _multiply_edge(kind, out, out_row, rows, panel, added, count, cursor):  # ty
 @njit(nogil=True)
 def _multiply_into(kind, whole, rows, panel, bias, cursor):  # type: ignore[no-untyped-def]
     """A function of its own, as an array lives as long as a call that it was given to: not so one's address."""
-    _multiply_rows(kind, whole.ctypes.data, PANEL * 4, rows, panel, bias.ctypes.data, cursor)
+    _multiply_rows(kind, address_of(whole), PANEL * 4, rows, panel, address_of(bias), cursor)

@@ -36,7 +36,7 @@ from kernels.cpu.products.int8_tile import TILE_PANELS, TILE_ROWS, multiply_tile
 from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared, wait
 from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
-from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
+from kernels.cpu.vectors.numbers import FLOAT32, address_of, element_of, lines
 from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 from kernels.int8_weight import GROUP, PANEL
 
@@ -125,12 +125,12 @@ def _int8_linear(  # type: ignore[no-untyped-def]
     counts = counters(threads, 2)
     for thread in prange(threads):
         # Signed, as where a whole stack of layers calls these: what is compiled for that serves here.
-        team, rows = (counts, np.int64(thread), threads), rows_in(np.int64(workspace.ctypes.data), num_rows, num_in)
+        team, rows = (counts, np.int64(thread), threads), rows_in(address_of(workspace), num_rows, num_in)
         quantize_rows(
             team, _QUANTIZING, quantizing, (element, x_address, np.int64(x_stride * element_bytes), num_in, rows)
         )
         wait(team, _QUANTIZING, quantizing)
-        weight = weight_address, scale_address, bias_address, np.int64(no_bias.ctypes.data), num_out
+        weight = weight_address, scale_address, bias_address, address_of(no_bias), num_out
         row_bytes = np.int64(out_stride * element_bytes)
         multiply_panels(team, _MULTIPLYING, multiplying, (element, kind, out_address, row_bytes, rows, weight))
 
@@ -217,5 +217,5 @@ def _multiply_edge(element, kind, out, out_row, rows, panels, factors, added, co
 @njit(nogil=True)
 def _multiply_into(element, kind, whole, rows, panels, numbers):  # type: ignore[no-untyped-def]
     """A function of its own, as an array lives as long as a call that it was given to: not so one's address."""
-    out_row, factors, added = whole.shape[1] * whole.itemsize, numbers[0].ctypes.data, numbers[1].ctypes.data
-    _multiply_rows(element, kind, whole.ctypes.data, out_row, rows, panels, factors, added)
+    out_row, factors, added = whole.shape[1] * whole.itemsize, address_of(numbers[0]), address_of(numbers[1])
+    _multiply_rows(element, kind, address_of(whole), out_row, rows, panels, factors, added)

@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.shared_work import shared
-from kernels.cpu.vectors.numbers import FLOAT32, lines, to_float32
+from kernels.cpu.vectors.numbers import FLOAT32, address_of, lines, to_float32
 from kernels.cpu.vectors.vector_code import (
     F32,
     F32X16,
@@ -93,8 +93,8 @@ def quantize_some(item, end, element, x, x_row, num_in, rows):  # type: ignore[n
             q + t * num_groups * GROUP,
             scales + t * group_row,
             sums + t * group_row,
-            factors.ctypes.data,
-            tail.ctypes.data,
+            address_of(factors),
+            address_of(tail),
         )
 
 

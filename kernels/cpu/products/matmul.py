@@ -42,7 +42,7 @@ from kernels.cpu.runtime import num_threads
 from kernels.cpu.shared_work import counters, shared
 from kernels.cpu.vectors.cache_prefetch import NONE
 from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS
-from kernels.cpu.vectors.numbers import FLOAT32, element_of, lines
+from kernels.cpu.vectors.numbers import FLOAT32, address_of, element_of, lines
 
 _ROWS_BYTES = 512 << 10  # of x that are multiplied before the next rows: they stay in a second cache level of 1 MiB
 _ZEROS = np.zeros(PANEL, dtype=np.float32)  # where sums start without a bias
@@ -115,14 +115,14 @@ def multiply_panel(  # type: ignore[no-untyped-def]
     rows, column = min(rows_at_once, count - row), panel * PANEL
     width = min(PANEL, size - column)
     sums, place, stride = out, row * out_stride + column, out_stride
-    start = _ZEROS.ctypes.data if bias_address == 0 else bias_address + column * 4
+    start = address_of(_ZEROS) if bias_address == 0 else bias_address + column * 4
     if width < PANEL:  # sums of a panel that is wider than what is left of out, and then what they start from
         sums, place, stride = np.empty((rows + 1) * PANEL, dtype=np.float32), 0, PANEL
         line = sums[rows * PANEL :]
         line[:] = np.float32(0.0)
         if bias_address != 0:
             line[:width] = lines(start, FLOAT32, 1, width)[0]
-        start = line.ctypes.data
+        start = address_of(line)
     add_panel(
         element,
         rows,
@@ -132,7 +132,7 @@ def multiply_panel(  # type: ignore[no-untyped-def]
         panel,
         panel + 1 < num_panels and item + 1 < end,
         start,
-        sums.ctypes.data + place * 4,
+        address_of(sums) + place * 4,
         stride,
         depth,
         cursor,

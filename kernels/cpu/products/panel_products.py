@@ -14,7 +14,7 @@ from kernels.cpu.products.few_bits import GROUP
 from kernels.cpu.products.few_bits_tile import FORMAT_OF, MOST_ROWS, multiply_add, multiply_add_and_write, record_bytes
 from kernels.cpu.products.streamed_panels import stream_add
 from kernels.cpu.vectors.float_tile import PANEL, STREAMED_ROWS
-from kernels.cpu.vectors.numbers import FLOAT32, lines
+from kernels.cpu.vectors.numbers import FLOAT32, address_of, lines
 from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES, LANES
 
 _DEPTH = 2048  # of a panel that is multiplied by all rows before the next: it stays in a second cache level of 1 MiB
@@ -72,7 +72,7 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
     ahead = panel_bytes if has_next else 0
     first, size = STREAMED_ROWS, min(_EXPANDED_DEPTH, depth) * PANEL
     memory = np.empty(size + rows * PANEL + LANES, dtype=np.float32)
-    aligned = memory[-memory.ctypes.data % CACHE_LINE_BYTES // 4 :]  # a vector in two lines takes twice as long
+    aligned = memory[-address_of(memory) % CACHE_LINE_BYTES // 4 :]  # a vector in two lines takes twice as long
     # Sums wait for the next piece side by side: the first cache level has no place for 32 lines that lie 12 KiB apart,
     # which made 64 rows by 3072 x 576 in place 5% slower.
     scratch, waiting = aligned[:size], aligned[size:]
@@ -82,7 +82,7 @@ def _add_few_bits(  # type: ignore[no-untyped-def]
         piece = min(_EXPANDED_DEPTH, depth - k)
         s, s_stride = (starts, 0) if k == 0 else (waiting, PANEL)
         c, c_stride = (waiting, PANEL) if k + piece < depth else (totals, sums_stride)
-        at_once = s.ctypes.data, s_stride * 4, c.ctypes.data, c_stride * 4, piece // GROUP, ahead, scratch.ctypes.data
+        at_once = address_of(s), s_stride * 4, address_of(c), c_stride * 4, piece // GROUP, ahead, address_of(scratch)
         multiply_add_and_write(element, x + k * 4, x_stride * 4, weight + k // GROUP * record, *at_once)
         others = s, first * s_stride, s_stride, c, first * c_stride, c_stride
         stream_add(rows - first, factors, first * x_stride + k, x_stride, scratch, 0, *others, piece, 0, cursor)

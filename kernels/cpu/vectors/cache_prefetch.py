@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from kernels.cpu.vectors.numbers import INT32, INT64, lines
+from kernels.cpu.vectors.numbers import INT32, INT64, address_of, lines
 from kernels.cpu.vectors.vector_code import CACHE_LINE_BYTES
 
 NONE = np.int64(0)  # in place of a cursor's address
@@ -93,7 +93,7 @@ def plan_prefetch(cursor, places, blocks, thread, threads, keys, values, block_b
             for run in range(num_runs):
                 own[i] = start + block * block_bytes + (run << shift) * CACHE_LINE_BYTES
                 i += 1
-    fields[_PLACES], fields[_SHIFT], fields[_NEXT], fields[_END] = own.ctypes.data, shift, 0, i << shift
+    fields[_PLACES], fields[_SHIFT], fields[_NEXT], fields[_END] = address_of(own), shift, 0, i << shift
     fields[_RATE] = min(WHOLE, (fields[_END] * WHOLE * 9 // 8 + num_inputs) // max(num_inputs, 1))
 
 

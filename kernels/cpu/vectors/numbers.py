@@ -67,6 +67,16 @@ def lines(address: Any, element: Any, count: Any, stride: Any) -> Any:
     return carray(_pointer(address, element), (count, stride))
 
 
+@njit(nogil=True, inline="always")
+def address_of(array: Any) -> Any:
+    """Where an array's elements begin, int64; the array has to be in use for as long as this is.
+
+    numpy says it without a sign. A function that is given one address with a sign and one without is compiled twice,
+    and where they meet numba makes them float64.
+    """
+    return np.int64(array.ctypes.data)
+
+
 @intrinsic
 def borrowed(typing_context: Any, array: Any) -> Any:
     """The same array, whose references nobody counts: its owner has to be given to `keep` after the last use.
