@@ -115,4 +115,4 @@ def test_a_tile_is_turned_and_rows_are_summed_in_one_order() -> None:
         half = parts.shape[1] // 2
         parts = parts[:, :half] + parts[:, half:]
     assert torch.equal(sums, parts[:, 0])
-    assert largest.item() & 0xFFFFFFFF == max(bits & 0xFFFFFFFF for bits in x[0].view(torch.int32).tolist())
+    assert int(largest) & 0xFFFFFFFF == max(bits & 0xFFFFFFFF for bits in x[0].view(torch.int32).tolist())
