@@ -11,6 +11,7 @@ import torch
 from kernels.cpu import warm_up
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import ELEMENTS, pack
+from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.cpu.vectors.float_tile import PANEL
 from kernels.cpu.vectors.processor import HAS_PAIRS
 from tests.kernels.few_bits_weights import KINDS, few_bits_weight, pack_float32
@@ -158,3 +159,16 @@ def test_set_up_compiles_every_way_in_which_a_weight_is_kept(monkeypatch: pytest
     for dtype in (torch.float32, torch.bfloat16):
         warm_up.warm_up_products(dtype)
     assert found == {*ELEMENTS, *([torch.uint32] if HAS_PAIRS else [])}
+
+
+def test_what_tests_have_compiled_are_the_ways_that_this_processor_would_not_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[str, list[str]] = {"int8_linear": [], "int4_linear": []}
+    for name, kinds in found.items():
+        monkeypatch.setattr(
+            getattr(warm_up, name), "multiply", lambda kind, *_, kinds=kinds: kinds.append(type(kind).__name__)
+        )
+    warm_up.warm_up_other_processors()
+    usable = [type(kind).__name__ for kind in DOT_KINDS.values()][list(DOT_KINDS).index(dot_kind_of_this_cpu()) :]
+    assert found == {"int8_linear": usable[1:], "int4_linear": usable[1:]}

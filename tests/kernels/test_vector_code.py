@@ -13,7 +13,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from kernels.cpu.vectors import vector_code
-from kernels.cpu.vectors.numbers import BFLOAT16, FLOAT32
+from kernels.cpu.vectors.numbers import BFLOAT16, FLOAT32, address_of
 from kernels.cpu.vectors.vector_code import (
     F32X16,
     I32X16,
@@ -116,3 +116,16 @@ def test_a_tile_is_turned_and_rows_are_summed_in_one_order() -> None:
         parts = parts[:, :half] + parts[:, half:]
     assert torch.equal(sums, parts[:, 0])
     assert int(largest) & 0xFFFFFFFF == max(bits & 0xFFFFFFFF for bits in x[0].view(torch.int32).tolist())
+
+
+@njit
+def _address_or(array, other, is_wanted):
+    return address_of(array) if is_wanted else other
+
+
+def test_an_address_meets_one_that_was_passed_on_and_both_stay_integers() -> None:
+    """With numpy's own, which has no sign, numba makes float64 of the two, or compiles a kernel for each."""
+    array = np.zeros(3)
+    found = _address_or(array, np.int64(1), True)
+    assert isinstance(found, int) and found == array.ctypes.data
+    assert all(signature.return_type == types.int64 for signature in _address_or.nopython_signatures)
