@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import structlog
 import uvicorn
+import uvloop
 
 from gateway_svc.config import GatewayConfig
 from gateway_svc.http.app import new_app
@@ -41,7 +42,8 @@ def main(config: GatewayConfig) -> int:
     if config.processes > 1:
         return _run_several(config)
     listener = listen(config)
-    asyncio.run(serve(config, listener))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, listener))
     return 0
 
 

@@ -84,13 +84,13 @@ def measure(
     """Starts a simulated worker and a scheduler for each number of streams in turn. Raises RuntimeError."""
     figures = []
     for num_streams in streams:
-        with _service(num_streams, step_ms, frontends, scheduler_flags) as (address, pid):
+        with service(num_streams, step_ms, frontends, scheduler_flags) as (address, pid):
             figures.append(asyncio.run(_load(address, pid, num_streams, seconds)))
     return figures
 
 
 @contextmanager
-def _service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
+def service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Address and process id of a scheduler; this process, too, keeps to its own core while it runs."""
     cores = sorted(os.sched_getaffinity(0))
     num_processes = frontends + 1 if frontends > 1 else 1

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import uvloop
 from openai import OpenAI
 
 from gateway_svc.config import GatewayConfig
@@ -56,7 +57,7 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
     """One that serves from here on, with options of `octavo gateway`."""
     config = GatewayConfig(port=0, scheduler=scheduler, drain_timeout=1.0, **options)
     listener = listen(config)
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
     server = new_server(config, Service(schedulers, GatewayMetrics(), config.max_body_bytes))
 
