@@ -11,7 +11,7 @@ DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: setup model demo test isa lint kernels protos locks bench chaos clean
+.PHONY: setup model demo test test-quick mutants isa lint kernels protos locks bench chaos clean
 
 setup: .venv/.installed .venv/.warm
 
@@ -31,14 +31,30 @@ setup: .venv/.installed .venv/.warm
 	@$(BIN)/python -m kernels.cpu.warm_up
 	@touch $@
 
+# What only tests run, as caches of other types than the model's: minutes, once, on both cores.
+.venv/.warm-tests: .venv/.warm
+	@$(BIN)/python -m kernels.cpu.warm_up --tests
+	@touch $@
+
 model: setup
 	@$(BIN)/octavo model fetch $(MODEL)
 
 demo: model
 	@PORT=$(DEMO_PORT) MODEL=$(MODEL) QUESTION='$(subst ','\'',$(DEMO_QUESTION))' BIN=$(BIN) bash deploy/demo.sh
 
-test: model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --durations=20 $(PYTEST_ARGS)
+# Slow files are begun first (tests/conftest.py), not those of many tests, as xdist would.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: model .venv/.warm-tests
+	$(PYTEST) --durations=20 --junitxml=.pytest_cache/results.xml $(PYTEST_ARGS)
+
+# Files that take a moment each, by tests/seconds.json: options, messages, core, plain kernels, docs. Made for a minute.
+test-quick: setup
+	$(PYTEST) --quick --quiet $(PYTEST_ARGS)
+
+# What the tests of the scheduler's core and the worker's mirror find of 200 random changes: ten to thirty minutes on one core.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants 200
 
 # The tests of kernels and workers as other processors would compute them, as far as this one can: ten minutes each.
 isa: model

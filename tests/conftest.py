@@ -11,6 +11,8 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from tests.seconds import QUICK_S, ROOT, seconds_of_files
+
 # An example may find its core taken by others, or a kernel to compile: no test is about the time that it takes.
 settings.register_profile("octavo", deadline=None)
 settings.load_profile("octavo")
@@ -24,6 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--chaos-results", metavar="FILE", help="write what faults and latency cost, as JSON with hardware and date"
     )
+    parser.addoption("--quick", action="store_true", help="only files that take a moment, by tests/seconds.json")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow files first: with several processes a slow one begun last would keep one of them alone at the end."""
+    seconds = seconds_of_files()
+
+    def seconds_of(item: pytest.Item) -> float:
+        return seconds.get(str(item.path.relative_to(ROOT)), 0.0)
+
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[item for item in items if seconds_of(item) > QUICK_S])
+        items[:] = [item for item in items if seconds_of(item) <= QUICK_S]
+    if config.getoption("dist", "no") != "no":  # alone they stay in the order in which they were named
+        items.sort(key=seconds_of, reverse=True)
 
 
 @pytest.fixture(autouse=True)
