@@ -1,4 +1,7 @@
-"""Greedy output equals that of transformers, token for token, however requests are batched, chunked or preempted."""
+"""Greedy output equals that of transformers, token for token, however requests are batched, chunked or preempted.
+
+Each way of scheduling is compared with a tiny model over all prompts; a real one, over some, alone and with all ways.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,12 @@ class Case:
         print(f"{what}: {self.oracle.num_near_ties - before} of {len(outputs)} outputs left the oracle at a near-tie")
 
 
-def make_case(folder: Path, max_tokens: int, longest: int, block_bytes: int) -> Case:
+def make_case(folder: Path, max_tokens: int, longest: int, block_bytes: int, each: int = 1) -> Case:
+    """Of every `each`-th prompt, from the first and shortest to the longest."""
     oracle = GreedyOracle(folder)
     prompts = token_ids(Tokenizer.from_folder(folder).encode, longest)
     assert len(prompts) == 24 and len(prompts[-1]) == longest and min(map(len, prompts)) == 1
+    prompts = [*prompts[:-1:each], prompts[-1]]
     expected = [oracle.generate(prompt, max_tokens) for prompt in prompts]
     return Case(folder, oracle, prompts, expected, max_tokens, longest + max_tokens, block_bytes)
 
@@ -54,15 +59,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module")
 def smollm2() -> Case:
     folder = resolve_model("smollm2-135m-instruct")
-    return make_case(folder, max_tokens=16, longest=1500, block_bytes=2 * 30 * 3 * 64 * 16 * 4)
-
-
-CASES = ["tiny", pytest.param("smollm2", marks=pytest.mark.smollm2)]
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.getfixturevalue(request.param)
+    return make_case(folder, max_tokens=16, longest=600, block_bytes=2 * 30 * 3 * 64 * 16 * 4, each=3)
 
 
 def engine(case: Case, **options: object) -> LLM:
@@ -76,25 +73,38 @@ def ids(case: Case, llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_each_alone(case, steps_in_flight):
-    with engine(case, steps_in_flight=steps_in_flight) as llm:
-        case.check([ids(case, llm, [prompt])[0] for prompt in case.prompts], "alone")
+def test_each_alone(tiny, steps_in_flight):
+    with engine(tiny, steps_in_flight=steps_in_flight) as llm:
+        tiny.check([ids(tiny, llm, [prompt])[0] for prompt in tiny.prompts], "alone")
 
 
-def test_all_at_once(case):
-    with engine(case) as llm:
-        case.check(ids(case, llm, case.prompts), "all at once")
+def test_all_at_once(tiny):
+    with engine(tiny) as llm:
+        tiny.check(ids(tiny, llm, tiny.prompts), "all at once")
 
 
-def test_in_small_chunks(case):
+def test_in_small_chunks(tiny):
     """Prompts are computed 48 tokens a step, beside up to 24 decodes."""
-    with engine(case, max_num_batched_tokens=48, max_num_seqs=24) as llm:
-        case.check(ids(case, llm, case.prompts), "in small chunks")
-        assert llm.statistics()["num_steps"] > sum(map(len, case.prompts)) / 48
+    with engine(tiny, max_num_batched_tokens=48, max_num_seqs=24) as llm:
+        tiny.check(ids(tiny, llm, tiny.prompts), "in small chunks")
+        assert llm.statistics()["num_steps"] > sum(map(len, tiny.prompts)) / 48
 
 
-def test_in_a_cache_so_small_that_groups_are_preempted(case):
-    blocks = -(-case.max_model_len // 16) + 2
-    with engine(case, kv_cache_memory=blocks * case.block_bytes / GIB) as llm:
-        case.check(ids(case, llm, case.prompts), "preempted")
+def test_in_a_cache_so_small_that_groups_are_preempted(tiny):
+    with engine(tiny, kv_cache_memory=_small_cache_gib(tiny)) as llm:
+        tiny.check(ids(tiny, llm, tiny.prompts), "preempted")
         assert llm.statistics()["num_preempted"] > 0, "the cache was meant to be too small"
+
+
+@pytest.mark.smollm2
+def test_a_real_model_alone_and_with_chunks_and_preemptions_at_once(smollm2):
+    with engine(smollm2) as llm:
+        smollm2.check([ids(smollm2, llm, [prompt])[0] for prompt in smollm2.prompts], "alone")
+    with engine(smollm2, max_num_batched_tokens=200, max_num_seqs=24, kv_cache_memory=_small_cache_gib(smollm2)) as llm:
+        smollm2.check(ids(smollm2, llm, smollm2.prompts), "in chunks, preempted")
+        assert llm.statistics()["num_preempted"] > 0, "the cache was meant to be too small"
+        assert llm.statistics()["num_steps"] > sum(map(len, smollm2.prompts)) / 200
+
+
+def _small_cache_gib(case: Case) -> float:
+    return (-(-case.max_model_len // 16) + 2) * case.block_bytes / GIB

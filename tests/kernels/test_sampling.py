@@ -221,7 +221,11 @@ def is_top_p(logits: torch.Tensor, found: float, temperature: float, bound: floa
 def test_top_p(implementation: tuple[ModuleType, str], temperature: float) -> None:
     kernels, device = implementation
     tolerance = TOLERANCE[kernels]
-    all_p = [float(np.float32(p)) for p in (0.0, 1e-30, 0.01, 0.3, 0.5, 0.8, 0.9, 0.99, 0.999999)]
+    few = kernels is gpu and IS_INTERPRETED
+    all_p = [
+        float(np.float32(p))
+        for p in ((0.0, 0.5, 0.9) if few else (0.0, 1e-30, 0.01, 0.3, 0.5, 0.8, 0.9, 0.99, 0.999999))
+    ]
     logits = logits_of(5).repeat_interleave(len(all_p), dim=0)
     rows = Rows(logits, device, temperature=temperature, top_p=all_p * 5)
     for row, (found, top_p) in enumerate(zip(rows.smallest(kernels).tolist(), all_p * 5, strict=True)):
