@@ -18,7 +18,7 @@ def crowded(**options: Any) -> Simulation:
     simulation.run_to_end()
     simulation.check_outputs()
     simulation.check_nothing_left()
-    assert simulation.num_preempted
+    assert simulation.num_preempted == sum(group.num_preemptions for group in simulation.groups) > 0
     return simulation
 
 
