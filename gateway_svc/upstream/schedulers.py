@@ -35,7 +35,7 @@ class Schedulers:
         return [
             (name.decode("ascii"), value.decode("ascii"))
             for name, value in headers
-            if name in self._passed and value.isascii() and value
+            if name in self._passed and value and value.isascii() and value.decode("ascii").isprintable()
         ]
 
     @asynccontextmanager

@@ -342,8 +342,9 @@ def test_web_pages_may_call_only_where_they_are_let(server: FakeServer, shared: 
 def test_headers_go_on_where_they_are_named(fake: Any, server: FakeServer) -> None:
     with gateway(server.address, pass_header=("x-tenant",)) as running:
         running.post(COMPLETIONS, GREEDY, x_tenant="acme", authorization="Bearer k", x_other="1")
-        running.ask("POST", COMPLETIONS, GREEDY, x_tenant="\xe9")  # no metadata of gRPC can have it
-    assert [each.get("x-tenant") for each in fake.metadata] == ["acme", None]
+        for unheard in ("\xe9", "a\tb"):  # no metadata of gRPC can have it
+            assert running.ask("POST", COMPLETIONS, GREEDY, x_tenant=unheard)[0] == 200
+    assert [each.get("x-tenant") for each in fake.metadata] == ["acme", None, None]
     assert not {"authorization", "x-other"} & fake.metadata[0].keys()
 
 

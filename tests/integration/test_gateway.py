@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -40,10 +41,14 @@ class ServedOverHttp:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedOverHttp]:
-    model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def both(tiny: Path) -> Iterator[ServedOverHttp]:
     port = free_port()
-    with serving("--model", str(model), "--http-port", str(port), "--no-enable-prefix-caching") as served:
+    with serving("--model", str(tiny), "--http-port", str(port), "--no-enable-prefix-caching") as served:
         served.wait_until_ready()
         assert f"OpenAI's API: http://127.0.0.1:{port}/v1\n" in served.said
         both = ServedOverHttp(served, port)
