@@ -261,3 +261,21 @@ def test_processes_share_a_port_and_are_started_again(both: ServedOverHttp) -> N
 
 def listens(process: psutil.Process) -> bool:
     return any(each.status == psutil.CONN_LISTEN for each in process.net_connections())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_sigterm_lets_streams_finish_and_ctrl_c_ends_them(tiny: Path, number: int, code: int) -> None:
+    port = free_port()
+    with serving("--model", str(tiny), "--http-port", str(port)) as served:
+        served.wait_until_ready()
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            chunks = iter(client.completions.create(**{**LONG, "max_tokens": 600}, stream=True))
+            next(chunks)
+            served.process.send_signal(number)
+            if number == signal.SIGTERM:
+                assert list(chunks)[-1].choices[0].finish_reason == "length"
+            else:
+                with pytest.raises(openai.APIError):
+                    list(chunks)
+        assert served.process.wait(20) == code
+    assert "Traceback" not in served.said
