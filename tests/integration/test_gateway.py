@@ -173,9 +173,9 @@ LONG: Any = {"model": "tiny", "prompt": "x", "max_tokens": 1900, "extra_body": {
 def test_a_client_that_leaves_a_stream_frees_its_blocks(both: ServedOverHttp) -> None:
     chunks = both.openai.completions.create(**LONG, stream=True)
     next(iter(chunks))
-    wait_for(lambda: both.blocks_in_use() > 0)
+    expect_soon(lambda: both.blocks_in_use() > 0)
     chunks.close()
-    wait_for(lambda: both.blocks_in_use() == 0)
+    expect_soon(lambda: both.blocks_in_use() == 0)
 
 
 def test_a_client_that_does_not_wait_for_a_whole_answer_does_too(both: ServedOverHttp) -> None:
@@ -185,12 +185,12 @@ def test_a_client_that_does_not_wait_for_a_whole_answer_does_too(both: ServedOve
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_for(lambda: both.blocks_in_use() > 0)
+    expect_soon(lambda: both.blocks_in_use() > 0)
     thread.join()
-    wait_for(lambda: both.blocks_in_use() == 0)
+    expect_soon(lambda: both.blocks_in_use() == 0)
 
 
-def wait_for(what: Any, seconds: float = 20.0) -> None:
+def expect_soon(what: Any, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -213,7 +213,7 @@ def test_a_worker_that_dies_is_a_pause(both: ServedOverHttp) -> None:
             worker.kill()
         found += chunk.choices[0].text
     assert found == expected
-    both.served.wait_for(lambda: str(worker.pid) in both.served.said)
+    both.served.expect_soon(lambda: str(worker.pid) in both.served.said)
 
 
 def test_many_streams_are_each_their_own(both: ServedOverHttp) -> None:
@@ -241,12 +241,12 @@ def test_processes_share_a_port_and_are_started_again(both: ServedOverHttp) -> N
     process = subprocess.Popen([sys.executable, "-m", "octavo", "gateway", *flags], cwd=ROOT)
     try:
         parent = psutil.Process(process.pid)
-        wait_for(lambda: len(parent.children()) == 2 and all(map(listens, parent.children())))
+        expect_soon(lambda: len(parent.children()) == 2 and all(map(listens, parent.children())))
         for _ in range(10):
             assert asked.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
         first, _ = parent.children()
         first.kill()
-        wait_for(lambda: first not in (found := parent.children()) and len(found) == 2 and all(map(listens, found)))
+        expect_soon(lambda: first not in (found := parent.children()) and len(found) == 2 and all(map(listens, found)))
         assert asked.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
         told = asked.ask("GET", "/metrics")[2].splitlines()
         assert 'octavo:http_requests_total{path="/v1/completions",status="200"} 11.0' in told
