@@ -213,7 +213,7 @@ def test_a_worker_that_dies_is_a_pause(both: ServedOverHttp) -> None:
             worker.kill()
         found += chunk.choices[0].text
     assert found == expected
-    both.served.expect_soon(lambda: str(worker.pid) in both.served.said)
+    both.served.wait_for(lambda: str(worker.pid) in both.served.said)
 
 
 def test_many_streams_are_each_their_own(both: ServedOverHttp) -> None:
