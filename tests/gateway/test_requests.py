@@ -277,7 +277,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("read", "given", "param"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("read", "given", "param"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 def test_refusals_name_the_field(read: Any, given: dict[str, Any], param: str) -> None:
     with pytest.raises(HttpError) as refused:
         read(**given)
