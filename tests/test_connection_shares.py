@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from octavo.shared import connection_shares
+from octavo.shared import connection_shares, connections
 from octavo.shared.connection_shares import CROWDED_SHARE, ConnectionShares, equal_share
 from octavo.shared.connections import OTHER_FILES, Connection
 from scheduler_svc.api.grpc_server import new_server
@@ -47,14 +47,23 @@ def test_each_may_have_as_much_as_the_others_or_less_if_it_wants_less(
 
 @contextmanager
 def _connections(hosts: list[str]) -> Iterator[tuple[list[socket.socket], list[str]]]:
-    """To one port of this process, from these hosts of loopback, and their peers' names."""
-    with ExitStack() as stack:
+    """To one port of this process, from these hosts of loopback, and their peers' names.
+
+    Only these are looked at: what ran before in this process may have left some that are not closed yet.
+    """
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=len(hosts)))
         clients = []
         for host in hosts:
             address = listener.getsockname()
             clients.append(stack.enter_context(socket.create_connection(address, source_address=(host, 0))))
             stack.enter_context(listener.accept()[0])
+        names, all_of_process = {client.getsockname() for client in clients}, connections.client_connections
+
+        def ours() -> list[Connection]:
+            return [each for each in all_of_process() if each.peer in names]
+
+        patch.setattr(connection_shares, "client_connections", ours)
         yield clients, ["ipv4:{}:{}".format(*client.getsockname()) for client in clients]
 
 
