@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, machine_limits
+from benchmarks import machine_limits
 from octavo import LLM
-from octavo.bench import offline, workloads
+from octavo.bench import machine, offline, workloads
 from octavo.models.resolve import resolve_model
 from octavo.shared.cores import available_cores
 from worker_svc.models.config import ModelConfig

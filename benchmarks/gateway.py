@@ -22,8 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import machine
-from octavo.bench import streaming
+from octavo.bench import machine, streaming
 from octavo.shared.connections import allow_open_files
 from octavo.shared.options import environment_without_options
 from octavo.shared.ports import LOOPBACK, free_port

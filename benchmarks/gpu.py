@@ -24,8 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from benchmarks.gpu_sections import figure, requirements
+from octavo.bench import machine
 
 RESULTS = Path(__file__).parent / "results"
 # Module of `benchmarks.gpu_sections`, and the seconds it may take, besides those that the ones before it have left.

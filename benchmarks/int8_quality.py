@@ -22,9 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import machine
 from octavo import LLM, SamplingParams
-from octavo.bench import workloads
+from octavo.bench import machine, workloads
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -105,7 +104,13 @@ def _read(llm: LLM, pieces: list[list[int]]) -> list[tuple[list[float], list[int
     """For each piece's tokens from the second on: their logprobs, and the most likely tokens in their places."""
     outputs = llm.generate(prompt_token_ids=pieces, sampling_params=ONE_MORE, use_tqdm=False)
     entries = [[entry for entry in output.prompt_logprobs or [] if entry is not None] for output in outputs]
-    return [([entry.token.logprob for entry in each], [entry.top[0].token_id for entry in each]) for each in entries]
+    return [
+        (
+            [entry[token_id].logprob for token_id, entry in zip(piece[1:], each, strict=True)],
+            [min(entry, key=lambda token_id: entry[token_id].rank) for entry in each],
+        )
+        for piece, each in zip(pieces, entries, strict=True)
+    ]
 
 
 def _pieces(token_ids: list[int]) -> list[list[int]]:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from octavo.bench import machine
 from octavo.models.resolve import resolve_model
 
 RESULTS = Path(__file__).parent / "results"

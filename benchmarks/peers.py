@@ -19,9 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from benchmarks.peer_engine import ENGINES, EngineFailed, PeerEngine
-from octavo.bench import workloads
+from octavo.bench import machine, workloads
 from octavo.models.resolve import resolve_model
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,10 +17,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from benchmarks.served import PATIENT, over_generate, served, wait_until_ready
 from octavo import LLM, Client, SamplingParams
-from octavo.bench import offline, workloads
+from octavo.bench import machine, offline, workloads
 from octavo.bench.figures import Figures, table
 from octavo.models.resolve import resolve_model
 

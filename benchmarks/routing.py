@@ -20,8 +20,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import machine, mooncake_like
+from benchmarks import mooncake_like
 from benchmarks.routing_rules import RULES, use
+from octavo.bench import machine
 from octavo.bench.fleet import traces
 from octavo.bench.fleet.figures import FleetFigures, measure
 from octavo.bench.fleet.outcomes import Loss

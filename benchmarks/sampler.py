@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine
+from octavo.bench import machine
 from protos import inference_pb2, worker_pb2
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.sampling.logit_adjustments import LogitAdjustments

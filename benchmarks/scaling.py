@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
 from benchmarks.routing import OWN_BOUND_ONCE
-from octavo.bench import picture
+from octavo.bench import machine, picture
 from octavo.bench.fleet.figures import FleetFigures, measure
 from octavo.bench.fleet.outcomes import Loss, Run
 from octavo.bench.fleet.requests import Load

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from octavo.bench import machine
 from octavo.bench.figures import percentile
 from protos import shards_pb2
 from scheduler_svc.shards.cached_bits import CachedBits

@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import psutil
 
-from benchmarks import machine
+from octavo.bench import machine
 from octavo.shared.options import environment_without_options
 from octavo.shared.ports import LOOPBACK, free_port
 from octavo.shared.rpc import CHANNEL_OPTIONS

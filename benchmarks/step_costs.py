@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from octavo.bench import steps
+from octavo.bench import machine, steps
 
 RESULTS = Path(__file__).parent / "results"
 POINTS: list[dict[str, int]] = [

@@ -27,10 +27,11 @@ from unittest import mock
 
 import torch
 
-from benchmarks import machine, machine_limits
+from benchmarks import machine_limits
 from benchmarks.machine_limits import Limits
 from kernels import cpu
 from kernels.cpu.vectors import cache_prefetch
+from octavo.bench import machine
 from octavo.models.resolve import resolve_model
 from octavo.serving_plan import waiting_threads
 from octavo.shared.cores import available_cores

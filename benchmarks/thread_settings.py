@@ -21,9 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import machine
 from benchmarks.served import over_generate, served, wait_until_ready
-from octavo.bench import workloads
+from octavo.bench import machine, workloads
 from octavo.shared.cores import available_cores
 
 RESULTS = Path(__file__).parent / "results"

@@ -19,8 +19,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks import machine
 from benchmarks.served import served, wait_until_ready
+from octavo.bench import machine
 from octavo.bench.byte_tokenizer import END_OF_TEXT, IM_END, write_byte_tokenizer
 from octavo.bench.streaming import GENERATE
 from protos import inference_pb2 as pb

@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from octavo.bench import streaming
+from octavo.bench import machine, streaming
 
 RESULTS = Path(__file__).parent / "results"
 PARTS: dict[str, dict[str, Any]] = {

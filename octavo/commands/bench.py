@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.commands import bench_fleet, bench_kernels, connection
+from octavo.commands import bench_fleet, bench_kernels, bench_serve, connection
 
 if TYPE_CHECKING:
     from octavo.bench.figures import Figures
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of all kinds; what a kind needs is imported when it is run."""
     from octavo.bench.workloads import WORKLOADS
 
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|steps|fleet|kernels")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|serve|compare|steps|fleet|kernels")
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
     offline.add_argument("--quantization", default="none", choices=("none", "int8"), help="(default: none)")
     offline.add_argument("--batch-invariant", action="store_true", help="as `octavo worker` takes it")
-    serve = kinds.add_parser("serve", help="over Generate, against a server that runs: N streams in a closed loop")
+    serve = kinds.add_parser("serve", help="load on a server that runs, in an open or a closed loop")
     serve.add_argument(
         "--streams",
         type=_counts,
@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--step-ms", type=float, default=0.0, help="how long a step takes there (default: %(default)s)")
     serve.add_argument("--stream-interval-ms", type=float, metavar="MS", help="option of that scheduler")
     serve.add_argument("--frontends", type=int, default=1, metavar="N", help="likewise; each has a core, if there are")
+    bench_serve.add_arguments(serve)
     connection.add_arguments(serve)
+    bench_serve.add_compare_arguments(kinds.add_parser("compare", help="two results of serve, beside each other"))
     steps = kinds.add_parser("steps", help="what a step costs the scheduler, with workers that are only simulated")
     steps.add_argument("--sequences", type=_counts, default=[64, 256, 1024], metavar="N[,N...]", help="running at once")
     steps.add_argument(
@@ -81,7 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
         return bench_fleet.run(arguments)
     if arguments.kind == "kernels":
         return bench_kernels.run(arguments)
-    rows = _offline(arguments) if arguments.kind == "offline" else _serve(arguments)
+    if arguments.kind == "serve":
+        return bench_serve.run(arguments)
+    if arguments.kind == "compare":
+        return bench_serve.run_compare(arguments)
+    rows = _offline(arguments)
     if arguments.json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     else:
@@ -117,29 +123,6 @@ def _offline(arguments: argparse.Namespace) -> list[Figures]:
         rows = [offline.run(llm, workload)[0] for _ in range(arguments.repeat)]
         peak_gib = llm.worker_peak_bytes() / 2**30
     return [dataclasses.replace(row, ready_s=ready_s, worker_peak_gib=peak_gib) for row in rows]
-
-
-def _serve(arguments: argparse.Namespace) -> list[Figures]:
-    import asyncio
-
-    from octavo.bench import closed_loop, workloads
-    from octavo.client import AsyncClient
-
-    with connection.connect(arguments) as blocking:
-        vocab_size = blocking.model_info().vocab_size
-    workload = _workload(arguments, vocab_size)
-    counts = arguments.streams or [min(64, len(workload.requests))]
-
-    async def measure() -> list[Figures]:
-        credentials = connection.credentials(arguments)
-        async with AsyncClient(arguments.address, api_key=arguments.api_key, credentials=credentials) as client:
-            await closed_loop.run(client, workloads.warm_up(vocab_size), 1)
-            runs = [count for count in counts for _ in range(arguments.repeat)]
-            return [
-                dataclasses.replace(await closed_loop.run(client, workload, count), streams=count) for count in runs
-            ]
-
-    return asyncio.run(measure())
 
 
 def _streaming(arguments: argparse.Namespace) -> int:

@@ -20,11 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Loads the model and serves until it is told to stop."""
+    """Loads the model and serves until it is told to stop. Raises BindError where its port is taken."""
     from octavo.serving_plan import waiting_threads
+    from octavo.shared.ports import check_port_is_free
     from worker_svc.config import WorkerConfig
 
     config = from_namespace(WorkerConfig, arguments)
+    check_port_is_free(config.host, config.port)  # before torch is imported, which takes seconds
     os.environ.update(waiting_threads())
     # Until the worker is ready. What is imported and loaded stays, and looking at it again and again for garbage took a
     # quarter of 1.5 s of imports.

@@ -297,13 +297,17 @@ _SAMPLING = inference_pb2.SamplingParams(seed=1, ignore_eos=True, temperature=0)
 
 @contextmanager
 def _frozen_memory() -> Iterator[None]:
-    """Objects from before are kept from the garbage collector, so that no measurement pays for them."""
+    """Objects from before are kept from the garbage collector, so that no measurement pays for them; unless others,
+    whose decision that is, have frozen theirs."""
+    is_mine = not gc.get_freeze_count()
     gc.collect()
-    gc.freeze()
+    if is_mine:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_mine:
+            gc.unfreeze()
 
 
 @contextmanager
