@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, is_host, option
 
-REQUESTS, CONNECTIONS = "requests", "connections"  # groups of options
+REQUESTS, PAGE, CONNECTIONS = "requests", "page", "connections"  # groups of options
 DEFAULT_PORT = 8000
 
 
@@ -42,6 +42,18 @@ class GatewayConfig:
     )
     drain_timeout: float = option(20.0, "seconds that requests get to finish after SIGTERM", group=REQUESTS)
 
+    page: bool = option(True, "a playground for browsers, at /", group=PAGE)
+    live_panel: bool = option(
+        False,
+        "beside it what the scheduler does: queues, workers, and the lengths and cache blocks of everybody's requests",
+        group=PAGE,
+    )
+    demo: bool = option(
+        False,
+        "let the panel withhold cache blocks of workers, to watch preemption; not for a server in use",
+        group=PAGE,
+    )
+
     max_connections: int = option(
         4096, "connections at once; beyond them idle ones are closed, or else the new one", group=CONNECTIONS
     )
@@ -49,6 +61,10 @@ class GatewayConfig:
     read_timeout: float = option(30.0, "seconds in which a request has to be here, its body too", group=CONNECTIONS)
     write_timeout: float = option(
         120.0, "seconds after which a client that reads nothing of its answer is cut off", group=CONNECTIONS
+    )
+
+    comment_interval: float = option(
+        15.0, "seconds without an event after which a stream gets a comment, for proxies; 0: none", group=CONNECTIONS
     )
 
     log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
@@ -64,12 +80,16 @@ class GatewayConfig:
         for name in ("processes", "max_body_bytes", "max_connections"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
-        for name in ("retry_window", "drain_timeout"):
+        for name in ("retry_window", "drain_timeout", "comment_interval"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 0 is accepted")
         for name in ("keep_alive", "read_timeout", "write_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, more than 0 is accepted")
+        if self.live_panel and not self.page:
+            raise ValueError("live_panel is a part of the page, which no_page leaves out")
+        if self.demo and not self.live_panel:
+            raise ValueError("demo is a part of live_panel, which is off")
         for name in self.pass_header:
             if not re.fullmatch(r"[a-z0-9_.-]+", name) or name.startswith("grpc-") or name.endswith("-bin"):
                 raise ValueError(

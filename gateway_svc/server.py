@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import shutil
 import signal
@@ -23,6 +24,7 @@ from gateway_svc.http.app import new_app
 from gateway_svc.http.bounded_protocol import Bounds, bounded
 from gateway_svc.http.generating import Service
 from gateway_svc.http.metrics import SHARED_FOLDER, GatewayMetrics
+from gateway_svc.live.live_feed import LiveFeed
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 from octavo.shared import log as logging
@@ -50,8 +52,9 @@ def main(config: GatewayConfig) -> int:
 async def serve(config: GatewayConfig, listener: socket.socket) -> None:
     """Runs the service in the current event loop until it is told to stop."""
     allow_open_files(config.max_connections)
+    gc.freeze()  # what was imported is for life: no collection has to look at it again
     schedulers = Schedulers(config.scheduler, RetryPolicy(window_s=config.retry_window), config.pass_header)
-    server = new_server(config, Service(schedulers, GatewayMetrics(), config.max_body_bytes))
+    server = new_server(config, new_service(config, schedulers))
     log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)
     try:
         await server.serve(sockets=[listener])
@@ -60,12 +63,18 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
     log.info("gateway has ended")
 
 
+def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
+    """What answers before these schedulers."""
+    live = LiveFeed(schedulers, demo=config.demo)
+    return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval)
+
+
 def new_server(config: GatewayConfig, service: Service) -> uvicorn.Server:
     """What listens; it ends when its `should_exit` is set, or at a signal."""
     bounds = Bounds(config.max_connections, config.read_timeout, config.write_timeout)
-    return _Server(
+    server = _Server(
         uvicorn.Config(
-            new_app(service, config.allow_origin),
+            new_app(service, config),
             http=bounded(bounds),
             ws="none",
             lifespan="off",
@@ -79,10 +88,19 @@ def new_server(config: GatewayConfig, service: Service) -> uvicorn.Server:
             backlog=_BACKLOG,
         )
     )
+    server.live = service.live
+    return server
 
 
 class _Server(uvicorn.Server):
     """Ends in order at SIGTERM, at once at SIGINT or the second; uvicorn's own would then end this process by it."""
+
+    live: LiveFeed
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for requests, but not for pages that look on: those would never end."""
+        self.live.close()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -236,18 +236,20 @@ class Admitted(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("number", "kind", "message", "retry_after_s", "violations")
+    __slots__ = ("number", "kind", "message", "retry_after_s", "violations", "is_too_long")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    IS_TOO_LONG_FIELD_NUMBER: _ClassVar[int]
     number: int
     kind: str
     message: str
     retry_after_s: float
     violations: _containers.RepeatedCompositeFieldContainer[RefusedField]
-    def __init__(self, number: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., violations: _Optional[_Iterable[_Union[RefusedField, _Mapping]]] = ...) -> None: ...
+    is_too_long: bool
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., violations: _Optional[_Iterable[_Union[RefusedField, _Mapping]]] = ..., is_too_long: bool = ...) -> None: ...
 
 class RefusedField(_message.Message):
     __slots__ = ("field", "description")

@@ -515,7 +515,7 @@ class ModelLoad(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_workers_serving: _Optional[int] = ..., num_workers_draining: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters", "model_fingerprint")
+    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters", "model_fingerprint", "block_size_tokens")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -532,6 +532,7 @@ class WorkerState(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     address: str
     instance_id: str
     epoch: int
@@ -548,7 +549,8 @@ class WorkerState(_message.Message):
     problem: str
     adapters: _containers.RepeatedScalarFieldContainer[str]
     model_fingerprint: str
-    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    block_size_tokens: int
+    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., model_fingerprint: _Optional[str] = ..., block_size_tokens: _Optional[int] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -601,18 +603,20 @@ class RequestState(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[RequestPhase, str]] = ..., worker: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ..., times_preempted: _Optional[int] = ..., times_moved: _Optional[int] = ..., age_ns: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("index", "num_tokens", "num_computed_tokens", "num_cached_tokens", "block_table")
+    __slots__ = ("index", "num_tokens", "num_computed_tokens", "num_cached_tokens", "block_table", "host_block_table")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
     index: int
     num_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     block_table: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ...) -> None: ...
+    host_block_table: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., host_block_table: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -663,7 +667,7 @@ class WatchStepsRequest(_message.Message):
     def __init__(self, worker: _Optional[str] = ...) -> None: ...
 
 class StepSummary(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows", "num_prefill_tokens", "num_decode_tokens", "blocks_copied", "blocks_swapped_in", "blocks_swapped_out", "phase_ns")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows", "num_prefill_tokens", "num_decode_tokens", "blocks_copied", "blocks_swapped_in", "blocks_swapped_out", "phase_ns", "copies", "num_preempted", "num_swapped_out")
     class PhaseNsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -681,6 +685,9 @@ class StepSummary(_message.Message):
     BLOCKS_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
     PHASE_NS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: int
     step_id: int
@@ -691,7 +698,58 @@ class StepSummary(_message.Message):
     blocks_swapped_in: int
     blocks_swapped_out: int
     phase_ns: _containers.ScalarMap[str, int]
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., blocks_swapped_in: _Optional[int] = ..., blocks_swapped_out: _Optional[int] = ..., phase_ns: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
+    num_preempted: int
+    num_swapped_out: int
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., blocks_swapped_in: _Optional[int] = ..., blocks_swapped_out: _Optional[int] = ..., phase_ns: _Optional[_Mapping[str, int]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., num_preempted: _Optional[int] = ..., num_swapped_out: _Optional[int] = ...) -> None: ...
+
+class BlockCopy(_message.Message):
+    __slots__ = ("source", "destination")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    source: int
+    destination: int
+    def __init__(self, source: _Optional[int] = ..., destination: _Optional[int] = ...) -> None: ...
+
+class GetViewRequest(_message.Message):
+    __slots__ = ("max_requests", "max_blocks")
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    max_requests: int
+    max_blocks: int
+    def __init__(self, max_requests: _Optional[int] = ..., max_blocks: _Optional[int] = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("load", "requests", "has_more_requests", "pools")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    load: Load
+    requests: _containers.RepeatedCompositeFieldContainer[RequestState]
+    has_more_requests: bool
+    pools: _containers.RepeatedCompositeFieldContainer[BlockPool]
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[RequestState, _Mapping]]] = ..., has_more_requests: bool = ..., pools: _Optional[_Iterable[_Union[BlockPool, _Mapping]]] = ...) -> None: ...
+
+class BlockPool(_message.Message):
+    __slots__ = ("worker", "on_host", "num_blocks", "ref_counts", "cached_blocks", "withheld_blocks", "num_to_withhold", "max_withheld")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ON_HOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TO_WITHHOLD_FIELD_NUMBER: _ClassVar[int]
+    MAX_WITHHELD_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    on_host: bool
+    num_blocks: int
+    ref_counts: _containers.RepeatedScalarFieldContainer[int]
+    cached_blocks: _containers.RepeatedScalarFieldContainer[int]
+    withheld_blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_to_withhold: int
+    max_withheld: int
+    def __init__(self, worker: _Optional[str] = ..., on_host: bool = ..., num_blocks: _Optional[int] = ..., ref_counts: _Optional[_Iterable[int]] = ..., cached_blocks: _Optional[_Iterable[int]] = ..., withheld_blocks: _Optional[_Iterable[int]] = ..., num_to_withhold: _Optional[int] = ..., max_withheld: _Optional[int] = ...) -> None: ...
 
 class FlushPrefixCacheRequest(_message.Message):
     __slots__ = ("worker",)
@@ -704,6 +762,20 @@ class FlushPrefixCacheResponse(_message.Message):
     NUM_BLOCKS_FLUSHED_FIELD_NUMBER: _ClassVar[int]
     num_blocks_flushed: int
     def __init__(self, num_blocks_flushed: _Optional[int] = ...) -> None: ...
+
+class WithholdBlocksRequest(_message.Message):
+    __slots__ = ("worker", "num_blocks")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    num_blocks: int
+    def __init__(self, worker: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class WithholdBlocksResponse(_message.Message):
+    __slots__ = ("num_withheld",)
+    NUM_WITHHELD_FIELD_NUMBER: _ClassVar[int]
+    num_withheld: int
+    def __init__(self, num_withheld: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker",)

@@ -361,10 +361,20 @@ class ControlStub(object):
                 request_serializer=protos_dot_inference__pb2.WatchStepsRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.StepSummary.FromString,
                 _registered_method=True)
+        self.GetView = channel.unary_unary(
+                '/octavo.v1.Control/GetView',
+                request_serializer=protos_dot_inference__pb2.GetViewRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.View.FromString,
+                _registered_method=True)
         self.FlushPrefixCache = channel.unary_unary(
                 '/octavo.v1.Control/FlushPrefixCache',
                 request_serializer=protos_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.WithholdBlocks = channel.unary_unary(
+                '/octavo.v1.Control/WithholdBlocks',
+                request_serializer=protos_dot_inference__pb2.WithholdBlocksRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.WithholdBlocksResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/octavo.v1.Control/Drain',
@@ -429,8 +439,22 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetView(self, request, context):
+        """Queues, workers, requests and blocks, all of one moment: what can be drawn of a server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushPrefixCache(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithholdBlocks(self, request, context):
+        """Makes a worker's cache smaller while it runs, to show or to try what happens then.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -491,10 +515,20 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_inference__pb2.WatchStepsRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.StepSummary.SerializeToString,
             ),
+            'GetView': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetView,
+                    request_deserializer=protos_dot_inference__pb2.GetViewRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.View.SerializeToString,
+            ),
             'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushPrefixCache,
                     request_deserializer=protos_dot_inference__pb2.FlushPrefixCacheRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'WithholdBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithholdBlocks,
+                    request_deserializer=protos_dot_inference__pb2.WithholdBlocksRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.WithholdBlocksResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -713,6 +747,33 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
+    def GetView(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.Control/GetView',
+            protos_dot_inference__pb2.GetViewRequest.SerializeToString,
+            protos_dot_inference__pb2.View.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def FlushPrefixCache(request,
             target,
             options=(),
@@ -729,6 +790,33 @@ class Control(object):
             '/octavo.v1.Control/FlushPrefixCache',
             protos_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
             protos_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithholdBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.Control/WithholdBlocks',
+            protos_dot_inference__pb2.WithholdBlocksRequest.SerializeToString,
+            protos_dot_inference__pb2.WithholdBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

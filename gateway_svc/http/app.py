@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,15 +17,20 @@ from gateway_svc.answers.answer import Answer
 from gateway_svc.answers.chat import ChatAnswer
 from gateway_svc.answers.completions import CompletionAnswer
 from gateway_svc.answers.responses import ResponseAnswer
+from gateway_svc.config import GatewayConfig
 from gateway_svc.errors import HttpError
 from gateway_svc.http import asking
 from gateway_svc.http.asking import AskingEndpoint
 from gateway_svc.http.generating import Generating, Service
+from gateway_svc.http.live_endpoint import PATH as LIVE
+from gateway_svc.http.live_endpoint import WITHHOLD, LiveEndpoint, withholding
+from gateway_svc.http.page_files import page_routes
 from gateway_svc.requests.asked import Asked
 from gateway_svc.requests.chat import read_chat
 from gateway_svc.requests.completions import read_completion
 from gateway_svc.requests.fields import Fields
 from gateway_svc.requests.responses import read_response
+from octavo.shared.ports import is_loopback
 
 _GENERATING: dict[str, tuple[Callable[[Fields], Asked], Callable[[Asked], Answer]]] = {
     "/v1/chat/completions": (read_chat, ChatAnswer),
@@ -41,8 +46,8 @@ _ASKING = {
 }
 
 
-def new_app(service: Service, allow_origin: Sequence[str] = ()) -> Starlette:
-    """`allow_origin`: origins of web pages that may call; none by default."""
+def new_app(service: Service, config: GatewayConfig) -> Starlette:
+    """With the paths that the options ask for."""
     routes: list[BaseRoute] = [
         Route(path, Generating(path, service, read, answer), methods=["POST"])
         for path, (read, answer) in _GENERATING.items()
@@ -51,11 +56,22 @@ def new_app(service: Service, allow_origin: Sequence[str] = ()) -> Starlette:
         Route(path, AskingEndpoint(path, service, ask), methods=[method]) for path, (method, ask) in _ASKING.items()
     ]
     routes += [Route("/health", asking.health(service)), Route("/metrics", asking.metrics(service))]
+    if config.page:
+        routes += page_routes(live_panel=config.live_panel)
+    if config.live_panel:
+        local = is_loopback(config.host)
+        routes.append(Route(LIVE, LiveEndpoint(service, is_local=local), methods=["GET"]))
+        if config.demo:
+            routes.append(
+                Route(WITHHOLD, AskingEndpoint(WITHHOLD, service, withholding(is_local=local)), methods=["POST"])
+            )
     middleware = []
-    if allow_origin:
+    if config.allow_origin:
         allowed = ["authorization", "content-type", "x-request-id"]
         middleware = [
-            Middleware(CORSMiddleware, allow_origins=allow_origin, allow_methods=["GET", "POST"], allow_headers=allowed)
+            Middleware(
+                CORSMiddleware, allow_origins=config.allow_origin, allow_methods=["GET", "POST"], allow_headers=allowed
+            )
         ]
     handlers = {HTTPException: _not_found, Exception: _failed}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)

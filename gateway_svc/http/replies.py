@@ -19,6 +19,7 @@ _EVENTS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 )
+_COMMENT = b": keep-alive\n\n"  # that readers of events drop
 _PIECE_CHARS = 65_536  # of a long answer that are made and written at a time
 
 
@@ -58,16 +59,40 @@ class EventStream:
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send, self._headers = send, headers
+        self._now_s = asyncio.get_running_loop().time
+        self._written_s = self._now_s()  # the last time
         self.is_begun = False
 
     async def begin(self) -> None:
         """Sends the status, which is 200."""
         self.is_begun = True
+        self._written_s = self._now_s()
         await _start(self._send, 200, _EVENTS, self._headers.items())
 
     async def write(self, events: bytes) -> None:
         """Returns when there is room for more: a slow reader's tokens wait where they are made."""
+        self._written_s = self._now_s()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    @asynccontextmanager
+    async def kept_alive(self, silence_s: float) -> AsyncIterator[None]:
+        """After so long without an event a comment is written, so that no proxy takes the stream for dead; 0: never."""
+        filling = asyncio.create_task(self._fill_silence(silence_s)) if silence_s else None
+        try:
+            yield
+        finally:
+            if filling is not None:
+                filling.cancel()
+
+    async def _fill_silence(self, silence_s: float) -> None:
+        while True:
+            left_s = self._written_s + silence_s - self._now_s()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            elif self.is_begun:
+                await self.write(_COMMENT)
+            else:  # nothing may be written before the status
+                self._written_s = self._now_s()
 
     async def end(self, events: bytes) -> None:
         """The last events, and the end."""

@@ -66,6 +66,23 @@ class Schedulers:
         answer: pb.DetokenizeResponse = await self._call("Detokenize", request, metadata)
         return answer
 
+    async def watch_steps(self) -> AsyncGenerator[pb.StepSummary, None]:
+        """Of all workers of the scheduler in use, from now on. Raises RequestFailed, as `view` does."""
+        client = self._clients[self._place()]
+        async with aclosing(client.follow(lambda at: at.control.WatchSteps, pb.WatchStepsRequest())) as steps:
+            async for step in steps:
+                yield step
+
+    async def view(self, request: pb.GetViewRequest) -> pb.View:
+        """What can be drawn of that scheduler."""
+        view: pb.View = await self._call("GetView", request, (), of_control=True)
+        return view
+
+    async def withhold_blocks(self, request: pb.WithholdBlocksRequest, metadata: Metadata) -> pb.WithholdBlocksResponse:
+        """Makes a worker's cache smaller. Raises RequestFailed."""
+        answer: pb.WithholdBlocksResponse = await self._call("WithholdBlocks", request, metadata, of_control=True)
+        return answer
+
     async def are_ready(self) -> bool:
         """Whether one of them serves, by its own account."""
         return await self._clients[self._place()].is_ready()
@@ -75,9 +92,11 @@ class Schedulers:
         for client in self._clients:
             await client.close()
 
-    async def _call(self, method: str, request: Any, metadata: Metadata) -> Any:
+    async def _call(self, method: str, request: Any, metadata: Metadata, *, of_control: bool = False) -> Any:
         client = self._clients[self._place()]
-        return await client.call(lambda at: getattr(at.inference, method), request, metadata=metadata)
+        return await client.call(
+            lambda at: getattr(at.control if of_control else at.inference, method), request, metadata=metadata
+        )
 
     def _place(self) -> int:
         """The first connection with room, or one more."""

@@ -19,9 +19,10 @@ from protos import inference_pb2 as pb
 from scheduler_svc.api.block_states import BlockPage
 from scheduler_svc.api.model_states import model_loads
 from scheduler_svc.api.request_states import RequestCopy, RequestPage
+from scheduler_svc.api.server_view import ViewAsked, ViewCopy
 from scheduler_svc.api.step_watch import StepWatchers
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.errors import UnknownName
+from scheduler_svc.errors import FieldViolation, InvalidRequest, UnknownName
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.serving import Serving
@@ -106,12 +107,31 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         async for summary in self._step_watchers.watch(request.worker):
             yield summary
 
+    async def GetView(self, request: pb.GetViewRequest, context: grpc.aio.ServicerContext) -> pb.View:
+        """Queues, workers, requests and blocks of one moment between two steps; raises InvalidRequest."""
+        asked, engine = ViewAsked.of(request), self._serving.engine
+
+        def copy() -> ViewCopy:
+            return asked.copy(self._load(), engine.page(0, asked.max_requests + 1), engine.workers)
+
+        taken = await self._between_steps(copy)
+        return await asyncio.to_thread(taken.message, self._serving.pool.models.name_of)
+
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
         """At one worker, or at all; what runs keeps its blocks. Raises UnknownName."""
         flushed = await asyncio.wrap_future(self._serving.engine.flush_prefix_cache(request.worker))
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=flushed)
+
+    async def WithholdBlocks(
+        self, request: pb.WithholdBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WithholdBlocksResponse:
+        """At one worker. Raises UnknownName, InvalidRequest."""
+        if not request.worker:
+            raise InvalidRequest(FieldViolation("worker", "got none; accepted: the address of a worker"))
+        withheld = await asyncio.wrap_future(self._serving.engine.withhold_blocks(request.worker, request.num_blocks))
+        return pb.WithholdBlocksResponse(num_withheld=withheld)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
         """One worker, or the whole server; returns at once with what is left to be done."""
@@ -172,6 +192,7 @@ def _worker(client: WorkerClient, handle: WorkerHandle | None, models: ServedMod
         state.num_free_device_blocks = handle.scheduler.blocks.num_free_blocks
         state.num_host_blocks = handle.sizes.num_host_blocks
         state.num_free_host_blocks = handle.scheduler.blocks.host_allocator.num_free
+        state.block_size_tokens = handle.scheduler.blocks.block_size
         state.num_steps = handle.statistics.num_steps
         state.last_heard_ns = time.monotonic_ns() - handle.link.last_heard_ns
         state.adapters.extend(sorted(handle.adapters))

@@ -37,6 +37,7 @@ class RequestCopy:
 
     state: pb.RequestState
     block_tables: list[TokenIds]
+    host_tables: list[TokenIds]
 
     @classmethod
     def of(cls, group: SequenceGroup, workers: AbstractSequence[WorkerHandle]) -> RequestCopy:
@@ -63,13 +64,15 @@ class RequestCopy:
                 num_computed_tokens=sequence.num_computed_tokens,
                 num_cached_tokens=group.num_cached_tokens,
             )
-        return cls(state, [sequence.block_table.copy() for sequence in group.sequences])
+        tables = [sequence.block_table.copy() for sequence in group.sequences]
+        return cls(state, tables, [sequence.host_table for sequence in group.sequences])
 
     def message(self, name_of: Callable[[str], str]) -> pb.RequestState:
         """The whole of it; called once. `name_of`: a model's, by its fingerprint."""
         self.state.model = name_of(self.state.model_fingerprint)
-        for sequence, table in zip(self.state.sequences, self.block_tables, strict=True):
+        for sequence, table, on_host in zip(self.state.sequences, self.block_tables, self.host_tables, strict=True):
             sequence.block_table.extend(table.tolist())
+            sequence.host_block_table.extend(on_host.tolist())
         return self.state
 
 
@@ -105,5 +108,5 @@ class RequestPage:
             copies.append(RequestCopy.of(group, workers))
             last = number
             num_sequences += len(group.sequences)
-            num_entries += sum(map(len, copies[-1].block_tables))
+            num_entries += sum(map(len, (*copies[-1].block_tables, *copies[-1].host_tables)))
         return copies, ""

@@ -74,8 +74,11 @@ def _summary(worker: WorkerHandle, answered: AnsweredStep) -> pb.StepSummary:
         num_rows=len(step.rows),
         num_prefill_tokens=step.num_prefill_tokens,
         num_decode_tokens=step.num_decode_tokens,
-        blocks_copied=step.num_copied_blocks,
+        blocks_copied=len(step.copies),
         blocks_swapped_in=step.num_swapped_in_blocks,
         blocks_swapped_out=step.num_swapped_out_blocks,
         phase_ns=answered.phases_ns(),
+        copies=[pb.BlockCopy(source=source, destination=destination) for source, destination in step.copies],
+        num_preempted=step.num_preempted,
+        num_swapped_out=step.num_swapped_out_groups,
     )

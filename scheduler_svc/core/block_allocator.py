@@ -1,7 +1,8 @@
 """Hands out ids of fixed-size cache blocks with reference counts. Knows nothing of sequences or tokens.
 
 A block is blank (free, its content means nothing), in use, or idle: free as well, but its content can still be found in
-the prefix cache. Blank blocks are used first, then the idle one that was needed the longest time ago.
+the prefix cache. Blank blocks are used first, then the idle one that was needed the longest time ago. Nobody gets one
+that is withheld: so an operator makes a cache smaller while it is in use.
 """
 
 from __future__ import annotations
@@ -32,11 +33,34 @@ class BlockAllocator:
         self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_blank = num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.withheld: list[int] = []
+        self.num_to_withhold = 0  # as many as there are, once enough have been given up
 
     @property
     def num_free(self) -> int:
         """Blank and idle blocks: as many can be allocated."""
         return self._num_blank + len(self._idle)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that one who has the whole cache could have."""
+        return self.num_blocks - self.num_to_withhold
+
+    def withhold(self, count: int) -> None:
+        """Keeps `count` blocks from all use: free ones at once, the others as they are given up; 0 gives all back."""
+        assert 0 <= count <= self.num_blocks
+        self.num_to_withhold = count
+        returned, self.withheld = self.withheld[count:], self.withheld[:count]
+        self._blank[self._num_blank : self._num_blank + len(returned)] = returned
+        self._num_blank += len(returned)
+        self._withhold_free()
+
+    def _withhold_free(self) -> None:
+        count = min(self.num_to_withhold - len(self.withheld), self.num_free)
+        if count > self._num_blank:
+            self._evict(count - self._num_blank)
+        self._num_blank -= count
+        self.withheld += self._blank[self._num_blank : self._num_blank + count].tolist()
 
     def num_in_use(self, blocks: BlockIds) -> int:
         """How many of these have an owner."""
@@ -87,6 +111,8 @@ class BlockAllocator:
                 self.cache.forget(cached)
         self._blank[self._num_blank : self._num_blank + len(released)] = released
         self._num_blank += len(released)
+        if len(self.withheld) < self.num_to_withhold:
+            self._withhold_free()
 
     def withdraw(self, blocks: BlockIds) -> list[int]:
         """What `PrefixCache.withdraw` does; idle blocks among them become blank."""
@@ -117,18 +143,22 @@ class BlockAllocator:
         self._num_blank += len(blocks)
 
     def check_integrity(self, part: slice = slice(None)) -> None:
-        """Raises AssertionError unless every block is blank once, idle once, or referenced.
+        """Raises AssertionError unless every block is blank once, idle once, withheld once, or referenced.
 
         What takes long for each block, its place in dictionaries, is looked at for that part of all blocks.
         """
         times_blank = np.bincount(self._blank[: self._num_blank], minlength=self.num_blocks)
         assert not len(times_blank) or times_blank.max() <= 1, "a block is twice among the blank ones"
-        is_idle = (self.ref_counts == 0) & (times_blank == 0)
+        times_withheld = np.bincount(np.array(self.withheld, np.int64), minlength=self.num_blocks)
+        assert not (times_withheld + times_blank > 1).any(), "a withheld block is twice, or blank as well"
+        assert not self.ref_counts[times_withheld > 0].any(), "a withheld block is referenced"
+        assert len(self.withheld) == self.num_to_withhold or not self.num_free, "fewer are withheld than could be"
+        is_idle = (self.ref_counts == 0) & (times_blank == 0) & (times_withheld == 0)
         assert not self.ref_counts[times_blank > 0].any(), "a block is blank and referenced"
         assert int(is_idle.sum()) == len(self._idle), "a block is lost, or idle and referenced"
         first = part.indices(self.num_blocks)[0]
         assert all(block in self._idle for block in (first + np.flatnonzero(is_idle[part])).tolist()), "a block is lost"
         if self.cache is not None:
             self.cache.check_integrity(part)
-            assert not self.cache.is_cached[times_blank > 0].any(), "a blank block can be found"
+            assert not self.cache.is_cached[times_blank + times_withheld > 0].any(), "an unused block can be found"
             assert self.cache.is_cached[is_idle].all(), "an idle block cannot be found"

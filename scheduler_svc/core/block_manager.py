@@ -77,7 +77,7 @@ class BlockSpaceManager:
 
     def can_allocate(self, num_blocks: int, reserved: int, is_idle: bool) -> AllocStatus:
         """Whether so many blocks can be had beside `reserved`, which others were promised; idle: to the last one."""
-        if num_blocks > self.allocator.num_blocks:
+        if num_blocks > self.allocator.num_usable:
             return AllocStatus.NEVER
         kept = 0 if is_idle else self.watermark_blocks
         return AllocStatus.OK if num_blocks + reserved + kept <= self.num_free_blocks else AllocStatus.LATER

@@ -82,7 +82,7 @@ class Scheduler:
 
     def can_ever_run(self, group: SequenceGroup) -> bool:
         """Whether this worker, empty, could hold what there is of the group, and every length that it may reach."""
-        num_blocks = self.blocks.allocator.num_blocks
+        num_blocks = self.blocks.allocator.num_usable
         return (
             group.max_num_tokens <= self.columns.max_model_len
             and group.num_prompt_tokens <= num_blocks * self.blocks.block_size  # quick to say, of all that wait

@@ -15,9 +15,7 @@ import uvloop
 from openai import OpenAI
 
 from gateway_svc.config import GatewayConfig
-from gateway_svc.http.generating import Service
-from gateway_svc.http.metrics import GatewayMetrics
-from gateway_svc.server import listen, new_server
+from gateway_svc.server import listen, new_server, new_service
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 
@@ -37,14 +35,22 @@ class Gateway:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
         """Status, headers by their names in lower case, and body of one request; bytes are sent as they are."""
+        with self._asking(method, path, body, headers) as response:
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, found, response.read().decode()
+
+    def streaming(self, path: str, body: dict[str, Any]) -> contextlib.AbstractContextManager[http.client.HTTPResponse]:
+        """An answer as it comes."""
+        return self._asking("POST", path, {**body, "stream": True}, {})
+
+    @contextlib.contextmanager
+    def _asking(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         with contextlib.closing(connection):
             connection.request(method, path, content, {"content-type": "application/json", **given})
-            response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return response.status, found, response.read().decode()
+            yield connection.getresponse()
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Status and JSON."""
@@ -55,11 +61,11 @@ class Gateway:
 @contextlib.contextmanager
 def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) -> Iterator[Gateway]:
     """One that serves from here on, with options of `octavo gateway`."""
-    config = GatewayConfig(port=0, scheduler=scheduler, drain_timeout=1.0, **options)
+    config = GatewayConfig(port=0, scheduler=scheduler, **{"drain_timeout": 1.0, **options})
     listener = listen(config)
     loop = uvloop.new_event_loop()
     schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
-    server = new_server(config, Service(schedulers, GatewayMetrics(), config.max_body_bytes))
+    server = new_server(config, new_service(config, schedulers))
 
     async def serve() -> None:
         await server.serve(sockets=[listener])

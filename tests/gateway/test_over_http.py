@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import httpx2
 import openai
 import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 
 from octavo.cli import main
@@ -204,6 +205,47 @@ def test_one_that_does_not_come_is_an_error_in_time() -> None:
         status, headers, body = alone.ask("POST", COMPLETIONS, GREEDY)
         assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "unavailable")
         assert alone.ask("GET", "/health")[0] == 503
+
+
+COMMENT = b": keep-alive\n\n"
+
+
+def test_a_stream_that_waits_gets_comments_which_openai_s_client_drops(fake: Any, server: FakeServer) -> None:
+    go_on = threading.Event()
+
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(admission=pb.Admission(num_prompt_tokens=1), model="fake")
+        assert go_on.wait(10)
+        yield pb.GenerateResponse(outputs=[pb.OutputDelta(text="ab", finish_reason=pb.FINISH_REASON_STOP)])
+        yield pb.GenerateResponse(usage=pb.Usage(prompt_tokens=1, completion_tokens=1))
+
+    fake.answer = answer
+    body = b""
+    with gateway(server.address, comment_interval=0.01) as running, running.streaming(CHATS, {"messages": HELLO}) as it:
+        while body.count(COMMENT) < 3:
+            body += it.read1()
+        go_on.set()
+        body += it.read()
+    assert body.count(b"data: ") == 3 and body.endswith(b"data: [DONE]\n\n")
+
+    def replay(_: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=body)
+
+    with OpenAI(api_key="k", http_client=httpx2.Client(transport=httpx2.MockTransport(replay))) as client:
+        chunks = list(client.chat.completions.create(model="fake", messages=HELLO, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ab"
+
+
+def test_nothing_is_written_before_the_status(fake: Any, server: FakeServer) -> None:
+    def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        time.sleep(0.05)
+        context.abort(CODE.INVALID_ARGUMENT, "prompt: no")
+        yield from ()
+
+    fake.answer = refuse
+    with gateway(server.address, comment_interval=0.01) as running:
+        status, body = running.post(COMPLETIONS, {**GREEDY, "stream": True})
+    assert (status, body["error"]["message"]) == (400, "prompt: no")
 
 
 # ---- refusals ----

@@ -57,6 +57,18 @@ async def test_a_watcher_sees_every_step_from_now_on_and_leaves_nothing_behind()
     assert not watched.loop.engine.num_step_observers
 
 
+async def test_a_step_tells_what_was_copied_on_write_and_who_gave_way() -> None:
+    watched = Watched()
+    _, first = await watched.watch()
+    (worker,) = watched.loop.engine.workers
+    sent = next(iter(worker.in_flight))
+    sent.copies, sent.num_preempted, sent.num_swapped_out_groups = [(3, 9)], 2, 1
+    await watched.step()
+    step = await first
+    assert [(copy.source, copy.destination) for copy in step.copies] == [(3, 9)] and step.blocks_copied == 1
+    assert (step.num_preempted, step.num_swapped_out) == (2, 1)
+
+
 async def test_a_watcher_that_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
     watched = Watched()
     _, first = await watched.watch()

@@ -1,0 +1,79 @@
+"""`GET /live`: what the scheduler does, as a stream of events; for a demonstration also what makes it do more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from gateway_svc.errors import PERMISSION, HttpError
+from gateway_svc.http.asking import Asking
+from gateway_svc.http.bodies import ClientGone
+from gateway_svc.http.generating import Service
+from gateway_svc.http.replies import EventStream, send_error, while_connected
+from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.sampling import put
+from octavo.client import Metadata
+from octavo.shared.ports import is_loopback
+from protos import inference_pb2 as pb
+
+PATH, WITHHOLD = "/live", "/live/withhold"
+
+
+class LiveEndpoint:
+    """An ASGI application. `is_local`: it is there for this machine alone."""
+
+    def __init__(self, service: Service, *, is_local: bool) -> None:
+        self._service, self._is_local = service, is_local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, until its client goes or the service ends."""
+        service, feed = self._service, self._service.live
+        with service.metrics.request(PATH) as told:
+            try:
+                check_caller(Headers(scope=scope), self._is_local)
+                stream = EventStream(send, {})
+                feed.check_room()
+                async with (
+                    while_connected(receive),
+                    stream.kept_alive(service.silence_s),
+                    aclosing(feed.frames()) as frames,
+                ):
+                    await stream.begin()
+                    told.status = 200
+                    async for frame in frames:
+                        await stream.write(b"data: " + frame + b"\n\n")
+                await stream.end(b"")
+            except ClientGone:
+                pass
+            except HttpError as error:
+                told.status = error.status
+                await send_error(send, error)
+
+
+def withholding(*, is_local: bool) -> Asking:
+    """`POST /live/withhold`: a worker's cache gets smaller by `num_blocks`, so that it can be seen to run out."""
+
+    async def ask(service: Service, request: Request, body: Any, metadata: Metadata) -> Mapping[str, Any]:
+        check_caller(request.headers, is_local)
+        fields, asked = Fields(body), pb.WithholdBlocksRequest()
+        put(asked, "worker", fields.text("worker"), fields)
+        put(asked, "num_blocks", fields.integer("num_blocks"), fields)
+        fields.finish()
+        return {"num_withheld": (await service.schedulers.withhold_blocks(asked, metadata)).num_withheld}
+
+    return ask
+
+
+def check_caller(headers: Headers, is_local: bool) -> None:
+    """Pages of elsewhere get nothing, whatever names they give this machine. Raises HttpError."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise HttpError(403, f"this is for the page of this server, not for one of {origin[:80]!r}", type=PERMISSION)
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if is_local and not is_loopback(name):
+        raise HttpError(403, f"this is for the machine itself, which is not called {name[:80]!r}", type=PERMISSION)

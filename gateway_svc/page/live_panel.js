@@ -1,0 +1,61 @@
+// What the server does, frame by frame: queues, workers with their blocks, requests with their tables, events.
+import { KeyedChildren, setText } from "./elements.js";
+import { EventLog } from "./event_log.js";
+import { FrameStream } from "./frame_stream.js";
+import { Queues } from "./queues.js";
+import { RecentCopies } from "./recent_copies.js";
+import { RequestTable } from "./request_table.js";
+import { WorkerCard } from "./worker_card.js";
+
+export class LivePanel {
+  #status; #more; #queues; #workers; #requests; #events; #copies = new RecentCopies(); #last = null;
+  #redrawing = null;
+
+  // named: (id) => the element of that id.
+  constructor(named) {
+    this.#status = named("live-status");
+    this.#more = named("more-requests");
+    this.#queues = new Queues(named("queues"));
+    this.#workers = new KeyedChildren(named("workers"), (address) => new WorkerCard(address));
+    this.#requests = new RequestTable(named("requests").tBodies[0], () => this.#last && this.#draw(this.#last));
+    this.#events = new EventLog(named("events"));
+    const stream = new FrameStream((frame) => this.#take(frame), () => this.#lost());
+    const pause = named("pause");
+    pause.addEventListener("click", () => {
+      const isPaused = pause.getAttribute("aria-pressed") !== "true";
+      pause.setAttribute("aria-pressed", String(isPaused));
+      stream.pause(isPaused);
+      setText(this.#status, isPaused ? "Paused" : "");
+    });
+  }
+
+  #take(frame) {
+    if (frame.problem) {
+      setText(this.#status, `No news: ${frame.problem}`);
+      this.#queues.forget();
+      return;
+    }
+    setText(this.#status, "");
+    this.#copies.take(frame.steps);
+    this.#events.take(frame, this.#copies.newest);
+    this.#last = frame;
+    this.#draw(frame);
+  }
+
+  #draw(frame) {
+    const next = this.#copies.expire();
+    clearTimeout(this.#redrawing);
+    if (next !== undefined) this.#redrawing = setTimeout(() => this.#draw(this.#last), next);
+    this.#queues.show(frame);
+    const cards = this.#workers.update(frame.workers.map((worker) => worker.address));
+    const chosen = this.#requests.chosen(frame.requests);
+    cards.forEach((card, place) => card.show(frame.workers[place], this.#copies, chosen, frame.demo));
+    this.#requests.show(frame, this.#copies);
+    setText(this.#more, frame.more_requests ? `The ${frame.requests.length} oldest requests are shown.` : "");
+  }
+
+  #lost() {
+    setText(this.#status, "The connection is lost; it is tried again");
+    this.#queues.forget();
+  }
+}

@@ -1,0 +1,36 @@
+// The table beside the answers: what else the model might have drawn in place of one token.
+import { percent, spelled } from "./drawn_token.js";
+import { element } from "./elements.js";
+
+export class Probabilities {
+  #hint; #table;
+
+  constructor(section) {
+    this.#hint = section.querySelector("p");
+    this.#table = section.querySelector("table");
+  }
+
+  show(token) {
+    this.#hint.hidden = true;
+    this.#table.hidden = false;
+    this.#table.caption.textContent = `${spelled(token.text)} was drawn`;
+    const rows = token.top.slice();
+    if (token.logprob !== null && !rows.some(([, logprob]) => logprob === token.logprob)) {
+      rows.push([token.text, token.logprob]);
+    }
+    let drawn = rows.findIndex(([, logprob]) => logprob === token.logprob);
+    this.#table.tBodies[0].replaceChildren(...rows.map(([text, logprob], place) => row(text, logprob, place === drawn)));
+  }
+}
+
+function row(text, logprob, isDrawn) {
+  const share = Math.exp(logprob);
+  const bar = element("meter", { min: 0, max: 1, value: share, "aria-hidden": "true" });
+  return element(
+    "tr",
+    { class: isDrawn ? "drawn" : undefined },
+    element("td", {}, spelled(text)),
+    element("td", {}, percent(logprob), " ", bar),
+    element("td", {}, isDrawn ? "drawn" : ""),
+  );
+}
