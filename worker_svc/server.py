@@ -23,7 +23,6 @@ from octavo.models.fetch import available
 from octavo.models.hub_cache import TOKENIZER, served_name
 from octavo.shared import log as logging
 from octavo.shared.connection_shares import ConnectionShares, watch
-from octavo.shared.ports import check_port_is_free
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
@@ -102,10 +101,9 @@ class WorkerServer:
 def main(config: WorkerConfig) -> int:
     """Runs a worker until SIGINT or SIGTERM; the exit code.
 
-    Raises BindError before anything is loaded where its port is taken, ModelNotFound, ModelError, StartupError.
+    Raises ModelNotFound, ModelError, StartupError, BindError.
     """
     logging.configure(config.log_level)
-    check_port_is_free(config.host, config.port)
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     compiling = _follow_compiler(config)

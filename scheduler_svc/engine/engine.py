@@ -193,6 +193,18 @@ class Engine:
 
         return self.call(flush)
 
+    def withhold_blocks(self, address: str, count: int) -> Future[int]:
+        """Withholds so many cache blocks of a worker from use, for its lease or until another call. See `Turnover`.
+
+        How many are withheld at once; the others follow as they are given up. Or UnknownName, InvalidRequest.
+        """
+
+        def withhold() -> int:
+            (worker,) = self._joined.at(address)
+            return self._turnover.withhold(worker, count)
+
+        return self.call(withhold)
+
     def load_adapter(self, name: str, path: str) -> Future[int]:
         """Loads an adapter on every worker that takes them; its generation, or a RequestRefused. See `Adapters`."""
         return self._answer_later(partial(self._adapters.load, name, path))
@@ -365,11 +377,15 @@ class Engine:
             self.router.touch(worker)
             if worker.in_flight:
                 self._joined.idle.pop(worker, None)
-            elif worker.is_leaving or (worker.is_finishing and not worker.has_something_to_do):
+            elif worker.is_leaving or self._has_finished(worker):
                 worker.is_draining = True
                 self._failures.lose(worker.link, "it is drained")
             else:
                 self._joined.idle[worker] = None
+
+    def _has_finished(self, worker: WorkerHandle) -> bool:
+        is_done = worker.is_finishing and not worker.has_something_to_do
+        return is_done and self._joined.has_all_it_will_finish(worker)
 
     def _wake_one_idle(self) -> None:
         """Somebody waits, and not for want of workers: the next one that has nothing to do looks whom it can take."""

@@ -39,6 +39,15 @@ class JoinedWorkers:
         self.due.pop(worker, None)
         self.idle.pop(worker, None)
         self._turns = iter(())  # which may hold it, and all that is known of it
+        for other in self.workers:
+            if other.is_finishing:  # perhaps for what this one still had
+                self.wake(other)
+
+    def has_all_it_will_finish(self, worker: WorkerHandle) -> bool:
+        """Whether a worker that only finishes will get nothing more: no other of its model is leaving with requests."""
+        return not any(
+            other.is_leaving and other.model == worker.model and other.scheduler.groups.all() for other in self.workers
+        )
 
     def close(self) -> None:
         """Closes every stream."""

@@ -9,6 +9,7 @@ import structlog
 from scheduler_svc.engine.adapters import Adapters
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.placement import Placement
+from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.router import Router
 from scheduler_svc.routing.stranded_groups import StrandedGroups
@@ -56,6 +57,25 @@ class Turnover:
             blocks=worker.sizes.num_device_blocks,
             cached_blocks=worker.num_adopted,
         )
+
+    def withhold(self, worker: WorkerHandle, count: int) -> int:
+        """Makes a worker's cache smaller by so many blocks. Whom it cannot hold any more waits for another one.
+
+        Returns how many are withheld now. Raises InvalidRequest.
+        """
+        if count > worker.most_withheld:
+            what = f"got {count}; accepted: 0 to {worker.most_withheld}, so that a sequence of any length still fits"
+            raise InvalidRequest(FieldViolation("num_blocks", what))
+        allocator = worker.scheduler.blocks.allocator
+        allocator.withhold(count)
+        self._router.touch(worker)
+        for group in worker.waiting.in_order():
+            if not worker.can_ever_run(group):
+                self._placement.place(group)
+        self._placement.place_unbound()
+        self._stranded.look(self._router.queues.unbound.all(), self._clock())
+        self._joined.wake(worker)
+        return len(allocator.withheld)
 
     def drain(self, worker: WorkerHandle, *, may_finish: bool) -> int:
         """It gets no more groups; how many it has.

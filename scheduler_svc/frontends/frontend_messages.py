@@ -117,6 +117,7 @@ def encode_refusal(number: int, error: Exception) -> frontend_pb2.Refused:
     if isinstance(error, QueueFull):
         refused.retry_after_s = error.retry_after_s
     elif isinstance(error, InvalidRequest):
+        refused.is_too_long = error.is_too_long
         for violation in error.violations:
             refused.violations.add(field=violation.field, description=violation.description)
     return refused
@@ -130,5 +131,6 @@ def decode_refusal(refused: frontend_pb2.Refused) -> Exception:
     if kind is QueueFull:
         return QueueFull(refused.message, refused.retry_after_s)
     if kind is InvalidRequest:
-        return InvalidRequest(*(FieldViolation(each.field, each.description) for each in refused.violations))
+        violations = (FieldViolation(each.field, each.description) for each in refused.violations)
+        return InvalidRequest(*violations, is_too_long=refused.is_too_long)
     return kind(refused.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protos import worker_pb2
-from scheduler_svc.core.step_plan import ScheduledRows, SchedulerOutputs
+from scheduler_svc.core.step_plan import BlockPairs, ScheduledRows, SchedulerOutputs
 
 WORKER_PHASES = ("queue", "cache_ops", "prepare", "forward", "sample", "total")
 
@@ -24,7 +24,7 @@ class StepInFlight:
     num_bytes: int = 0
     num_preempted: int = 0
     num_swapped_out_groups: int = 0  # of those
-    num_copied_blocks: int = 0
+    copies: BlockPairs = field(default_factory=list)  # on write, (source, destination)
     num_swapped_in_blocks: int = 0
     num_swapped_out_blocks: int = 0
     is_void: bool = False  # what it was decided upon is gone: its answer is only waited for
@@ -32,7 +32,7 @@ class StepInFlight:
     def take(self, outputs: SchedulerOutputs) -> None:
         """Copies what is wanted of the decision, which is not kept."""
         self.num_preempted, self.num_swapped_out_groups = outputs.num_preempted, outputs.num_swapped_out_groups
-        self.num_copied_blocks = len(outputs.copies)
+        self.copies = outputs.copies
         self.num_swapped_in_blocks, self.num_swapped_out_blocks = len(outputs.swap_in), len(outputs.swap_out)
 
     @property

@@ -158,6 +158,12 @@ class WorkerHandle:
         self.scheduler.tells_releases = True  # also where no other step is to come
         return self.scheduler.blocks.flush()
 
+    @property
+    def most_withheld(self) -> int:
+        """Blocks that may be withheld: what is left holds one sequence of any length that the model takes."""
+        least = self.scheduler.blocks.num_blocks_for(self.scheduler.columns.max_model_len)
+        return max(0, self.sizes.num_device_blocks - max(1, least))
+
     # ---- tokens in a step -------------------------------------------------------------------------------------------
 
     def set_budget(self, max_num_batched_tokens: int) -> None:
@@ -236,7 +242,9 @@ class WorkerHandle:
         """
         for step in self.in_flight:
             step.is_void = True
-        self.scheduler, self.unsent = self._new_scheduler(self.scheduler.max_num_batched_tokens), None
+        before = self.scheduler
+        self.scheduler, self.unsent = self._new_scheduler(before.max_num_batched_tokens), None
+        self.scheduler.blocks.allocator.withhold(before.blocks.allocator.num_to_withhold)
         self.scheduler.blocks.forget_all_told()
         self._next_block_checked = 0
         self._release_told_slots()

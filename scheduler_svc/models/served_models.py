@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from scheduler_svc.errors import NotReady, UnknownName
 from scheduler_svc.models.served_model import ServedModel
+from scheduler_svc.text.tokenizer import Tokenizer
 
 MIN_DIGITS = 6  # of a fingerprint that names a revision
 SHOWN_DIGITS = 12
@@ -59,6 +60,11 @@ class ServedModels:
     def names(self) -> list[str]:
         """Each once, in the order in which they came."""
         return list(dict.fromkeys(each.model.name for each in self.known))
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> ServedModels:
+        """The same models, all with this tokenizer."""
+        known = (replace(each, model=replace(each.model, tokenizer=tokenizer)) for each in self.known)
+        return replace(self, known=tuple(known))
 
     def find(self, fingerprint: str) -> ServedModel | None:
         """The revision with exactly this fingerprint, whether it takes requests or not."""

@@ -20,6 +20,7 @@ from scheduler_svc.output.resumed_outputs import read_resumed, resumed_outputs
 from scheduler_svc.requests.group_limits import GroupLimits, best_of, new_beam_search, num_outputs
 from scheduler_svc.requests.request_checks import TextSettings
 from scheduler_svc.requests.request_text import PreparedText, RequestTexts
+from scheduler_svc.text.tokenizer import Tokenizer
 
 # Of a prompt, each with its alternatives: they are one message, some 2.5 MB, where plain clients take 4 MiB.
 MAX_PROMPT_LOGPROBS = 131_072
@@ -50,6 +51,19 @@ class Frontend:
     def model(self, name: str = "") -> ServedModel:
         """What requests with this name get. Raises NotReady before there is any model, UnknownName for a stranger."""
         return self.models().resolve(name)
+
+    def with_chat_template(self, source: str) -> Frontend:
+        """For requests whose messages this template renders, in place of the model's own. Raises TemplateError."""
+        files = self.model().tokenizer.files
+        tokenizer = Tokenizer.load({**files, "chat_template.jinja": source.encode()})
+        assert tokenizer.chat_template is not None
+        tokenizer.chat_template.check()
+        return Frontend(
+            lambda: self.models().with_tokenizer(tokenizer),
+            self._finish_sequence,
+            self._settings,
+            enable_chunked_prefill=self._enable_chunked_prefill,
+        )
 
     def prepare(self, request: pb.GenerateRequest, arrival_ns: int | None = None) -> SequenceGroup:
         """A group ready to be submitted, its text tokenised on this thread. Raises RequestRefused."""

@@ -56,7 +56,7 @@ class StrandedGroups:
             return "none of the workers that are left serves its model"
         schedulers = [worker.scheduler for worker in of_model]
         wanted = schedulers[0].blocks.num_blocks_of(group)
-        most = max(scheduler.blocks.allocator.num_blocks for scheduler in schedulers)
+        most = max(scheduler.blocks.allocator.num_usable for scheduler in schedulers)
         lengths = max(scheduler.columns.max_model_len for scheduler in schedulers)
         slots = max(scheduler.columns.max_num_seqs for scheduler in schedulers)
         return (

@@ -161,7 +161,7 @@ def measured(worker: WorkerHandle, num_outputs: float, now_ns: int, *, counts_re
         turnover_s=num_outputs * (pace.mean_s or pace.seconds(num_slots)),
         num_slots=float(num_slots),
         num_taken_slots=float(num_taken),
-        num_blocks=float(blocks.allocator.num_blocks),
-        num_taken_blocks=float(blocks.allocator.num_blocks - blocks.num_free_blocks),
+        num_blocks=float(blocks.allocator.num_usable),
+        num_taken_blocks=float(blocks.allocator.num_usable - blocks.num_free_blocks),
         block_size=float(blocks.block_size),
     )

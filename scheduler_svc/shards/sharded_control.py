@@ -16,6 +16,7 @@ from protos import SCHEMA_REVISION, inference_pb2_grpc, shards_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.api.pages import bad_token
 from scheduler_svc.api.request_states import RequestPage
+from scheduler_svc.api.server_view import ViewAsked, merged
 from scheduler_svc.api.step_watch import MAX_WAITING
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import UnknownName
@@ -52,8 +53,19 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.Load:
         """Sums over shards, and every worker."""
+        return self._sum(await self._all(lambda live: live.control.GetLoad(request, timeout=ASK_TIMEOUT_S)))
+
+    async def GetView(self, request: pb.GetViewRequest, context: grpc.aio.ServicerContext) -> pb.View:
+        """Of all shards, each at a moment of its own."""
+        asked = ViewAsked.of(request)
+        views = await self._all(lambda live: live.control.GetView(request, timeout=ASK_TIMEOUT_S))
+        whole = merged(views, asked.max_requests)
+        whole.load.CopyFrom(self._sum([view.load for view in views]))
+        return whole
+
+    def _sum(self, loads: list[pb.Load]) -> pb.Load:
         whole = pb.Load()
-        for load in await self._all(lambda live: live.control.GetLoad(request, timeout=ASK_TIMEOUT_S)):
+        for load in loads:
             whole.num_requests_running += load.num_requests_running
             whole.num_requests_waiting += load.num_requests_waiting
             whole.num_tokens_waiting += load.num_tokens_waiting
@@ -140,6 +152,16 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
             return flushed
         answers = await self._all(lambda live: live.control.FlushPrefixCache(request, timeout=ASK_TIMEOUT_S))
         return pb.FlushPrefixCacheResponse(num_blocks_flushed=sum(answer.num_blocks_flushed for answer in answers))
+
+    async def WithholdBlocks(
+        self, request: pb.WithholdBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WithholdBlocksResponse:
+        """By the worker's shard."""
+        async with failing_alike(context):
+            withheld: pb.WithholdBlocksResponse = await self._owner(request.worker).control.WithholdBlocks(
+                request, timeout=ASK_TIMEOUT_S
+            )
+        return withheld
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
         """One worker, by its shard; or the whole server."""

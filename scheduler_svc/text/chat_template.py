@@ -69,6 +69,13 @@ class ChatTemplate:
         """The template as the model brought it, for a process that is to compile it again."""
         return self._source
 
+    def check(self) -> None:
+        """Raises `TemplateError` where it cannot be rendered at all."""
+        try:
+            _ = self._template
+        except jinja2.TemplateError as error:
+            raise _one_line(error) from error
+
     @cached_property
     def looked_for(self) -> frozenset[str]:
         """Texts that the template compares with, or hands to a function or filter: it may look for them in messages."""

@@ -228,8 +228,7 @@ class WorkerPool:
     def replace_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Of every model that is known: for text from now on."""
         with self._lock:
-            known = (replace(each, model=replace(each.model, tokenizer=tokenizer)) for each in self.models.known)
-            self.models = replace(self.models, known=tuple(known))
+            self.models = self.models.with_tokenizer(tokenizer)
 
     def _define(self, member: Membership) -> None:
         """The worker's model is known from now on, with what this worker adds to it."""

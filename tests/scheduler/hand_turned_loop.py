@@ -72,7 +72,11 @@ class Loop:
         link = FakeLink(name)
         info = worker_pb2.WorkerInfo(vocab_size=1000, block_size=4, max_loras=max_loras)
         sizes = worker_pb2.InitializeResponse(
-            num_device_blocks=32, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=128
+            num_device_blocks=32,
+            num_host_blocks=8,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=64,
+            max_model_len=128,
         )
         self.engine.worker_joined(link, info, sizes, worker_pb2.LeaseGranted(epoch=epoch), model)
         return link

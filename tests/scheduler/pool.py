@@ -159,6 +159,8 @@ class Pool:
         self._prompt_logprobs_of: set[SequenceGroup] = set()
         self._faults, self._row_error = faults, row_error
         self._num_joined = 0
+        self.turns_a_check = 1  # who takes thousands of turns has them looked at less often
+        self._num_turns = 0
 
     # ---- the sink ---------------------------------------------------------------------------------------------------
 
@@ -330,6 +332,12 @@ class Pool:
     def answer(self, worker: PoolWorker) -> None:
         self._say(worker, result=worker.results.popleft())
 
+    def withhold(self, worker: PoolWorker, count: int) -> None:
+        """As an operator does, or of fewer blocks where the longest sequence would not fit any more."""
+        for handle in self.engine.workers:
+            if handle.link is worker:
+                self.engine.withhold_blocks(worker.address, min(count, handle.most_withheld))
+
     def flush(self) -> None:
         self.engine.flush_prefix_cache()
 
@@ -348,13 +356,16 @@ class Pool:
         for worker in self.workers:
             assert worker.may_close or not worker.is_closed, f"{worker.address} was given up: {self._faults.found}"
         self.workers = [worker for worker in self.workers if not worker.is_closed]
-        self.check()
+        self._num_turns += 1
+        if self._num_turns % self.turns_a_check == 0:
+            self.check()
 
     def run_to_end(self, rescue: Size, model: str = "") -> None:
         """Lets everything on until all have ended. `rescue`: of the worker that joins if there is none."""
         for _ in range(MAX_ROUNDS):
             self.turn()
             if not self.unfinished():
+                self.check()
                 return
             if not self.workers:
                 self.join(rescue, model)
@@ -437,7 +448,7 @@ class Pool:
             scheduler = handle.scheduler
             assert not scheduler.groups.has_work and not scheduler.groups.prefilling
             assert scheduler.columns.num_free_slots == scheduler.columns.max_num_seqs, "slots are left"
-            assert scheduler.blocks.num_free_blocks == scheduler.blocks.allocator.num_blocks, "blocks are left"
+            assert scheduler.blocks.num_free_blocks == scheduler.blocks.allocator.num_usable, "blocks are left"
             assert scheduler.blocks.host_allocator.num_free == handle.sizes.num_host_blocks, "host blocks are left"
 
 

@@ -187,7 +187,9 @@ class Simulation:
         outputs = scheduler.schedule(self.waiting, self.now_ns, is_quiet=not self.in_flight)
         self.take_outgrown()
         if outputs is None:
-            assert self.in_flight or not scheduler.groups.has_work, "work is there, and no step can be made of it"
+            # Of what blocks that are withheld leave, a group may wait for more: whoever withholds them sees to that.
+            may_wait = self.in_flight or self.blocks.allocator.num_to_withhold
+            assert may_wait or not scheduler.groups.has_work, "work is there, and no step can be made of it"
             return False
         came = scheduler.groups.running - running if scheduler.groups.running & running else set()
         gave_way = outputs.num_preempted and self.settings.policy is not POLICIES["priority"]
@@ -310,7 +312,7 @@ class Simulation:
 
     def check_nothing_left(self) -> None:
         assert self.columns.num_free_slots == self.num_slots
-        assert self.blocks.num_free_blocks == self.num_blocks
+        assert self.blocks.num_free_blocks == self.blocks.allocator.num_usable
         assert self.blocks.host_allocator.num_free == self.num_host_blocks
         assert not self.scheduler.groups.has_work and not self.scheduler.groups.prefilling
         assert len(self.waiting) == 0 and self.waiting.num_tokens == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.request_states import RequestCopy
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import InvalidRequest, UnknownName
+from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.workers.worker_client import ConnectionState
 from tests.scheduler.hand_turned_loop import Loop
@@ -28,7 +30,8 @@ class Seen:
     """A loop with one worker, and an address that has none."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
+        now_ns = time.monotonic_ns()
+        self.loop = Loop(clock=lambda: now_ns)  # stands still: no idle worker is checked for blocks that a test takes
         self.link = self.loop.join("here:1")
         self.loop.turn()
         states = {
@@ -160,6 +163,62 @@ async def test_a_page_of_large_requests_ends_early(seen: Seen) -> None:
     follows = pb.ListRequestsRequest(page_size=2, page_token=page.next_page_token)
     page = await ask(seen, seen.service.ListRequests(follows, CONTEXT))
     assert [state.request_id for state in page.requests] == ["r8", "r9"]
+
+
+async def view(seen: Seen, **asked: int) -> pb.View:
+    return await ask(seen, seen.service.GetView(pb.GetViewRequest(**asked), CONTEXT))
+
+
+async def test_a_view_has_tables_and_reference_counts_of_one_moment(seen: Seen) -> None:
+    for name in ("one", "two"):
+        seen.loop.engine.submit(seen.loop.group(name, num_tokens=9))
+        seen.loop.turn()
+        seen.loop.answer(seen.link)
+    found = await view(seen)
+    device, host = found.pools
+    assert (device.worker, device.on_host, device.num_blocks, host.on_host) == ("here:1", False, 32, True)
+    tables = [list(request.sequences[0].block_table) for request in found.requests]
+    counts = [sum(block in table for table in tables) for block in range(32)]
+    assert counts == list(device.ref_counts) and 2 in counts, "the second shares what the first has computed"
+    assert set(device.cached_blocks) >= {block for block, count in enumerate(counts) if count == 2}
+    assert found.load.workers[0].block_size_tokens == 4 and found.load.num_requests_running == 2
+
+
+async def test_a_view_is_as_large_as_it_was_asked_for(seen: Seen) -> None:
+    for name in ("one", "two", "three"):
+        seen.loop.submit(name)
+    seen.loop.turn()
+    found = await view(seen, max_requests=2, max_blocks=5)
+    assert [request.request_id for request in found.requests] == ["one", "two"] and found.has_more_requests
+    assert len(found.pools[0].ref_counts) == 5 and found.pools[0].num_blocks == 32
+    none = await view(seen, max_requests=0, max_blocks=0)
+    assert not none.requests and none.has_more_requests and not none.pools[0].ref_counts
+    with pytest.raises(InvalidRequest, match="max_blocks: got 65537; accepted: 0 to 65536"):
+        await view(seen, max_blocks=65_537)
+
+
+async def test_blocks_are_withheld_at_a_worker_that_is_named(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerHandle, "most_withheld", 20)
+    asked = pb.WithholdBlocksRequest(worker="here:1", num_blocks=12)
+    assert (await ask(seen, seen.service.WithholdBlocks(asked, CONTEXT))).num_withheld == 12
+    device = (await view(seen)).pools[0]
+    assert len(device.withheld_blocks) == device.num_to_withhold == 12 and device.max_withheld == 20
+    assert seen.service._workers()[0].num_free_device_blocks == 20
+    for wrong in (pb.WithholdBlocksRequest(num_blocks=1), pb.WithholdBlocksRequest(worker="here:1", num_blocks=21)):
+        with pytest.raises(InvalidRequest):
+            await ask(seen, seen.service.WithholdBlocks(wrong, CONTEXT))
+
+
+async def test_a_view_shows_where_on_the_host_a_swapped_request_lies(seen: Seen) -> None:
+    seen.loop.submit("one")
+    seen.loop.turn()
+    seen.loop.answer(seen.link)
+    (worker,) = seen.loop.engine.workers
+    (group,) = worker.scheduler.groups.running
+    worker.scheduler.groups.swap_out_group(group)
+    copied = RequestCopy.of(group, [worker]).message(lambda model: model)
+    assert copied.phase == pb.REQUEST_PHASE_SWAPPED
+    assert not copied.sequences[0].block_table and len(copied.sequences[0].host_block_table) > 0
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,10 @@ class CoreStateMachine(RuleBasedStateMachine):
     def flush_the_cache(self) -> None:
         self.simulation.blocks.allocator.flush()
 
+    @rule(count=st.integers(0, 15))
+    def withhold_blocks(self, count: int) -> None:
+        self.simulation.blocks.allocator.withhold(count)
+
     @invariant()
     def holds_together(self) -> None:
         if hasattr(self, "simulation"):
@@ -148,6 +152,7 @@ class CoreStateMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "simulation"):
             return
+        self.simulation.blocks.allocator.withhold(0)  # now all must end
         self.simulation.run_to_end()
         self.simulation.check_outputs(besides=self.cut_short)
         self.simulation.check_nothing_left()

@@ -159,6 +159,7 @@ def test_hypotheses_come_back_to_the_bit():
     "refusal",
     [
         InvalidRequest(FieldViolation("a", "got 1; accepted: 2"), FieldViolation("b", "none")),
+        InvalidRequest(FieldViolation("prompt", "too many"), is_too_long=True),
         Unsupported("not here"),
         UnknownName("who"),
         DuplicateRequest("twice"),

@@ -17,6 +17,7 @@ class Handle:
     """All that is known of a worker here."""
 
     link: FakeLink
+    is_finishing: bool = False
 
 
 def joined(*addresses: str) -> tuple[JoinedWorkers, list[Any]]:
@@ -36,6 +37,14 @@ def test_a_worker_is_found_by_its_stream_until_it_is_removed() -> None:
     assert workers.of(first.link) is None and not workers.has(first)
     assert workers.workers == [second] and not workers.due and not workers.idle
     assert workers.of(FakeLink("b:1")) is None, "another stream to the same address is another worker"
+
+
+def test_who_finishes_looks_again_when_another_is_lost() -> None:
+    workers, (first, second, third) = joined("a:1", "b:1", "c:1")
+    second.is_finishing = True
+    workers.remove(third)
+    assert list(workers.take_due()) == [second], "it may have waited for what that one still had"
+    assert workers.workers == [first, second]
 
 
 def test_who_is_due_is_taken_once() -> None:

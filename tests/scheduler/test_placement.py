@@ -58,6 +58,29 @@ def test_what_moves_goes_back_to_a_worker_that_only_finishes_where_nobody_else_c
     assert loop.engine.router.worker_of(group) is worker and group.num_moves == 1
 
 
+def test_of_workers_told_to_end_together_the_last_waits_for_what_the_others_have() -> None:
+    loop = Loop()
+    first = loop.join("first")
+    group = placed(loop, "one")
+    last = loop.join("last")
+    loop.turn()
+    for worker in list(loop.engine.workers):
+        loop.engine.drain_worker(worker, may_finish=True)
+    loop.turn()
+    assert [worker.link for worker in loop.engine.workers] == [first, last], "the step of the first is on its way"
+    for _ in list(loop.engine.workers[0].in_flight):
+        loop.answer(first)
+        loop.turn()
+    (worker,) = loop.engine.workers
+    assert worker.link is last and loop.engine.router.worker_of(group) is worker
+    loop.engine.abort("one")
+    loop.turn()
+    for _ in list(worker.in_flight):
+        loop.answer(last)
+        loop.turn()
+    assert loop.engine.workers == [], "it goes once it has nothing more"
+
+
 def test_where_one_output_of_a_request_ends_the_others_go_on() -> None:
     loop = Loop()
     loop.join()

@@ -31,6 +31,7 @@ from scheduler_svc.requests.request_checks import TextSettings
 from scheduler_svc.requests.request_text import RequestText
 from scheduler_svc.requests.text_processes import FIRST_PAUSE_S, TextProcesses
 from scheduler_svc.text.tokenizer import Tokenizer
+from tests.processes import is_alive, started
 from tests.scheduler.tiny_served_model import tiny_served_model
 from tests.tiny_models import write_byte_tokenizer
 
@@ -307,7 +308,7 @@ async def main():
     time.sleep(60)
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    with started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         async with asyncio.timeout(30):
@@ -316,9 +317,10 @@ asyncio.run(main())
         child.send_signal(signal.SIGTERM)
         child.send_signal(signal.SIGINT)
         await asyncio.sleep(0.2)
-        assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        assert is_alive(child)
         files = [each.fd for each in child.open_files()] + [each.fd for each in child.net_connections()]
         assert not [number for number in files if number > 2], "files of the parent have leaked"
         parent.kill()
-        await asyncio.to_thread(psutil.wait_procs, [child], timeout=10)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        async with asyncio.timeout(10):
+            while is_alive(child):
+                await asyncio.sleep(0.01)
