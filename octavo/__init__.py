@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.client import AsyncClient, Client
+    from octavo.engine_args import EngineArgs
     from octavo.llm import LLM
     from octavo.llm_engine import LLMEngine
-    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.lora_request import LoRARequest
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import SamplingParams
 
-__all__ = ["LLM", "AsyncClient", "Client", "CompletionOutput", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "LoRARequest",
+    "LLMEngine",
+    "EngineArgs",
+    "AsyncClient",
+    "Client",
+]
 
 # gRPC reads it when it is imported. Its attempt to carry its threads over a fork was seen to crash or hang the child of
 # a process that has an `LLM`, such as a data loader's; without it such a child runs, and does not touch the `LLM`.
@@ -25,11 +38,14 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 _HOMES = {
     "LLM": "octavo.llm",
     "LLMEngine": "octavo.llm_engine",
+    "EngineArgs": "octavo.engine_args",
+    "LoRARequest": "octavo.lora_request",
     "SamplingParams": "octavo.sampling_params",
     "Client": "octavo.client",
     "AsyncClient": "octavo.client",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
+    "Logprob": "octavo.outputs",
 }
 
 

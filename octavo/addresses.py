@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from octavo.errors import RequestFailed
+from octavo.forks import refuse_in_fork
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2_grpc as pb_grpc
 
@@ -60,6 +61,7 @@ class Servers:
         own_connection: bool = False,
     ) -> None:
         """`own_connection`: shared with no other client of this process, as gRPC does by itself."""
+        refuse_in_fork()
         options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own_connection else _OPTIONS
         self.all = [
             Server(
@@ -77,7 +79,8 @@ class Servers:
 
     @property
     def current(self) -> Server:
-        """The server to use next."""
+        """The server to use next. Raises Forked."""
+        refuse_in_fork()
         return self.all[self._at]
 
     def failed(self, server: Server) -> None:
@@ -86,7 +89,8 @@ class Servers:
             self._at = (self._at + 1) % len(self.all)
 
     def in_turn(self) -> list[Server]:
-        """Each once, from the current one on."""
+        """Each once, from the current one on. Raises Forked."""
+        refuse_in_fork()
         return self.all[self._at :] + self.all[: self._at]
 
 

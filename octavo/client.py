@@ -235,6 +235,20 @@ class AsyncClient(_Settings):
             self._servers.failed(server)
         raise failures[-1]
 
+    async def follow(self, method: Method, request: Message, *, metadata: Metadata = ()) -> AsyncGenerator[Any, None]:
+        """What comes of a stream without an end, from the scheduler in use; where it breaks off, this raises."""
+        server = self._servers.current
+        stream = method(server)(request, metadata=(*self._metadata, *metadata))
+        try:
+            async for message in stream:
+                yield message
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, _ENDED_EARLY)
+        except grpc.RpcError as error:
+            self._servers.failed(server)
+            raise RequestFailed.from_rpc_error(error) from None
+        finally:
+            stream.cancel()
+
     async def _everywhere(
         self, method: Method, request: Message, timeout: float | None = _UNARY_TIMEOUT_S
     ) -> list[Any]:

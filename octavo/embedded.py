@@ -7,21 +7,24 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from octavo.asked import Asked
 from octavo.embedded_options import EmbeddedOptions, read_options
 from octavo.errors import OctavoError
+from octavo.forks import refuse_in_fork
 from octavo.generation import Generation, build_request
+from octavo.lora_request import LoRARequest
 from octavo.prompts import Prompt
 from octavo.request_seeds import RequestSeeds
 from octavo.retrying import RetryPolicy
-from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from protos import inference_pb2 as pb
     from scheduler_svc.models.served_model import ServedModel
     from scheduler_svc.output.output_processor import Delivery
+    from scheduler_svc.requests.frontend import Frontend
     from scheduler_svc.text.tokenizer import Tokenizer
 
 READY_TIMEOUT_S = 600.0
@@ -45,6 +48,7 @@ class Embedded:
     Raises:
         OptionError: an unknown or impossible option.
         WorkerEnded: the worker did not start; its own message is in it.
+        Forked: in a fork of a process that has had one.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Embedded:
         from octavo.worker_process import WorkerProcess
 
         read = read_options(model, options)
+        refuse_in_fork()
         fetch_models(read.worker)
         self.seeds = RequestSeeds(read.seed)
         self._pid = os.getpid()
@@ -109,17 +114,48 @@ class Embedded:
         """Replaces the model's own tokenizer, for requests from now on."""
         self.serving.pool.replace_tokenizer(tokenizer)
 
-    def generation(self, prompt: Prompt, params: SamplingParams, seed: int, **fields: Any) -> Generation:
-        """A request of this prompt; `seed` is for one whose parameters have none.
+    def generation(self, asked: Asked, seed: int, **fields: Any) -> Generation:
+        """A request of what is asked; `seed` is for one whose parameters have none.
 
         Raises ValueError for what cannot be put into a message.
         """
-        text = prompt.text if prompt.token_ids is None else None
-        fields["cache_salt"] = prompt.cache_salt
-        request = build_request(text, params, prompt_token_ids=prompt.token_ids, **fields)
-        if params.seed is None:
+        prompt = asked.prompt
+        if isinstance(prompt, Prompt):
+            text = prompt.text if prompt.token_ids is None else None
+            fields |= {"prompt_token_ids": prompt.token_ids, "cache_salt": prompt.cache_salt}
+        else:
+            text, fields = None, fields | prompt._asdict()
+        fields["adapter"] = asked.lora_request.lora_name if asked.lora_request else None
+        request = build_request(text, asked.params, priority=asked.priority, **fields)
+        if asked.params.seed is None:
             request.sampling_params.seed = seed
         return Generation(request, RetryPolicy(window_s=0.0), time.monotonic_ns())
+
+    def chat_frontend(self, chat_template: str | None) -> Frontend:
+        """What prepares requests with messages. Raises ValueError where there is no template, or it is broken."""
+        if chat_template is not None:
+            return self.frontend.with_chat_template(chat_template)
+        if self.model.tokenizer.chat_template is None:
+            raise ValueError(f"messages: model {self.model.name!r} has no chat template; give one as chat_template")
+        return self.frontend
+
+    def load_adapters(self, lora_requests: Iterable[LoRARequest | None]) -> None:
+        """Has the worker load what it has not yet; returns when it has. Raises ValueError with the worker's reason."""
+        from scheduler_svc.errors import RequestRefused
+
+        for lora in dict.fromkeys(each for each in lora_requests if each is not None):
+            try:
+                future = self.engine.load_adapter(lora.lora_name, lora.lora_path)
+                while not future.done():
+                    self.check()
+                    self.worker.check()
+                    if self._runs_itself:
+                        time.sleep(POLL_S)
+                    else:
+                        self.take_turn()
+                future.result()
+            except RequestRefused as refusal:
+                raise ValueError(f"lora_request {lora.lora_name!r}: {refusal}") from refusal
 
     def takes_other_prompts(self, request: pb.GenerateRequest) -> bool:
         """Whether the parameters of a refused request are taken with the shortest prompt: then its own is at fault."""
@@ -174,8 +210,10 @@ class Embedded:
 
     def shutdown(self) -> None:
         """Ends what is unfinished and the worker. Does nothing the second time, nor in a fork of the process."""
+        if os.getpid() != self._pid:  # asked first: a thread that the fork left behind may hold the lock for ever
+            return
         with self._lock:
-            if self._ended.is_set() or os.getpid() != self._pid:
+            if self._ended.is_set():
                 return
             self._ended.set()
         try:

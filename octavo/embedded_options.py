@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 # Of what listens and is connected to, which an `LLM` has not.
-_NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards"})
+NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards"})
 
 
 class EmbeddedOptions(NamedTuple):
@@ -37,9 +37,9 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
         raise OptionError("model: '' is no folder and no name")
     options = {name: value for name, value in options.items() if value is not None}
     names = {cls: {field.name for field in dataclasses.fields(cls)} for cls in (WorkerConfig, SchedulerConfig)}
-    known = set().union(*names.values()) - _NOT_EMBEDDED
+    known = set().union(*names.values()) - NOT_EMBEDDED
     for name in options:
-        if name in _NOT_EMBEDDED:
+        if name in NOT_EMBEDDED:
             raise OptionError(f"{name}: an LLM starts a worker of its own and listens nowhere; `octavo serve` takes it")
         if name not in known:
             raise unknown_option(name, known)

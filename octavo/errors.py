@@ -29,6 +29,10 @@ class WorkerEnded(OctavoError, RuntimeError):
     """The worker beside an `LLM` has ended, or never began; its own last words are in the message."""
 
 
+class Forked(OctavoError, RuntimeError):
+    """What needs gRPC is used in a fork of a process that has used it."""
+
+
 class RequestFailed(OctavoError):
     """A call that ended with another status than OK.
 

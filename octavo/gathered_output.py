@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from octavo.generation import Generation
+from octavo.lora_request import LoRARequest
 from octavo.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
 class GatheredOutput:
     """`output` grows with every message; `snapshot` does not."""
 
-    def __init__(self, generation: Generation, prompt: str | None, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         self._generation = generation
-        self.output = RequestOutput(generation.request.request_id, prompt, prompt_token_ids)
+        request_id = generation.request.request_id
+        self.output = RequestOutput(request_id, prompt, prompt_token_ids, lora_request=lora_request)
 
     def take(self, response: pb.GenerateResponse) -> bool:
         """Adds one message; True with the last."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.errors import RequestFailed
-from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from octavo.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from octavo.retrying import Outages, RetryPolicy
 from octavo.sampling_params import SamplingParams
 from protos import inference_pb2 as pb
@@ -147,9 +147,7 @@ class Generation:
             outputs=[_completion(delta, self._cumulative_logprob(delta)) for delta in taken.outputs],
             finished=self.finished,
             metrics=self._metrics,
-            prompt_logprobs=[
-                _token_logprobs(entry) if entry.HasField("token") else None for entry in taken.prompt_logprobs
-            ]
+            prompt_logprobs=[_position(entry) if entry.HasField("token") else None for entry in taken.prompt_logprobs]
             or None,
             seed=self._request.sampling_params.seed,
             model=self._model,
@@ -179,15 +177,17 @@ class Generation:
         held = self._held.get(delta.index)
         if held is None:
             held = self._held[delta.index] = pb.ResumedOutput(index=delta.index)
-        held.token_ids.extend(delta.token_ids)
-        held.finish_reason = delta.finish_reason
+        if delta.finish_reason:
+            held.finish_reason = delta.finish_reason
         if delta.logprobs:
             sum_before = self._sums_of_logprobs.get(delta.index, 0.0)
             self._sums_of_logprobs[delta.index] = sum_before + sum(entry.token.logprob for entry in delta.logprobs)
-        if delta.token_ids and delta.index == 0:
-            self._metrics.token_times_ns.append(now_ns)
-        if delta.token_ids and self._metrics.first_token_ns is None:
-            self._metrics.first_token_ns = now_ns
+        if token_ids := delta.token_ids:
+            held.token_ids.extend(token_ids)
+            if delta.index == 0:
+                self._metrics.token_times_ns.append(now_ns)
+            if self._metrics.first_token_ns is None:
+                self._metrics.first_token_ns = now_ns
 
     def _cumulative_logprob(self, delta: pb.OutputDelta) -> float | None:
         """The server's own sum, or where it saw only the end of a resumed output, that of everything that arrived."""
@@ -219,7 +219,7 @@ def _completion(delta: pb.OutputDelta, cumulative_logprob: float | None) -> Comp
         text=delta.text,
         token_ids=list(delta.token_ids),
         cumulative_logprob=cumulative_logprob,
-        logprobs=[_token_logprobs(entry) for entry in delta.logprobs] or None,
+        logprobs=[_position(entry) for entry in delta.logprobs] or None,
         finish_reason=_FINISH_REASONS.get(delta.finish_reason),
         stop_reason=getattr(delta.matched_stop, stop_kind) if stop_kind else None,
         score=delta.score if delta.HasField("score") else None,
@@ -235,9 +235,9 @@ _FINISH_REASONS = {
 }
 
 
-def _token_logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(_logprob(entry.token), tuple(map(_logprob, entry.top)))
+def _position(entry: pb.TokenLogprobs) -> PositionLogprobs:
+    return {each.token_id: _logprob(each) for each in (entry.token, *entry.top)}
 
 
 def _logprob(entry: pb.Logprob) -> Logprob:
-    return Logprob(entry.token_id, entry.logprob, entry.rank, entry.text)
+    return Logprob(entry.logprob, entry.rank, entry.text)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from octavo.asked import Asked
 from octavo.batch import Batch, Callers
+from octavo.conversations import Conversation, ConversationLike, read_conversations
 from octavo.embedded import Embedded
-from octavo.gathered_output import GatheredOutput
-from octavo.generation import Generation
-from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.lora_request import LoRARequest
+from octavo.one_each import one_each
+from octavo.outputs import RequestOutput
+from octavo.preparing import log_refused, prepare
 from octavo.progress import Progress
-from octavo.prompts import Prompt, read_prompts
+from octavo.prompts import Prompt, PromptLike, read_prompts
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from scheduler_svc.errors import InvalidRequest
+    from scheduler_svc.requests.frontend import Frontend
     from scheduler_svc.text.tokenizer import Tokenizer
 
 
@@ -52,11 +54,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: PromptLike | Iterable[PromptLike] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams | None] | None = None,
         *,
-        prompt_token_ids: Any = None,
+        prompt_token_ids: PromptLike | Iterable[PromptLike] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        priority: int | Iterable[int | None] | None = None,
     ) -> list[RequestOutput]:
         """Outputs of all prompts, in their order.
 
@@ -69,45 +73,88 @@ class LLM:
                 or at the model's length: that is the default here as over the network (16 in other libraries).
             prompt_token_ids: the ids of one prompt or of several, in place of `prompts`.
             use_tqdm: shows a bar over tokens, with tokens a second in and out; or a function that makes one as `tqdm`.
+            lora_request: the adapter for all of them, or one each (None: none), which is loaded before anything runs.
+            priority: lower first, for all of them or one each; with `scheduling_policy="priority"`.
 
         Raises:
-            ValueError: what is no prompt (`InvalidPrompt`), or parameters that this model does not take; nothing is
-                generated then.
+            ValueError: what is no prompt (`InvalidPrompt`), or parameters that this model does not take, with the
+                argument, index and field; nothing is generated then.
             WorkerEnded: the worker is gone.
         """
         asked = read_prompts(prompts, prompt_token_ids)
-        params = _one_each(sampling_params, len(asked))
+        return self._run("prompts", asked, sampling_params, lora_request, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: ConversationLike | Sequence[ConversationLike],
+        sampling_params: SamplingParams | Iterable[SamplingParams | None] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        priority: int | Iterable[int | None] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> list[RequestOutput]:
+        """What the model answers to one conversation or to each of several, in their order.
+
+        Args:
+            messages: `{"role": "user", "content": text}` and so on, or a list of such lists.
+            chat_template: in place of the model's own, as `transformers` writes them.
+            add_generation_prompt: begins the answer (default: unless the final message is continued).
+            continue_final_message: the model goes on with the final message.
+            tools: refused: no model is told of tools.
+
+        The other arguments, what is raised, and prompts that end alone: see `generate`. An output's `prompt` is None,
+        and `prompt_token_ids` are those of the rendered conversation.
+        """
+        if tools:
+            raise ValueError("tools: not supported: no model here is told of tools; accepted: None")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+        conversations = read_conversations(messages)
         self._embedded.check()
-        seeds = self._embedded.seeds.take(len(asked))
-        batch = Batch(self._embedded, self._callers)
-        outputs = [self._prepare(batch, *each) for each in zip(asked, params, seeds, strict=True)]
-        _log_refused(outputs)
+        frontend = self._embedded.chat_frontend(chat_template)
+        asked = [Conversation(each, add_generation_prompt, continue_final_message) for each in conversations]
+        return self._run("messages", asked, sampling_params, lora_request, priority, use_tqdm, frontend)
+
+    def _run(
+        self,
+        name: str,
+        prompts: Sequence[Prompt | Conversation],
+        sampling_params: Any,
+        lora_request: Any,
+        priority: Any,
+        use_tqdm: bool | Callable[..., Any],
+        frontend: Frontend | None = None,
+    ) -> list[RequestOutput]:
+        count = len(prompts)
+        asked = [
+            Asked(f"{name}[{index}]", prompt, params or SamplingParams(), lora, first)
+            for index, (prompt, params, lora, first) in enumerate(
+                zip(
+                    prompts,
+                    one_each(sampling_params, SamplingParams, "sampling_params", count),
+                    one_each(lora_request, LoRARequest, "lora_request", count),
+                    one_each(priority, int, "priority", count),
+                    strict=True,
+                )
+            )
+        ]
+        self._embedded.check()
+        self._embedded.load_adapters(each.lora_request for each in asked)
+        batch, outputs = Batch(self._embedded, self._callers), []
+        for each, seed in zip(asked, self._embedded.seeds.take(count), strict=True):
+            prepared = prepare(self._embedded, frontend or self._embedded.frontend, each, seed)
+            if not isinstance(prepared, RequestOutput):
+                batch.add(*prepared)
+            outputs.append(prepared if isinstance(prepared, RequestOutput) else prepared[1].output)
+        log_refused(outputs)
         progress = Progress(batch.groups, use_tqdm)
         with contextlib.closing(progress):
             batch.run(progress)
         return outputs
-
-    def _prepare(self, batch: Batch, prompt: Prompt, params: SamplingParams, seed: int) -> RequestOutput:
-        """Adds a request to the batch; its output, which is filled as it runs, or final where it was refused."""
-        from scheduler_svc.errors import FieldViolation, InvalidRequest, RequestRefused
-
-        generation = self._embedded.generation(prompt, params, seed, stream=False)
-        try:
-            group = self._embedded.frontend.prepare(generation.request)
-            if group.num_prompt_tokens > self._embedded.max_waiting_tokens:
-                limit = f"at most {self._embedded.max_waiting_tokens} may wait (max_waiting_tokens)"
-                what = f"{group.num_prompt_tokens} tokens are too many: {limit}"
-                raise InvalidRequest(FieldViolation("prompt", what), is_too_long=True)
-        except InvalidRequest as refusal:
-            if not self._embedded.takes_other_prompts(generation.request):
-                raise ValueError(str(refusal)) from refusal
-            return _refused(generation, prompt, params.n, refusal)
-        except RequestRefused as refusal:
-            raise ValueError(str(refusal)) from refusal
-        token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens].tolist()
-        gathered = GatheredOutput(generation, prompt.text, token_ids)
-        batch.add(group, gathered)
-        return gathered.output
 
     def get_tokenizer(self) -> Tokenizer:
         """The scheduler's own, which every prompt goes through; it is not a `transformers` tokenizer."""
@@ -154,50 +201,6 @@ class LLM:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM holds threads and a worker process and cannot be pickled: make it where it is used")
-
-
-def _one_each(sampling_params: Any, count: int) -> list[SamplingParams]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * count
-    is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, (str, Mapping))
-    given = list(sampling_params) if is_list else [sampling_params]
-    for params in given:
-        if not isinstance(params, SamplingParams):
-            got = type(params).__name__
-            raise ValueError(f"sampling_params: got {got}; accepted: one SamplingParams, or one for each prompt")
-    if len(given) != count:
-        raise ValueError(f"{len(given)} sampling_params for {count} prompts")
-    return given
-
-
-def _refused(generation: Generation, prompt: Prompt, num_outputs: int, refusal: InvalidRequest) -> RequestOutput:
-    """The outputs of a prompt that ended before it began."""
-    request, now_ns = generation.request, time.monotonic_ns()
-    reason = "length" if refusal.is_too_long else "error"
-    outputs = [
-        CompletionOutput(index, token_ids=[], finish_reason=reason, error=str(refusal)) for index in range(num_outputs)
-    ]
-    return RequestOutput(
-        request.request_id,
-        prompt.text,
-        prompt.token_ids or [],
-        outputs,
-        finished=True,
-        metrics=RequestMetrics(arrival_ns=now_ns, finished_ns=now_ns),
-        seed=request.sampling_params.seed,
-    )
-
-
-def _log_refused(outputs: list[RequestOutput]) -> None:
-    """One line for those that ended before they began. It does not quote them: prompts do not belong into a log."""
-    refused = [number for number, output in enumerate(outputs) if output.finished]
-    if not refused:
-        return
-    import structlog
-
-    too_long = sum(outputs[number].outputs[0].finish_reason == "length" for number in refused)
-    log = structlog.get_logger()
-    log.warning("prompts refused", count=len(refused), too_long=too_long, first=refused[0], why="see outputs[0].error")
 
 
 def _read_tokenizer(given: Any) -> Tokenizer:

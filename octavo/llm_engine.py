@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from octavo.asked import Asked
 from octavo.embedded import Embedded
+from octavo.engine_args import EngineArgs
 from octavo.errors import InvalidPrompt
 from octavo.gathered_output import GatheredOutput
+from octavo.lora_request import LoRARequest
+from octavo.one_each import one_each
 from octavo.outputs import RequestOutput
-from octavo.prompts import read_prompt
+from octavo.prompts import PromptLike, read_prompt
 from octavo.sampling_params import SamplingParams
 from octavo.shared.options import OptionError
 
@@ -24,23 +30,30 @@ class LLMEngine:
     """The scheduler core without a loop: nothing happens between calls of `step`, on no other thread.
 
     Takes the arguments of `LLM`, with the same meaning, `seed` included. Steps are in lock-step: `step` waits for the
-    answer to what it sent. To be used by one thread.
+    answer to what it sent. One thread at a time may use it: a call during another thread's raises RuntimeError.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         if options.get("steps_in_flight") not in (None, 1, "1"):
             raise OptionError(f"steps_in_flight: {options['steps_in_flight']!r} is not 1, the only one for LLMEngine")
         self._requests = _Requests()
+        self._in_use = threading.Lock()
         self._embedded = Embedded(model, {**options, "steps_in_flight": 1}, self._requests.take, runs_itself=False)
         weakref.finalize(self, self._embedded.let_go)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        """An engine with this model and these options."""
+        return cls(engine_args.model, **engine_args.options)
 
     def add_request(
         self,
         request_id: str,
-        prompt: Any = None,
+        prompt: PromptLike | None = None,
         sampling_params: SamplingParams | None = None,
         *,
-        prompt_token_ids: Sequence[int] | None = None,
+        prompt_token_ids: PromptLike | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int | None = None,
     ) -> None:
         """Queues a request for the next step.
@@ -50,6 +63,7 @@ class LLMEngine:
             prompt: a text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: see `LLM.generate`.
             prompt_token_ids: in place of `prompt`.
+            lora_request: the adapter, which is loaded before this returns.
             priority: lower first, with `scheduling_policy="priority"`.
 
         Raises:
@@ -59,38 +73,56 @@ class LLMEngine:
 
         if (prompt is None) == (prompt_token_ids is None):
             raise InvalidPrompt("give either prompt or prompt_token_ids")
-        self._embedded.check()
-        asked = read_prompt({"prompt_token_ids": prompt_token_ids} if prompt is None else prompt)
-        (seed,) = self._embedded.seeds.take(1)
-        params = sampling_params or SamplingParams()
-        generation = self._embedded.generation(asked, params, seed, request_id=request_id, priority=priority)
-        try:
-            group = self._embedded.frontend.prepare(generation.request)
-            self._embedded.engine.submit(group)
-        except RequestRefused as error:
-            raise ValueError(str(error)) from error
-        token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens].tolist()
-        gathered = GatheredOutput(generation, asked.text, token_ids)
-        gathered.take(group.output.admission())
-        self._requests.unfinished[request_id] = gathered
+        given = read_prompt({"prompt_token_ids": prompt_token_ids} if prompt is None else prompt)
+        (params,) = one_each(sampling_params, SamplingParams, "sampling_params", 1)
+        (lora,) = one_each(lora_request, LoRARequest, "lora_request", 1)
+        with self._alone():
+            self._embedded.load_adapters([lora])
+            (seed,) = self._embedded.seeds.take(1)
+            asked = Asked("prompt", given, params or SamplingParams(), lora, priority)
+            generation = self._embedded.generation(asked, seed, request_id=request_id)
+            try:
+                group = self._embedded.frontend.prepare(generation.request)
+                self._embedded.engine.submit(group)
+            except RequestRefused as error:
+                raise ValueError(str(error)) from error
+            token_ids = group.sequences[0].token_ids[: group.num_prompt_tokens].tolist()
+            gathered = GatheredOutput(generation, given.text, token_ids, lora)
+            gathered.take(group.output.admission())
+            self._requests.unfinished[request_id] = gathered
 
-    def abort_request(self, request_id: str) -> None:
-        """Ends a request; `step` gives it back once more, with finish reason "abort". Unknown ids are ignored."""
-        self._embedded.engine.abort(request_id)
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests; `step` gives each back once more, with finish reason "abort". Unknown ids are ignored."""
+        with self._alone():
+            for each in [request_id] if isinstance(request_id, str) else request_id:
+                self._embedded.engine.abort(each)
 
     def step(self) -> list[RequestOutput]:
         """One round of schedule and answer: the requests that it brought on, each with all it has so far.
 
         What is returned stays as it is; the next step gives new objects.
         """
-        self._embedded.check()
         requests = self._requests
-        while requests.unfinished and not requests.changed:
-            self._embedded.engine.send_steps()
-            self._embedded.take_turn()
-            self._embedded.worker.check()
-        changed, requests.changed = requests.changed, {}
-        return [gathered.snapshot() for gathered in changed.values()]
+        with self._alone():
+            while requests.unfinished and not requests.changed:
+                self._embedded.engine.send_steps()
+                self._embedded.take_turn()
+                self._embedded.worker.check()
+            changed, requests.changed = requests.changed, {}
+            return [gathered.snapshot() for gathered in changed.values()]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raises what keeps a call from being made: the end of the engine, or another thread in a call."""
+        self._embedded.check()
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is in a call of this LLMEngine, which takes one at a time; LLM takes many"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from octavo.lora_request import LoRARequest
 
 
 class Logprob(NamedTuple):
     """Natural logarithm of a token's probability under the model's own logits."""
 
-    token_id: int
     logprob: float
     rank: int  # 1 is the most likely
-    text: str
+    decoded_token: str  # the token's text by itself
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs at one position: of the token that is there, and of the most likely ones, best first."""
-
-    token: Logprob
-    top: tuple[Logprob, ...] = ()
+PositionLogprobs: TypeAlias = dict[int, Logprob]
+"""Of one position, by token id: the token that is there first, then the most likely ones, best first."""
 
 
 @dataclass(slots=True)
@@ -40,11 +38,15 @@ class CompletionOutput:
     text: str = ""
     token_ids: Sequence[int] = ()
     cumulative_logprob: float | None = None  # with logprobs, with `best_of`, and of beams
-    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    logprobs: list[PositionLogprobs] | None = None  # one a token, when asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None  # of a beam
     error: str | None = None  # one line
+
+    def finished(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -73,6 +75,14 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with `prompt_logprobs`: one a token; None for the first
+    prompt_logprobs: list[PositionLogprobs | None] | None = (
+        None  # with `prompt_logprobs`: one a token; None for the first
+    )
     seed: int | None = None
     model: str = ""
+    lora_request: LoRARequest | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache; known at the end."""
+        return self.metrics.num_cached_tokens

@@ -8,7 +8,7 @@ models, tokens' text or grpc.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from protos import inference_pb2 as pb
@@ -94,6 +94,14 @@ class SamplingParams:
         violations = validate(self.to_proto(), SamplingLimits())
         if violations:
             raise ValueError("; ".join(map(str, violations)))
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """The same, but for `changes`; checked like a new one. None is a field's default.
+
+        >>> SamplingParams(temperature=0.5, stop="\\n").clone(temperature=0).stop
+        ('\\n',)
+        """
+        return replace(self, **changes)
 
     def to_proto(self) -> pb.SamplingParams:
         """The wire form; fields at their default stay unset. Raises ValueError for a value of a wrong type or size."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.shared.cores import allowed_cores, available_cores, parse_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
-from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, reachable
+from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, is_loopback, reachable
 from octavo.shared.supervisor import Child
 
 if TYPE_CHECKING:
@@ -38,6 +38,18 @@ class ServeConfig:
     workers: int = option(1, "worker processes to start", group=COMMON)
     http_port: int | None = option(
         None, "port for OpenAI's API over HTTP, 0 takes a free one (default: none)", group=COMMON, metavar="PORT"
+    )
+
+    live_panel: bool | None = option(
+        None,
+        "show on the page of --http-port what the scheduler does (default: where --host is a loopback address)",
+        group=COMMON,
+    )
+
+    demo: bool = option(
+        False,
+        "let that page withhold cache blocks of workers, to watch preemption; not for a server in use",
+        group=COMMON,
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +80,7 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     children = [dataclasses.replace(drained, drain_s=scheduler.drain_timeout)]
     address = reachable(scheduler.host, port)
     if serve.http_port is not None:
-        children.append(_gateway(serve.http_port or free_port(), address, scheduler))
+        children.append(_gateway(serve, address, scheduler))
     for index, worker_port in enumerate(ports):
         name = "worker" if serve.workers == 1 else f"worker {index}"
         config = dataclasses.replace(
@@ -81,15 +93,20 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     return address, children
 
 
-def _gateway(port: int, address: str, scheduler: SchedulerConfig) -> Child:
+def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Child:
     """Before the scheduler at `address`, and reached from where that is."""
     from gateway_svc.config import GatewayConfig
 
+    port = serve.http_port or free_port()
     check_port_is_free(scheduler.host, port, "--http-port")
+    is_local = is_loopback(scheduler.host)
+    shows_live = is_local if serve.live_panel is None else serve.live_panel
     config = GatewayConfig(
         host=scheduler.host,
         port=port,
         scheduler=address,
+        live_panel=shows_live,
+        demo=serve.demo,
         drain_timeout=scheduler.drain_timeout,
         log_level=scheduler.log_level,
     )

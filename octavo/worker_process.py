@@ -36,7 +36,11 @@ class WorkerProcess:
         # A thread of its own: the kernel ends a child with the thread that started it, and the caller's may end early.
         self._thread = threading.Thread(target=self._run, name="worker-process", daemon=True)
         self._thread.start()
-        self._started.wait()
+        try:
+            self._started.wait()
+        except BaseException:
+            self.stop()
+            raise
 
     def check(self) -> None:
         """Raises WorkerEnded with what the worker said last when it has ended."""
@@ -56,6 +60,7 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Ends the process, by force after STOP_TIMEOUT_S; does nothing to one that has ended."""
+        self._started.wait()
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -64,15 +69,18 @@ class WorkerProcess:
                 self._process.kill()
         self._thread.join()
 
+    def _open(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ends_with_parent(self._command),
+            env=worker_environment(available_cores()) | environment(),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for the caller, who then stops the worker
+        )
+
     def _run(self) -> None:
         try:
-            self._process = subprocess.Popen(
-                ends_with_parent(self._command),
-                env=worker_environment(available_cores()) | environment(),
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C is for the caller, who then stops the worker
-            )
+            self._process = self._open()
         finally:
             self._started.set()
         assert self._process.stderr is not None

@@ -48,20 +48,20 @@ def test_ids_as_an_argument_of_their_own() -> None:
         (5, "prompts is 5 (int)"),
         (b"hi", "prompts is b'hi' (bytes)"),
         ({"hi", "ho"}, "(set)"),
-        ([None], "prompt 0 is None (NoneType)"),
-        (["hi", 5], "prompt 1 is 5 (int)"),
-        ([1, "hi"], "prompt 0 is 1 (int)"),
-        ([[1, "hi"]], "prompt 0 has 'hi' (str) where a token id is wanted"),
-        ([["hi"]], "prompt 0 has 'hi' (str) where a token id is wanted"),
-        ([1, -1], "prompt 0 has -1 (int)"),
-        ([[True]], "prompt 0 has True (bool)"),
-        ([[2**32]], "prompt 0 has 4294967296 (int)"),
-        ({}, "prompt 0 is a dict with nothing"),
-        ([{"promt": "hi"}], "prompt 0 is a dict with 'promt'"),
+        ([None], "prompts[0] is None (NoneType)"),
+        (["hi", 5], "prompts[1] is 5 (int)"),
+        ([1, "hi"], "prompts[0] is 1 (int)"),
+        ([[1, "hi"]], "prompts[0][1] is 'hi' (str); accepted: a token id"),
+        (["hi", ["hi"]], "prompts[1][0] is 'hi' (str)"),
+        ([1, -1], "prompts[1] is -1 (int)"),
+        ([[True]], "prompts[0][0] is True (bool)"),
+        ([[2**32]], "prompts[0][0] is 4294967296 (int)"),
+        ({}, "prompts is a dict with nothing"),
+        ([{"promt": "hi"}], "prompts[0] is a dict with 'promt'"),
         ([{"prompt": "hi", "multi_modal_data": {}}], "a dict with 'prompt', 'multi_modal_data'"),
-        ({"prompt": ["hi"]}, "prompt of prompt 0 is ['hi'] (list)"),
-        ({"prompt_token_ids": 5}, "prompt 0 has 5 (int) where token ids are wanted"),
-        ({"prompt_token_ids": "hi"}, "prompt 0 has 'hi' (str) where token ids are wanted"),
+        ({"prompt": ["hi"]}, """prompts["prompt"] is ['hi'] (list)"""),
+        (["hi", {"prompt_token_ids": 5}], 'prompts[1]["prompt_token_ids"] is 5 (int)'),
+        ({"prompt_token_ids": [7, "hi"]}, """prompts["prompt_token_ids"][1] is 'hi' (str)"""),
     ],
 )
 def test_anything_else_is_named_in_one_line_with_what_is_accepted(given: Any, words: str) -> None:
@@ -70,12 +70,11 @@ def test_anything_else_is_named_in_one_line_with_what_is_accepted(given: Any, wo
     message = str(raised.value)
     assert words in message and "accepted: " in message and "\n" not in message
     assert isinstance(raised.value, ValueError)
-    if "of prompt 0" not in words:
-        assert ACCEPTED in message
+    assert message.partition("accepted: ")[2].startswith((ACCEPTED, "text", "a token id", "a list of token ids"))
 
 
 def test_text_that_no_utf8_holds_is_named() -> None:
-    with pytest.raises(InvalidPrompt, match=r"prompt 1 has '.ud83d' as character 2"):
+    with pytest.raises(InvalidPrompt, match=r"prompts\[1\] has '.ud83d' as character 2"):
         read_prompts(["fine", "hm\ud83d"])
 
 

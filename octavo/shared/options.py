@@ -126,6 +126,16 @@ def from_namespace(cls: type[C], namespace: argparse.Namespace, environ: Mapping
 
     Raises OptionError; a ValueError of the class's own `__post_init__` (options that contradict) becomes one.
     """
+    try:
+        return cls(**given_values(cls, namespace, environ))
+    except OptionError:
+        raise
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+
+
+def given_values(cls: type, namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Options of `cls` by name that a flag, a variable or the config file sets. Raises OptionError."""
     environ = os.environ if environ is None else environ
     fields = {field.name: field for field in _options_of(cls)}
     hints = typing.get_type_hints(cls)
@@ -148,12 +158,7 @@ def from_namespace(cls: type[C], namespace: argparse.Namespace, environ: Mapping
             values[name] = _from_text(field, hints[name], variables[name], PREFIX + name.upper())
         elif name in keys:
             values[name] = _from_key(field, hints[name], keys[name], f"{file_name}: {name}")
-    try:
-        return cls(**values)
-    except OptionError:
-        raise
-    except ValueError as error:
-        raise OptionError(str(error)) from error
+    return values
 
 
 def parse(cls: type[C], argv: Sequence[str] | None, prog: str) -> C:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import random
 import socket
 
@@ -54,6 +55,14 @@ def _bound(host: str, port: int, flag: str = "--port") -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(f"port {port} on {host} is in use by another process; {flag} chooses another") from None
         raise BindError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own, as far as it says by itself."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def free_port() -> int:

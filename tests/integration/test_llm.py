@@ -117,8 +117,10 @@ def test_a_prompt_is_the_same_in_every_shape(llm, shape: Callable[[str, list[int
         ([5], SamplingParams(logprobs=21), "logprobs"),
         (["x" * 256, "x"], SamplingParams(logprobs=21), "logprobs"),
         (["x", "y"], [GREEDY], "1 sampling_params for 2 prompts"),
-        ("x", {"temperature": 0}, "got dict; accepted: one SamplingParams"),
-        ([3.5], GREEDY, "prompt 0 is 3.5"),
+        ("x", {"temperature": 0}, r"sampling_params is .* \(dict\); accepted: one SamplingParams"),
+        (["x", "y"], [GREEDY, 5], r"sampling_params\[1\] is 5 \(int\); accepted: SamplingParams"),
+        (["x", "y"], [GREEDY, SamplingParams(logprobs=21)], r"prompts\[1\]: sampling_params\.logprobs: got 21"),
+        ([3.5], GREEDY, r"prompts\[0\] is 3.5"),
     ],
 )
 def test_what_no_prompt_can_have_is_refused_before_anything_runs(llm, prompts, params, message):
