@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from benchmarks import figures_page, pool_figures_page, scaling
+from docs import idea_pictures
 from gateway_svc.config import GatewayConfig
 from octavo.serving_plan import ServeConfig
 from octavo.shared.options import Described, described
@@ -80,13 +81,15 @@ def _row(each: Described) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Writes every picture that shows figures."""
+    """Writes every picture that is made: plots of figures, and the pictures of ideas."""
+    for name, svg in idea_pictures.pictures().items():
+        (folder / name).write_text(svg, encoding="utf-8")
     figures_page.draw(folder / "engines.svg")
     scaling.draw(figures_page.newest("scaling"), figures_page.newest("routing"), folder)
 
 
 def main() -> None:
-    """Rewrites every page and every plot in place."""
+    """Rewrites every page and every picture in place."""
     draw(PICTURES)
     made = blocks()
     for path in PAGES:

