@@ -11,7 +11,7 @@ DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: setup model demo test test-quick mutants isa lint kernels protos locks bench chaos clean
+.PHONY: setup site model demo test test-quick mutants isa lint kernels protos locks bench chaos clean
 
 setup: .venv/.installed .venv/.warm
 
@@ -42,8 +42,9 @@ model: setup
 demo: model
 	@PORT=$(DEMO_PORT) MODEL=$(MODEL) QUESTION='$(subst ','\'',$(DEMO_QUESTION))' BIN=$(BIN) bash deploy/demo.sh
 
-# Slow files are begun first (tests/conftest.py), not those of many tests, as xdist would.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# Slow files are begun first (tests/conftest.py), not those of many tests, as xdist would. Bytecode is kept, whatever the
+# environment says: hundreds of processes are started, and each would compile the same sources for a fifth of a second.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: model .venv/.warm-tests
 	$(PYTEST) --durations=20 --junitxml=.pytest_cache/results.xml $(PYTEST_ARGS)
@@ -73,6 +74,10 @@ kernels: setup
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protos/inference.proto protos/worker.proto protos/frontend.proto protos/shards.proto
+
+# docs/ as pages of HTML in site/; `.venv/bin/zensical serve` shows them while they are written.
+site: setup
+	$(BIN)/zensical build --strict
 
 # Writes the hashes of what images install; needed after a change of pyproject.toml or constraints.txt.
 locks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -9,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import structlog
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 from tests.seconds import QUICK_S, ROOT, seconds_of_files
+
+HANGS_AFTER_S = 60.0  # what is over and does not end
 
 # An example may find its core taken by others, or a kernel to compile: no test is about the time that it takes.
 settings.register_profile("octavo", deadline=None)
@@ -41,6 +46,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if seconds_of(item) <= QUICK_S]
     if config.getoption("dist", "no") != "no":  # alone they stay in the order in which they were named
         items.sort(key=seconds_of, reverse=True)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected is here to stay: without this every full collection of garbage looks through it
+    again, and whatever makes many objects, as simulated pools do, takes up to twice as long."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
+    """What fails is named at once, not only at the end: a run may be cut short."""
+    if report.failed and report.when != "collect":  # "???" where the process of a test ended
+        is_around = report.when in ("setup", "teardown")
+        return ("error" if is_around else "failed"), f"{'E' if is_around else 'F'} {report.nodeid} ", "FAILED"
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector, call: pytest.CallInfo[None]) -> None:
+    """pytest stops watching for hangs with the first failure; but what a failed test leaves behind may hang its end."""
+    if call.when != "collect":
+        stderr = node.config.stash[fault_handler_stderr_fd_key]  # not the captured one
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True, file=stderr)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """One of several processes that cannot end, as threads of gRPC may keep it from, is ended: its results are told."""
+    if hasattr(session.config, "workerinput"):
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ ROOMS = {
         "service",
         "server",
     ],
-    "gateway_svc": ["errors", "config", "requests", "answers", "upstream", "http", "server"],
+    "gateway_svc": ["errors", "config", "requests", "answers", "upstream", "live", "page", "http", "server"],
     "kernels": ["int8_weight", "oracles", "gpu", "cpu", "select", "bench"],
 }
 

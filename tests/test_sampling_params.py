@@ -207,3 +207,15 @@ def test_every_field_of_the_wire_form_has_its_name_in_python() -> None:
 def test_python_form_refuses_what_no_server_accepts(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**fields)
+
+
+def test_a_clone_differs_where_it_is_told_to_and_is_checked() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={3: 1.0}, early_stopping=False, seed=7)
+    assert params.clone() == params and params.clone().to_proto() == params.to_proto()
+    changed = params.clone(temperature=0, stop="b", seed=None)
+    assert (changed.temperature, changed.stop, changed.seed, changed.logit_bias) == (0, ("b",), None, {3: 1.0})
+    assert params.temperature == 0.5, "it is as it was"
+    with pytest.raises(ValueError, match="top_p: got 2"):
+        params.clone(top_p=2)
+    with pytest.raises(TypeError, match="topp"):
+        params.clone(topp=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import machine
+from octavo.bench import machine
 from tests.chaos import recovery_times, throughputs
 from tests.chaos.cluster import Cluster
 from tests.tiny_models import make_tiny_llama

@@ -90,7 +90,7 @@ class Crowd:
             await self.one()
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.chaos)])
 async def test_ten_times_what_it_can_do(service: Service, seconds: int) -> None:
     process = Process(service.process.pid)
     async with grpc.aio.insecure_channel(service.address) as channel:

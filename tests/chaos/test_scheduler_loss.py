@@ -22,10 +22,11 @@ from octavo import AsyncClient, Client, SamplingParams
 from octavo.errors import RequestFailed
 from octavo.retrying import RetryPolicy
 from octavo.shared.ports import free_port
+from tests.chaos.worker_process import WorkerProcess
 from tests.tiny_models import make_tiny_llama
 
 NUM_STREAMS = 32
-MAX_TOKENS = 72
+MAX_TOKENS = 52
 NUM_CACHED = 1_024  # tokens: whole blocks
 READY_WITHIN_S = 60.0
 TIMEOUT_S = 120.0
@@ -90,16 +91,16 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
-    ports = [free_port(), free_port()]
-    flags = ["--num-threads=1", *SIZES]
-    processes = [_octavo("worker", f"--model={model}", f"--port={port}", *flags) for port in ports]
+    logs = tmp_path_factory.mktemp("logs")
+    arguments = [f"--model={model}", "--num-threads=1", *SIZES]
+    processes = [WorkerProcess(arguments, logs / f"worker-{number}.log") for number in range(2)]
     try:
-        yield [f"127.0.0.1:{port}" for port in ports]
+        for process in processes:
+            process.wait_until_ready()
+        yield [f"127.0.0.1:{process.port}" for process in processes]
     finally:
         for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(20)
+            process.end()
 
 
 @pytest.fixture
@@ -161,7 +162,8 @@ async def _read(client: AsyncClient, stream: int, arrived: asyncio.Queue[int]) -
         for one in output.outputs:
             read.text[one.index] = read.text.get(one.index, "") + one.text
             read.token_ids.setdefault(one.index, []).extend(one.token_ids)
-            read.logprobs.setdefault(one.index, []).extend(entry.token.logprob for entry in one.logprobs or ())
+            drawn = (next(iter(entry.values())) for entry in one.logprobs or ())
+            read.logprobs.setdefault(one.index, []).extend(each.logprob for each in drawn)
             if one.finish_reason:
                 read.ends.setdefault(one.index, []).append((one.finish_reason, one.stop_reason))
             arrived.put_nowait(len(one.token_ids))

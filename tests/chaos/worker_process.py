@@ -1,24 +1,17 @@
-"""`octavo worker` as a process that is up within a second: forked from one that has imported everything already.
-
-What runs is the command itself, with a process id, sockets and threads of its own; only the imports, which take seconds
-a process, are shared.
-"""
+"""`octavo worker` as a process that is up within a second (`tests.forkserver`), and says in a file what it does."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-START_S = 120.0
+from tests import forkserver
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["worker_svc.server", "numba"])  # no kernel: OpenMP must not have begun before a fork
+START_S = 120.0
 
 
 class WorkerProcess:
@@ -28,7 +21,9 @@ class WorkerProcess:
         self.log = log
         self.port = 0
         log.touch()
-        self._process: BaseProcess = _CONTEXT.Process(target=_run, args=(["worker", "--port=0", *arguments], str(log)))
+        forkserver.start()
+        command = ["worker", "--port=0", *arguments]
+        self._process: BaseProcess = forkserver.CONTEXT.Process(target=_run, args=(command, str(log)))
         self._process.start()
 
     def wait_until_ready(self) -> None:
@@ -64,7 +59,4 @@ class WorkerProcess:
 
 def _run(arguments: list[str], log: str) -> None:
     with open(log, "a") as file:
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    from octavo.cli import main
-
-    sys.exit(main(arguments))
+        forkserver.run_command(arguments, file.fileno())

@@ -92,7 +92,7 @@ def make_requests(seed: int) -> list[pb.GenerateRequest]:
     for number in range(NUM_REQUESTS):
         own = [numbers.randrange(33, 126) for _ in range(numbers.randrange(4, 40))]
         prompt = SYSTEM + own if number % 2 else own * (5 if number % 8 == 0 else 1)
-        max_tokens = numbers.randrange(24, 64)
+        max_tokens = numbers.randrange(16, 44)
         match number % 8:
             case 0 | 1 | 4:
                 params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -57,7 +57,7 @@ class Bench:
         self, targets: Targets, logs: list[Path], pids: dict[str, int], neighbour: subprocess.Popen[str]
     ) -> None:
         self.targets = targets
-        self._logs, self._neighbour = logs, neighbour
+        self.logs, self._neighbour = logs, neighbour
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
         self._faults: list[str] = []
         self._num_cases = 0
@@ -108,10 +108,7 @@ class Bench:
         for name, num_bytes in grown.items():
             if num_bytes > MOST_BYTES_OF_NOISE + BYTES_A_BROKEN_CALL * self.targets.broken_off[kept.get(name, "")]:
                 faults.append(f"{name} grew by {num_bytes >> 20} MiB")
-        for log in self._logs:
-            faults += [
-                f"{log.name}: {line[:600]}" for line in log.read_text(errors="replace").splitlines() if _is_fault(line)
-            ]
+        faults += faults_in(self.logs)
         return Report(self._num_cases, dict(self.targets.statuses), fared, grown, faults)
 
     def resident_bytes(self) -> dict[str, int]:
@@ -121,6 +118,16 @@ class Bench:
             each = [process, *process.children(recursive=True)]
             found[name] = sum(_resident_bytes(one) for one in each)
         return found
+
+
+def faults_in(logs: list[Path]) -> list[str]:
+    """Lines that a log may not have, with its name."""
+    return [
+        f"{log.name}: {line[:600]}"
+        for log in logs
+        for line in log.read_text(errors="replace").splitlines()
+        if any(mark in line for mark in FAULT_MARKS)
+    ]
 
 
 def growth(readings: list[dict[str, int]]) -> dict[str, int]:
@@ -186,10 +193,6 @@ def _noted(faults: list[str]) -> Iterator[None]:
         yield
     except AssertionError as error:
         faults.append(str(error))
-
-
-def _is_fault(line: str) -> bool:
-    return any(mark in line for mark in FAULT_MARKS)
 
 
 def _resident_bytes(process: psutil.Process) -> int:

@@ -10,14 +10,14 @@ from google.protobuf.message import DecodeError
 
 from protos import inference_pb2 as pb
 from tests.fuzz.cases import CASES, drawn
-from tests.fuzz.harness import FAULT_MARKS, bench, growth, make_model
+from tests.fuzz.harness import FAULT_MARKS, bench, faults_in, growth, make_model
 from tests.fuzz.wire_bytes import blown_up, mangled, random_fields
 
 
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (300, ()),
+        (200, ()),
         pytest.param(10_000, (), marks=pytest.mark.chaos),
         pytest.param(3000, ("--frontends=2",), marks=pytest.mark.chaos),
     ],
@@ -29,6 +29,7 @@ def test_nobody_is_harmed(tmp_path: Path, count: int, options: tuple[str, ...]) 
         for first in range(0, count, 100):
             fuzzed.run(1, first, min(100, count - first))
         report = fuzzed.report()
+        assert [log.name for log in fuzzed.logs] == ["free-worker.log", "scheduler.log", "worker.log"]
     print(report)
     assert not report.faults, report.faults
     assert report.neighbour["num_answers"] > 0
@@ -65,13 +66,8 @@ def test_growth_is_what_is_kept_and_not_what_is_there_for_a_moment() -> None:
 
 
 def test_a_fault_in_the_log_is_seen(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    line = f"{FAULT_MARKS[0]} (told to be here)"
-    with bench(make_model(tmp_path / "model"), logs) as fuzzed:
-        for log in logs.glob("*.log"):
-            with log.open("a") as file:
-                file.write(f"{line}\n")
-        fuzzed.run(1, 0, 0)
-        report = fuzzed.report()
-    assert sorted(report.faults) == [f"{name}.log: {line}" for name in ("free-worker", "scheduler", "worker")]
+    lines = [f"{mark} (told to be here)" for mark in FAULT_MARKS]
+    log, clean = tmp_path / "worker.log", tmp_path / "scheduler.log"
+    log.write_text("\n".join(["worker ready", *lines]))
+    clean.write_text("worker joined\n")
+    assert faults_in([log, clean]) == [f"worker.log: {line}" for line in lines]

@@ -5,6 +5,8 @@ It takes up resumed requests as a scheduler does, and can be told to break strea
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +36,30 @@ Answer = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.Genera
 
 
 class FakeControl(pb_grpc.ControlServicer):
-    """Counts how often the prefix cache was flushed."""
+    """Counts how often the prefix cache was flushed; can be watched."""
 
     def __init__(self) -> None:
         self.num_flushes = 0
+        self.withheld: list[tuple[str, int]] = []  # that were asked for
+        self._steps: queue.SimpleQueue[pb.StepSummary] = queue.SimpleQueue()
+
+    def send_step(self) -> None:
+        """For one who watches."""
+        self._steps.put(pb.StepSummary(worker="here:1", num_decode_tokens=2))
+
+    def WatchSteps(self, request: pb.WatchStepsRequest, context: grpc.ServicerContext) -> Iterator[pb.StepSummary]:
+        while context.is_active():
+            with contextlib.suppress(queue.Empty):
+                yield self._steps.get(timeout=0.05)
+
+    def WithholdBlocks(
+        self, request: pb.WithholdBlocksRequest, context: grpc.ServicerContext
+    ) -> pb.WithholdBlocksResponse:
+        self.withheld.append((request.worker, request.num_blocks))
+        return pb.WithholdBlocksResponse(num_withheld=request.num_blocks)
+
+    def GetView(self, request: pb.GetViewRequest, context: grpc.ServicerContext) -> pb.View:
+        return pb.View(load=pb.Load(num_requests_running=3))
 
     def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: grpc.ServicerContext

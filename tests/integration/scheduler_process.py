@@ -65,8 +65,9 @@ class Service:
 
 @contextmanager
 def scheduler(*flags: str) -> Iterator[Service]:
+    """With one text process a frontend, unless `flags` say otherwise: few tests have two large requests at once."""
     port = free_port()
-    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", *flags]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", "--text-processes=1", *flags]
     process = subprocess.Popen(command, text=True)  # its log goes where pytest keeps and shows what failing tests print
     service = Service(f"127.0.0.1:{port}", process)
     try:

@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from octavo.commands.chat_commands import HELP, ChatCommands
 from octavo.commands.conversation import Conversation
 from octavo.commands.line_reader import LineReader
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
 ANSWER = text_of(expected_tokens(9, 0, 2))
@@ -155,7 +155,7 @@ def test_at_a_terminal_tab_completes_and_the_next_chat_has_the_history(tmp_path:
             terminal, inside = pty.openpty()
             command = [sys.executable, "-m", "octavo", "chat", "--address", server.address, "--max-tokens=2"]
             command += [] if keeps_history else ["--no-history"]
-            with subprocess.Popen(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside) as process:
+            with started(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside) as process:
                 _wait_for(terminal, b"> ")
                 os.write(terminal, keys)
                 if keys.startswith(b"Hi") or keeps_history:

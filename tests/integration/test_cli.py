@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from octavo.cli import COMMANDS, main
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
+from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "127.0.0.1:1"
@@ -41,11 +43,11 @@ def state_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(*arguments: str, **kwargs: object) -> subprocess.Popen[str]:
+def octavo(*arguments: str, **kwargs: object) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "octavo", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     options: dict[str, Any] = {**pipes, **kwargs}
-    return subprocess.Popen(command, cwd=ROOT, text=True, **options)
+    return started(command, cwd=ROOT, text=True, **options)
 
 
 def test_help_lists_the_commands_and_imports_nothing_slow() -> None:
@@ -194,7 +196,7 @@ def test_beams_come_with_their_scores_and_are_greedy_by_default(
 
 def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
     server.inference.token_delay_s = 0.05
-    with start("generate", "Once", "--address", server.address, "--max-tokens", "40", "--seed", "1") as process:
+    with octavo("generate", "Once", "--address", server.address, "--max-tokens", "40", "--seed", "1") as process:
         assert process.stdout is not None
         times = []
         while os.read(process.stdout.fileno(), 4096):
@@ -204,7 +206,7 @@ def test_generate_streams_as_tokens_come(server: FakeServer) -> None:
 
 
 def test_generate_as_chat_and_through_a_pipe(server: FakeServer) -> None:
-    with start("generate", "--chat", "--address", server.address, stdin=subprocess.PIPE) as process:
+    with octavo("generate", "--chat", "--address", server.address, stdin=subprocess.PIPE) as process:
         out, _ = process.communicate("What is a scheduler?\n")
     assert process.returncode == 0 and out.endswith("\n")
     assert server.inference.requests[0].messages.messages[0].content == "What is a scheduler?"
@@ -302,7 +304,7 @@ def test_ctrl_c_cuts_an_answer_short_and_ctrl_d_leaves(server: FakeServer) -> No
             shown += os.read(terminal, 4096)
         shown = shown.partition(text)[2]
 
-    with start(
+    with octavo(
         "chat", "--address", server.address, "--seed", "1", "--max-tokens", "500", stdin=inside, stdout=inside
     ) as process:
         wait_for(b"> ")
@@ -405,7 +407,7 @@ def test_a_command_takes_several_addresses(server: FakeServer, capsys: pytest.Ca
 
 def test_ctrl_c_is_clean_and_cancels(server: FakeServer) -> None:
     server.inference.token_delay_s = 0.02
-    with start("generate", "hi", "--address", server.address, "--max-tokens", "10000") as process:
+    with octavo("generate", "hi", "--address", server.address, "--max-tokens", "10000") as process:
         assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -416,7 +418,7 @@ def test_ctrl_c_is_clean_and_cancels(server: FakeServer) -> None:
 
 def test_a_reader_that_leaves_is_no_traceback(server: FakeServer) -> None:
     server.inference.token_delay_s = 0.002
-    with start("generate", "hi", "--address", server.address, "--max-tokens", "10000") as process:
+    with octavo("generate", "hi", "--address", server.address, "--max-tokens", "10000") as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
@@ -528,8 +530,8 @@ def test_the_first_process_of_a_container_ends_on_sigterm_before_it_serves(tmp_p
     pipe = tmp_path / "options.yaml"
     os.mkfifo(pipe)
     code = f"import os; os.getpid = lambda: 1; from octavo.cli import main; main(['worker', '--config', {str(pipe)!r}])"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
-        deadline = time.monotonic() + 20
+    with started([sys.executable, "-c", code], cwd=ROOT) as process:
+        deadline = time.monotonic() + 60
         while True:
             try:
                 writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
@@ -538,5 +540,5 @@ def test_the_first_process_of_a_container_ends_on_sigterm_before_it_serves(tmp_p
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 128 + signal.SIGTERM  # -SIGTERM without a handler
-        os.close(writer)
+        os.close(writer)  # a signal that came just before the process reads is handled when it has read
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM  # -SIGTERM without a handler

@@ -16,7 +16,7 @@ import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from octavo import AsyncClient, Client, SamplingParams
+from octavo import AsyncClient, Client, Logprob, SamplingParams
 from octavo.client import _Call, channel_credentials
 from octavo.errors import RequestFailed
 from octavo.generation import Generation, build_request
@@ -346,7 +346,7 @@ def test_complete_gives_the_whole_at_once(server: FakeServer) -> None:
     assert not server.inference.requests[0].stream and server.inference.requests[0].HasField("stream")
     first, second = output.outputs
     assert output.finished and (first.text, list(first.token_ids), first.stop_reason) == ("ab", [1, 2], "c")
-    assert first.cumulative_logprob == -1.5 and first.logprobs is not None and first.logprobs[0].token.rank == 1
+    assert first.cumulative_logprob == -1.5 and first.logprobs == [{1: Logprob(-0.5, 1, "")}]
     assert (second.stop_reason, second.score, second.cumulative_logprob, second.logprobs) == (0, -2, None, None)
 
 

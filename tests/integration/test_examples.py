@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -27,7 +26,8 @@ NEEDS_A_MODEL = {
     "offline_batch.py": ["'The sea is' -> ", "'A tide is' -> "],
     "engine_loop.py": ["step 1", "steps for 4 requests"],
 }
-SCRIPTS = {"grpcurl_session.sh", "compose.sh", "notebook.ipynb"}
+SCRIPTS = {"grpcurl_session.sh", "compose.sh"}
+NOTEBOOKS = {"notebook.ipynb"}  # tests/integration/test_notebook.py runs it
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def test_every_example_has_a_test() -> None:
         *NEEDS_HTTP,
         *NEEDS_A_MODEL,
         *SCRIPTS,
+        *NOTEBOOKS,
     }
 
 
@@ -84,19 +85,6 @@ def test_the_grpcurl_session(server: Served) -> None:
     for shown in ("octavo.v1.Inference\n", "rpc Generate", '"token_ids": [', "FINISH_REASON_LENGTH", "SERVING"):
         assert shown in printed, printed
     assert "sampling_params.temperature" in printed, "the refusal names the field"
-
-
-def test_the_cells_of_the_notebook(model: Path, tmp_path: Path) -> None:
-    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    cells = notebook["cells"]
-    assert len({cell["id"] for cell in cells}) == len(cells), "every cell has an id of its own"
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), "it is kept without outputs"
-    script = tmp_path / "notebook.py"
-    script.write_text("\n".join("".join(cell["source"]) for cell in code), encoding="utf-8")
-    lines = run(sys.executable, script, MODEL=str(model)).splitlines()
-    assert len(lines) == 3 + 5, "three outputs, five positions"
 
 
 def test_compose_is_called_with_what_compose_yaml_knows(server: Served, tmp_path: Path) -> None:

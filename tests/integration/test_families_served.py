@@ -13,6 +13,8 @@ from tests.tiny_models import IM_END
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 # One of each kind of step: experts, windows beside whole attention, learned positions, slopes, norms behind.
 # Llama is what all other tests serve; tests/worker/test_families.py has the logits of every family, also in chunks.
 SERVED = ["mixtral", "gemma3", "gpt2", "bloom", "opt-behind"]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from octavo import AsyncClient, SamplingParams
+from octavo.errors import RequestFailed
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
@@ -125,21 +126,24 @@ REQUESTS: dict[str, dict[str, Any]] = {
     },
     "cached": {"sampling_params": pb.SamplingParams(**GREEDY)},  # what the requests before it have left
     "refused": {"sampling_params": pb.SamplingParams(temperature=-1.0)},
+    "too long to be tokenised": {"prompt": "a" * 100_000},
+    "too long": {"prompt": "a" * 300},
     "an unknown adapter": {"sampling_params": pb.SamplingParams(**GREEDY), "adapter": "none"},
 }
 
 
-async def _answers(client: Client, salt: str = "") -> dict[str, object]:
+async def _answers(client: Client, salt: str = "") -> dict[str, tuple[Any, ...]]:
     """What each request gets, without what time has to do with: how tokens were spread over messages, and timings."""
-    answers: dict[str, object] = {}
+    answers: dict[str, tuple[Any, ...]] = {}
     for name, fields in REQUESTS.items():
         whole = pb.GenerateResponse()
-        request = pb.GenerateRequest(prompt="Ü say|", request_id=name, cache_salt=salt, **fields)
+        request = pb.GenerateRequest(request_id=name, cache_salt=salt, **{"prompt": "Ü say|", **fields})
         try:
             async for part in client.inference.Generate(request):
                 whole.MergeFrom(part)
         except grpc.aio.AioRpcError as error:
-            answers[name] = (error.code(), error.details())
+            failure = RequestFailed.from_rpc_error(error)
+            answers[name] = (failure.code, failure.message, failure.reason, failure.violations)
             continue
         whole.ClearField("timings")
         outputs: dict[int, pb.OutputDelta] = {}
@@ -158,6 +162,7 @@ async def test_every_kind_of_request_gets_what_it_gets_in_one_process():
             alone.wait_until_ready()
             async with grpc.aio.insecure_channel(alone.address) as channel:
                 wanted = await _answers(Client(channel, psutil.Process(alone.process.pid)))
+        assert [wanted[name][2] for name in ("too long to be tokenised", "too long")] == ["PROMPT_TOO_LONG"] * 2
         with scheduler(f"--worker={worker.address}", "--frontends=2") as both:
             both.wait_until_ready()
             async with a_client_of_each_frontend(both) as clients:
@@ -231,6 +236,7 @@ async def test_a_lost_frontend_takes_its_requests_along_and_no_others_and_anothe
 async def test_the_client_library_goes_on_at_another_frontend(slow):
     params = SamplingParams(max_tokens=100, seed=3)
     await until("both frontends", lambda: len(frontends_of(slow)) == 2)
+    await until("the end of others' connections", lambda: not any(map(_num_clients, frontends_of(slow))))
     async with AsyncClient(slow.address) as client:
         wanted = await client.complete("say|", params)
         frontends, tokens = frontends_of(slow), list[int]()

@@ -114,10 +114,10 @@ def test_logprobs_are_those_of_grpc(both: ServedOverHttp) -> None:
     asked: Any = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
     found = both.openai.chat.completions.create(**asked).choices[0].logprobs
     assert found and found.content and expected.logprobs
-    for entry, known in zip(found.content, expected.logprobs, strict=True):
-        assert (entry.token, entry.logprob) == (known.token.text, known.token.logprob)
+    for entry, token_id, known in zip(found.content, expected.token_ids, expected.logprobs, strict=True):
+        assert (entry.token, entry.logprob) == (known[token_id].decoded_token, known[token_id].logprob)
         assert [(each.token, each.logprob) for each in entry.top_logprobs] == [
-            (each.text, each.logprob) for each in known.top
+            (each.decoded_token, each.logprob) for each in sorted(known.values(), key=lambda each: each.rank)[:2]
         ]
 
 
@@ -127,7 +127,7 @@ def test_a_prompt_is_scored(both: ServedOverHttp) -> None:
     found = both.openai.completions.create(model="tiny", prompt="The sea", max_tokens=0, echo=True, logprobs=0)
     logprobs = found.choices[0].logprobs
     assert expected and logprobs and logprobs.tokens and found.usage and found.usage.completion_tokens == 0
-    assert logprobs.token_logprobs == [entry.token.logprob if entry else None for entry in expected]
+    assert logprobs.token_logprobs == [next(iter(entry.values())).logprob if entry else None for entry in expected]
     assert "".join(logprobs.tokens) == found.choices[0].text == "The sea"
 
 
@@ -239,17 +239,22 @@ def test_processes_share_a_port_and_are_started_again(both: ServedOverHttp) -> N
     asked = Gateway(free_port())
     flags = ["--scheduler", both.served.address, "--port", str(asked.port), "--processes", "2"]
     process = subprocess.Popen([sys.executable, "-m", "octavo", "gateway", *flags], cwd=ROOT)
+
+    def counted(number: int) -> bool:
+        told = asked.ask("GET", "/metrics")[2].splitlines()
+        return f'octavo:http_requests_total{{path="/v1/completions",status="200"}} {number}.0' in told
+
     try:
         parent = psutil.Process(process.pid)
         expect_soon(lambda: len(parent.children()) == 2 and all(map(listens, parent.children())))
         for _ in range(10):
             assert asked.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        expect_soon(lambda: counted(10))  # an answer is counted once it has been sent
         first, _ = parent.children()
         first.kill()
         expect_soon(lambda: first not in (found := parent.children()) and len(found) == 2 and all(map(listens, found)))
         assert asked.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
-        told = asked.ask("GET", "/metrics")[2].splitlines()
-        assert 'octavo:http_requests_total{path="/v1/completions",status="200"} 11.0' in told
+        expect_soon(lambda: counted(11))
         family = parent.children()
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0

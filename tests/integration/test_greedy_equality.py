@@ -17,6 +17,8 @@ from tests.oracle import GreedyOracle
 from tests.prompts import token_ids
 from tests.tiny_models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 GIB = 1 << 30
 
 
@@ -59,7 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module")
 def smollm2() -> Case:
     folder = resolve_model("smollm2-135m-instruct")
-    return make_case(folder, max_tokens=16, longest=600, block_bytes=2 * 30 * 3 * 64 * 16 * 4, each=3)
+    return make_case(folder, max_tokens=12, longest=600, block_bytes=2 * 30 * 3 * 64 * 16 * 4, each=6)
 
 
 def engine(case: Case, **options: object) -> LLM:

@@ -82,7 +82,8 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
 @pytest.fixture(scope="module", params=["--frontends=1", pytest.param("--frontends=2", marks=pytest.mark.chaos)])
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     with FakeWorker(spell("fine"), max_model_len=8192, num_blocks=4096) as worker:
-        with scheduler(f"--worker={worker.address}", "--log-level=warning", request.param) as service:
+        flags = ["--log-level=warning", "--text-processes=2", request.param]
+        with scheduler(f"--worker={worker.address}", *flags) as service:
             service.wait_until_ready()
             yield service
 
@@ -143,7 +144,7 @@ async def test_sigterm_ends_a_scheduler_at_once_whatever_is_rendered(tmp_path: P
     """Those whose text is not done are sent elsewhere, and no process stays behind."""
     write_byte_tokenizer(tmp_path, 400)
     (tmp_path / "chat_template.jinja").write_text(ENDLESS)
-    flags = (f"--tokenizer={tmp_path}", "--text-timeout=300", frontends, "--log-level=warning")
+    flags = (f"--tokenizer={tmp_path}", "--text-timeout=300", frontends, "--log-level=warning", "--text-processes=2")
     with FakeWorker(spell("fine")) as worker, scheduler(f"--worker={worker.address}", *flags) as service:
         service.wait_until_ready()
         async with grpc.aio.insecure_channel(service.address) as channel:

@@ -17,6 +17,8 @@ from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import load_model
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SIZES = {"max_model_len": 256, "kv_cache_memory": 0.02}
 TEXT = Path(__file__).parents[2] / "benchmarks" / "texts" / "alice.txt"
 

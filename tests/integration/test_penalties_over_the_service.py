@@ -12,6 +12,8 @@ from octavo import LLM, SamplingParams
 from tests.oracle import GreedyOracle
 from tests.tiny_models import IM_END, make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 PROMPTS = [list(b"The tide "), list(b"a"), list(b"one two one two one two ")]
 MAX_TOKENS = 24
 

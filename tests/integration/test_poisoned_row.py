@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 POISON = 777  # a token whose embedding is NaN: every token behind it in a prompt is, and nothing else
 

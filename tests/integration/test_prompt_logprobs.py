@@ -12,6 +12,8 @@ from octavo import LLM, RequestOutput, SamplingParams
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TOLERANCE = 1e-3
 TEXT = list(
     b"The tide comes in twice a day, and whoever builds on the sand below its line builds twice a day as well. "
@@ -39,12 +41,13 @@ def check(oracle: GreedyOracle, output: RequestOutput, prompt: list[int], num_to
     assert found is not None and len(found) == len(prompt) and found[0] is None
     reference = oracle.logprobs(prompt)
     for token_id, entry, expected in zip(prompt[1:], found[1:], reference, strict=False):
-        assert entry is not None and entry.token.token_id == token_id
-        assert entry.token.logprob == pytest.approx(float(expected[token_id]), abs=TOLERANCE)
-        _check_rank(entry.token.rank, expected, token_id)
-        assert len(entry.top) == num_top and [top.rank for top in entry.top] == list(range(1, num_top + 1))
-        values = torch.tensor([top.logprob for top in entry.top])
-        assert torch.allclose(values, expected[[top.token_id for top in entry.top]], atol=TOLERANCE)
+        assert entry is not None and next(iter(entry)) == token_id
+        assert entry[token_id].logprob == pytest.approx(float(expected[token_id]), abs=TOLERANCE)
+        _check_rank(entry[token_id].rank, expected, token_id)
+        best = sorted(entry, key=lambda each: entry[each].rank)[:num_top]
+        assert len(entry) - num_top in (0, 1) and [entry[each].rank for each in best] == list(range(1, num_top + 1))
+        values = torch.tensor([entry[each].logprob for each in best])
+        assert torch.allclose(values, expected[best], atol=TOLERANCE)
         assert torch.allclose(values, expected.topk(num_top).values, atol=TOLERANCE), "others are more likely"
 
 
@@ -121,6 +124,6 @@ def test_the_whole_vocabulary_where_the_server_allows_it(folder, oracle):
             expected = oracle.logprobs([*prompt, *drawn.token_ids])[len(prompt) - 1 : -1]
             assert drawn.logprobs is not None and len(drawn.logprobs) == 2
             for entry, logprobs in zip(drawn.logprobs, expected, strict=True):
-                assert sorted(top.token_id for top in entry.top) == list(range(vocab_size))
-                values = torch.tensor([top.logprob for top in entry.top])
-                assert torch.allclose(values, logprobs[[top.token_id for top in entry.top]], atol=TOLERANCE)
+                assert sorted(entry) == list(range(vocab_size))
+                values = torch.tensor([each.logprob for each in entry.values()])
+                assert torch.allclose(values, logprobs[list(entry)], atol=TOLERANCE)

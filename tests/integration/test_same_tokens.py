@@ -22,6 +22,8 @@ from scheduler_svc.core.worker_groups import WorkerGroups
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 GIB = 1 << 30
 TOLERANCE = 1e-4
 MAX_MODEL_LEN = 256

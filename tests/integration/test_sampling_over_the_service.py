@@ -17,6 +17,8 @@ from octavo.models.resolve import resolve_model
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 PROMPT = list(b"The tide ")
 
 
@@ -125,12 +127,14 @@ def test_logprobs_are_those_of_the_model(served):
     total = 0.0
     for position, (token_id, found) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         expected = reference[len(PROMPT) - 1 + position]
-        assert found.token.token_id == token_id
-        assert found.token.logprob == pytest.approx(float(expected[token_id]), abs=1e-3)
-        assert found.token.rank == 1 + int((expected > expected[token_id]).sum())
+        drawn = found[token_id]
+        assert next(iter(found)) == token_id
+        assert drawn.logprob == pytest.approx(float(expected[token_id]), abs=1e-3)
+        assert drawn.rank == 1 + int((expected > expected[token_id]).sum())
         best = expected.topk(5)
-        assert [entry.token_id for entry in found.top] == best.indices.tolist()
-        assert [entry.logprob for entry in found.top] == pytest.approx(best.values.tolist(), abs=1e-3)
-        assert [entry.rank for entry in found.top] == [1, 2, 3, 4, 5]
-        total += found.token.logprob
+        ranked = sorted(found.items(), key=lambda item: item[1].rank)[:5]
+        assert [top_id for top_id, _ in ranked] == best.indices.tolist()
+        assert [entry.logprob for _, entry in ranked] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert [entry.rank for _, entry in ranked] == [1, 2, 3, 4, 5]
+        total += drawn.logprob
     assert completion.cumulative_logprob == pytest.approx(total)

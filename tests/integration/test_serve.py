@@ -97,37 +97,48 @@ def tokens(address: str, prompt: str) -> list[int]:
         return [t for output in client.generate(prompt, GREEDY) for part in output.outputs for t in part.token_ids]
 
 
-def test_says_how_to_call_it_answers_and_ends_with_ctrl_c(model: Path) -> None:
-    with serving("--model", str(model)) as served:
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[Served]:
+    """For tests that leave it as it was."""
+    with serving("--model", str(model), "--workers", "2") as served:
         served.wait_until_ready()
-        assert f"{model} at {served.address}, 1 worker" in served.said
-        assert "grpcurl -plaintext" in served.said
-        assert len(tokens(served.address, "hello")) == 40
-        code, seconds = served.end(signal.SIGINT)
-    assert code == 130 and seconds < 5
+        yield served
+        code, seconds = served.end(signal.SIGTERM)
+    assert code == 0 and seconds < 5
     assert "Traceback" not in served.said
 
 
-def test_every_command_against_it(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_says_how_to_call_it_and_answers(running: Served, model: Path) -> None:
+    assert f"{model} at {running.address}, 2 workers" in running.said
+    assert "grpcurl -plaintext" in running.said
+    assert len(tokens(running.address, "hello")) == 40
+
+
+def test_every_command_against_it(running: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     requests = tmp_path / "requests.jsonl"
     requests.write_text('{"prompt_token_ids": [5, 6, 7], "max_tokens": 4}\n' * 5)
-    with serving("--model", str(model), "--workers", "2") as served:
-        served.wait_until_ready()
-        address = ["--address", served.address]
-        assert main(["health", served.address]) == 0
-        assert main(["generate", "Once", *address, "--max-tokens", "9", "--ignore-eos", "--stats"]) == 0
-        assert "4 tokens in, 9 out" in capsys.readouterr().err
-        assert main(["chat", "Who are you?", *address, "--max-tokens", "9"]) == 0
-        capsys.readouterr()
-        assert main(["bench", "serve", *address, "--requests-file", str(requests), "--streams", "3", "--json"]) == 0
-        (row,) = json.loads(capsys.readouterr().out)
-        assert row["output_tokens"] == 20
-        served.end(signal.SIGTERM)
+    address = ["--address", running.address]
+    assert main(["health", running.address]) == 0
+    assert main(["generate", "Once", *address, "--max-tokens", "9", "--ignore-eos", "--stats"]) == 0
+    assert "4 tokens in, 9 out" in capsys.readouterr().err
+    assert main(["chat", "Who are you?", *address, "--max-tokens", "9"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "serve", *address, "--requests-file", str(requests), "--streams", "3", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row["output_tokens"] == 20
 
 
-def test_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
+def test_a_dead_worker_is_named_and_replaced_and_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
     with serving("--model", str(model)) as served, Client(served.address) as client:
         served.wait_until_ready()
+        assert f"{model} at {served.address}, 1 worker." in served.said
+        expected = tokens(served.address, "hello")
+        worker = served.worker()
+        worker.kill()
+        served.wait_for(lambda: "a child has ended" in served.said and str(worker.pid) in served.said)
+        assert "SIGKILL" in served.said
+        served.wait_for(lambda: any("worker" in process.cmdline() for process in served.family()))
+        assert tokens(served.address, "hello") == expected
         endless = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
         streams = [client.generate(f"story {i}", endless) for i in range(4)]
         for stream in streams:
@@ -136,6 +147,7 @@ def test_ctrl_c_does_not_wait_for_long_requests(model: Path) -> None:
         for stream in streams:
             stream.close()
     assert code == 130 and seconds < 5
+    assert "Traceback" not in served.said
 
 
 def test_sigterm_lets_requests_finish(model: Path) -> None:
@@ -147,19 +159,6 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
         outputs += stream
         assert outputs[-1].metrics is not None and outputs[-1].metrics.num_output_tokens == 300
         assert served.process.wait(10) == 0
-
-
-def test_a_dead_worker_is_named_replaced_and_not_noticed_by_requests(model: Path) -> None:
-    with serving("--model", str(model)) as served:
-        served.wait_until_ready()
-        expected = tokens(served.address, "hello")
-        worker = served.worker()
-        worker.kill()
-        served.wait_for(lambda: "a child has ended" in served.said and str(worker.pid) in served.said)
-        assert "SIGKILL" in served.said
-        served.wait_for(lambda: any("worker" in process.cmdline() for process in served.family()))
-        assert tokens(served.address, "hello") == expected
-        served.end(signal.SIGTERM)
 
 
 def test_the_scheduler_s_death_ends_all(model: Path) -> None:

@@ -169,7 +169,7 @@ async def test_operators_and_clients_see_one_scheduler(sharded: Sharded) -> None
     for call in calls:
         await call.read()
     load = await sharded.until("all run", lambda load: load.num_requests_running == 12)
-    assert min(worker.num_running for worker in load.workers) >= 2, "they are spread over both shards"
+    assert all(worker.num_running for worker in load.workers), "they are spread over both shards"  # by measured speed
     ids, token = list[str](), ""
     while token or not ids:
         page = await sharded.control.ListRequests(pb.ListRequestsRequest(page_size=5, page_token=token))
@@ -186,6 +186,12 @@ async def test_operators_and_clients_see_one_scheduler(sharded: Sharded) -> None
         seen |= {(block.worker, block.block_id) for block in blocks.blocks}
         token = blocks.next_page_token
     assert {worker for worker, _ in seen} == {worker.address for worker in load.workers}
+    view = await sharded.control.GetView(pb.GetViewRequest(max_requests=9))
+    assert len(view.requests) == 9 and view.has_more_requests and view.load.num_requests_running == 12
+    assert {pool.worker for pool in view.pools} == {worker.address for worker in load.workers}
+    withheld = pb.WithholdBlocksRequest(worker=load.workers[0].address, num_blocks=10**6)
+    with pytest.raises(grpc.aio.AioRpcError, match="num_blocks: got 1000000; accepted: 0 to"):
+        await sharded.control.WithholdBlocks(withheld)
     steps = sharded.control.WatchSteps(pb.WatchStepsRequest())
     watched: set[str] = set()
     while len(watched) < 2:

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import subprocess
 import sys
 import termios
 import threading
@@ -27,6 +26,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tests.fakes import FakeWorker, say_forever, spell
 from tests.integration.scheduler_process import Service, scheduler
+from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,7 +213,7 @@ def test_at_a_terminal_it_draws_until_q_and_leaves_the_terminal_as_it_was(servic
 
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
     command = [sys.executable, "-m", "octavo", "top", "--interval=0.05", "--address", service.address]
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
+    with started(command, cwd=ROOT, env=environ, stdin=inside, stdout=inside, stderr=inside) as process:
         wait_for(b"the-long-one")
         os.write(terminal, b"r")  # hides requests
         shown = b""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -74,22 +74,17 @@ def wait_until_running(address: str, count: int) -> None:
             assert time.monotonic() < deadline, "the requests did not start"
 
 
-@pytest.mark.parametrize("first", ["scheduler", "worker"])
-def test_either_may_be_started_first(folder, first):
+def test_a_worker_may_be_started_first(folder):
     scheduler_port, worker_port = free_port(), free_port()
-    commands = [
-        ["scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"],
-        worker(folder, worker_port),
-    ]
-    with ExitStack() as processes:
-        for arguments in commands if first == "scheduler" else reversed(commands):
-            processes.enter_context(command(*arguments))
-            time.sleep(1.0)
-        wait_until_ready(f"127.0.0.1:{scheduler_port}")
-        assert generate(f"127.0.0.1:{scheduler_port}") == expected(folder)
+    with command(*worker(folder, worker_port)):
+        time.sleep(1.0)
+        with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"):
+            wait_until_ready(f"127.0.0.1:{scheduler_port}")
+            assert generate(f"127.0.0.1:{scheduler_port}") == expected(folder)
 
 
 def test_a_worker_killed_under_a_request_and_started_again_goes_on_where_it_stopped(folder):
+    """The scheduler is there before both."""
     scheduler_port, worker_port = free_port(), free_port()
     address = f"127.0.0.1:{scheduler_port}"
     with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"):

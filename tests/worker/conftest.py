@@ -7,9 +7,17 @@ import time
 import pytest
 
 from octavo.shared.cores import allowed_cores
+from octavo.worker_process import WorkerProcess
+from tests.forked_worker import fork
 from worker_svc.host.busy_cores import read_core_times
 from worker_svc.models import linear
 from worker_svc.models.float_linear import FloatLinear
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `LLM` is up in half a second: its worker is forked (`tests.forked_worker`)."""
+    monkeypatch.setattr(WorkerProcess, "_open", fork)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -22,8 +23,20 @@ def next_token(token_id: int, position: int) -> int:
     return (token_id * 7 + position * 3 + 1) % VOCAB_SIZE
 
 
+class Hold:
+    """Keeps a model in the step that comes next, from `has_begun` until somebody sets `may_end`."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        """In the model. Raises AssertionError where nobody lets it go on."""
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+
+
 class FakeModel:
-    """Puts logit 5 on `next_token` and 0 elsewhere; can be slow, fail, or answer NaN for one token id."""
+    """Puts logit 5 on `next_token` and 0 elsewhere; can be slow, held, fail, or answer NaN for one token id."""
 
     weights_bytes = 0
     is_capturable = True
@@ -33,6 +46,7 @@ class FakeModel:
         self.config = config or fake_config()
         self.delay_s = 0.0
         self.spins = False  # whether it computes in Python for that long, rather than sleep
+        self.hold: Hold | None = None
         self.error: Exception | None = None
         self.poison: int | None = None
         self.num_forwards = 0
@@ -50,6 +64,8 @@ class FakeModel:
         while self.spins and time.monotonic() < finished_s:
             pass
         time.sleep(max(finished_s - time.monotonic(), 0))
+        if self.hold is not None:
+            self.hold.wait()
         self.num_forwards += 1
         if self.error is not None:
             error, self.error = self.error, None

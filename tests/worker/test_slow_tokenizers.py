@@ -190,6 +190,7 @@ def test_the_tokenizer_may_lie_in_another_folder(tmp_path: Path) -> None:
         TokenizerFiles.from_folder(model, tokenizer_folder=other)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_served_worker_whose_tokenizer_is_made_of_the_files_of_another_folder(tmp_path: Path) -> None:
     from octavo import LLM, SamplingParams
     from tests.tiny_models import make_tiny_llama

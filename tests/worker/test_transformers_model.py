@@ -124,6 +124,7 @@ def test_a_cache_is_given_up_by_who_owns_it(tmp_path: Path) -> None:
     assert cache() is None, "its memory is wanted for the next one"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_greedy_tokens_over_the_service(tmp_path: Path) -> None:
     """Of one of them: what kinds differ in is not seen outside of the model."""
     folder = make("PhiConfig", tmp_path / "model")
