@@ -74,7 +74,9 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
             )
         ]
     handlers = {HTTPException: _not_found, Exception: _failed}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to a host that the request's own header names
+    return app
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

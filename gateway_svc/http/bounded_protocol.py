@@ -7,14 +7,19 @@ A connection that is idle makes room for one that is not. A request has to be he
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway_svc.answers.json_text import text_of
+from gateway_svc.errors import HttpError
+
 log = structlog.get_logger()
 
 MAX_HEAD_BYTES = 65_536
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class Bounds:
@@ -71,12 +76,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Refuses a head that does not end."""
+        """Refuses a head that does not end, and overlooks an offer to speak another protocol."""
         if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("The head of the request is too large.")
         if not self.transport.is_closing():
             self._num_head_bytes += len(data)
-            super().data_received(data)
+            super().data_received(_without_offer(data) if self._in_head else data)
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no request, as OpenAI's clients read it, unless it came behind one that is being answered."""
+        if self.is_idle or not self._running.response_started:
+            body = text_of(HttpError(400, msg).body()).encode("ascii")
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+            self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n".encode("ascii") + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -140,3 +153,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 other.transport.abort()
                 return True
         return False
+
+
+def _without_offer(data: bytes) -> bytes:
+    """Java's client offers HTTP/2 in the head of its first request, and httptools takes the body for that, unread."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"", head) + end + rest

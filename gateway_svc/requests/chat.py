@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway_svc.errors import InvalidField
 from gateway_svc.requests.asked import Asked, new_id
-from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.fields import Fields, shown
 from gateway_svc.requests.messages import read_messages
 from gateway_svc.requests.other_fields import read_other
 from gateway_svc.requests.sampling import put, read_outputs, read_request, read_sampling
@@ -15,7 +15,7 @@ from protos import inference_pb2 as pb
 
 def read_chat(fields: Fields) -> Asked:
     """Raises InvalidField."""
-    id = new_id("chatcmpl", fields.text("request_id"))
+    id = new_id("chatcmpl", fields.id("request_id"))
     names = {"logprobs": "top_logprobs", "prompt": "messages"}
     streaming = read_streaming(fields)
     params = read_sampling(fields, names)
@@ -50,7 +50,9 @@ def read_max_tokens(params: pb.SamplingParams, fields: Fields) -> str:
     """Either name, the newer one first; gives the one that is used."""
     newer, older = fields.integer("max_completion_tokens"), fields.integer("max_tokens")
     if newer is not None and older is not None and newer != older:
-        raise InvalidField(fields.param("max_tokens"), f"got {older}, and max_completion_tokens {newer}; accepted: one")
+        raise InvalidField(
+            fields.param("max_tokens"), f"got {shown(older)}, and max_completion_tokens {shown(newer)}; accepted: one"
+        )
     name = "max_tokens" if newer is None else "max_completion_tokens"
     put(params, "max_tokens", older if newer is None else newer, fields, name)
     return name
@@ -61,7 +63,7 @@ def read_top_logprobs(params: pb.SamplingParams, fields: Fields) -> int | None:
     wanted, num_top = fields.switch("logprobs"), fields.integer("top_logprobs")
     if not wanted:
         if num_top:
-            raise InvalidField(fields.param("top_logprobs"), f"got {num_top}; accepted: only with logprobs")
+            raise InvalidField(fields.param("top_logprobs"), f"got {shown(num_top)}; accepted: only with logprobs")
         return None
     put(params, "logprobs", num_top or 0, fields, "top_logprobs")
     return num_top or 0

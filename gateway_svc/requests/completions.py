@@ -6,18 +6,19 @@ from gateway_svc.errors import InvalidField
 from gateway_svc.requests.asked import Asked, new_id
 from gateway_svc.requests.fields import Fields
 from gateway_svc.requests.other_fields import read_other
-from gateway_svc.requests.prompts import put_prompt, read_prompts
+from gateway_svc.requests.prompts import Prompt, put_prompt, read_prompts
 from gateway_svc.requests.sampling import put, read_outputs, read_request, read_sampling
 from gateway_svc.requests.shown_tokens import read_prompt_logprobs, read_token_forms
 from gateway_svc.requests.stream_options import read_streaming
 from protos import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_COPIED_BYTES = 16_777_216  # of one call
 
 
 def read_completion(fields: Fields) -> Asked:
     """Raises InvalidField."""
-    id = new_id("cmpl", fields.text("request_id"))
+    id = new_id("cmpl", fields.id("request_id"))
     names = {"prompt_token_ids": "prompt"}
     streaming = read_streaming(fields)
     params = read_sampling(fields, names)
@@ -39,6 +40,7 @@ def read_completion(fields: Fields) -> Asked:
     _read_logprobs(asked, params, head, fields)
     read_prompt_logprobs(asked, params, fields)
     head.sampling_params.CopyFrom(params)
+    _check_size(prompts, head, fields)
     for index, prompt in enumerate(prompts):
         request = pb.GenerateRequest()
         request.CopyFrom(head)
@@ -49,6 +51,15 @@ def read_completion(fields: Fields) -> Asked:
     read_other(fields)
     fields.finish()
     return asked
+
+
+def _check_size(prompts: list[Prompt], head: pb.GenerateRequest, fields: Fields) -> None:
+    """What is asked of all prompts is sent with each of them."""
+    if len(prompts) * head.ByteSize() > MAX_COPIED_BYTES:
+        what = (
+            f"got {len(prompts)} prompts, and other fields of {head.ByteSize()} bytes, which each of them takes along"
+        )
+        raise InvalidField(fields.param("prompt"), f"{what}; accepted: at most {MAX_COPIED_BYTES} bytes together")
 
 
 def _read_max_tokens(asked: Asked, params: pb.SamplingParams, fields: Fields) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -25,6 +26,11 @@ class Fields:
         self._known: set[str] = set()
         self._path = path
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Names that have been read so far, whether they were there or not."""
+        return frozenset(self._known)
+
     def param(self, name: str) -> str:
         """The field's name from the root of the body on."""
         return f"{self._path}.{name}" if self._path else name
@@ -43,6 +49,11 @@ class Fields:
         found: str | None = self._typed(name, lambda value: isinstance(value, str), "text")
         return found
 
+    def id(self, name: str) -> str | None:
+        """Text that a header of HTTP can have."""
+        found: str | None = self._typed(name, is_header_text, "printable ASCII")
+        return found
+
     def integer(self, name: str) -> int | None:
         """A whole number."""
         found: int | None = self._typed(name, is_integer, "a whole number")
@@ -50,7 +61,7 @@ class Fields:
 
     def number(self, name: str) -> float | None:
         """A number."""
-        found: float | None = self._typed(name, lambda value: is_integer(value) or isinstance(value, float), "a number")
+        found: float | None = self._typed(name, is_number, "a number")
         return found
 
     def switch(self, name: str) -> bool | None:
@@ -102,10 +113,9 @@ class Fields:
         """To be called at the end. Raises for a field that nobody knows."""
         if self._left:
             name = next(iter(self._left))
+            name = name[:MAX_SHOWN_CHARS]
             hint = did_you_mean(name, self._known)
-            raise InvalidField(
-                self.param(name[:MAX_SHOWN_CHARS]), f"no field has this name{hint}", code="unknown_parameter"
-            )
+            raise InvalidField(self.param(name), f"no field has this name{hint}", code="unknown_parameter")
 
     def _typed(self, name: str, is_accepted: Callable[[Any], bool], accepted: str) -> Any:
         value = self.take(name)
@@ -117,6 +127,16 @@ class Fields:
 def is_integer(value: Any) -> bool:
     """JSON's true is none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """JSON's 1e999 is none here: it would be infinite."""
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_header_text(value: Any) -> bool:
+    """No line of its own can begin in it."""
+    return isinstance(value, str) and value.isascii() and value.isprintable()
 
 
 def is_text(value: Any) -> bool:

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from gateway_svc.errors import InvalidField
-from gateway_svc.requests.fields import Fields, shown
+from gateway_svc.requests.fields import Fields, is_list_of, shown
 from protos import inference_pb2 as pb
 
 _KINDS = {
@@ -66,12 +66,14 @@ def read_format(format: Fields | None) -> list[tuple[str, str, Any]]:
 def set_guide(params: pb.SamplingParams, param: str, kind: str, value: Any, names: dict[str, str]) -> None:
     """Puts it into the message; `names` learns where it came from. Raises InvalidField."""
     names["guided"] = names[f"guided.{kind}"] = param
-    if kind == "json_schema" and isinstance(value, dict):
-        value = json.dumps(value)
     try:
+        if kind == "json_schema" and isinstance(value, dict):
+            value = json.dumps(value, allow_nan=False)
         if kind == "choice":
+            if not is_list_of(value, str):
+                raise TypeError
             params.guided.choice.choices.extend(value)
         else:
             setattr(params.guided, kind, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         raise InvalidField(param, f"got {shown(value)}, which is no such guide") from None

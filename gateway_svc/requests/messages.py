@@ -12,6 +12,7 @@ _TOOLS = "this server has no tools"
 # What a client sends back of an answer that it got: nothing in them.
 _OF_TOOLS = dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOLS)
 _OF_MEDIA = {"audio": "text is accepted, no other media"}
+MAX_MESSAGES = 8192  # of one call, with their parts: some 50 ms to read, in which nobody else is served
 _EMPTY = ("refusal", "annotations", "name", "reasoning", "reasoning_content", "phase")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ROLES = {"developer": "system"}  # the newer word, which few templates know
@@ -19,10 +20,21 @@ _ROLES = {"developer": "system"}  # the newer word, which few templates know
 
 def read_messages(fields: Fields, name: str) -> list[pb.ChatMessage]:
     """Raises InvalidField for anything but text."""
+    _check_number(fields.peek(name), fields.param(name))
     messages = fields.objects(name)
     if not messages:
         raise InvalidField(fields.param(name), "got none; accepted: at least 1 message")
     return [_message(message) for message in messages]
+
+
+def _check_number(messages: Any, param: str) -> None:
+    """Before any of them is looked at."""
+    if not isinstance(messages, list):
+        return
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    number = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+    if number > MAX_MESSAGES:
+        raise InvalidField(param, f"got {number} messages and parts of them; accepted: at most {MAX_MESSAGES}")
 
 
 def _message(message: Fields) -> pb.ChatMessage:
@@ -77,6 +89,7 @@ def read_input(fields: Fields) -> list[pb.ChatMessage]:
         return [new_message("user", given, param)]
     if not isinstance(given, list) or not given:
         raise InvalidField(param, f"got {'none' if given is None else shown(given)}; accepted: a text, or messages")
+    _check_number(given, param)
     return [_item(Fields(item, f"{param}[{index}]")) for index, item in enumerate(given)]
 
 

@@ -6,7 +6,7 @@ import uuid
 
 from gateway_svc.errors import InvalidField, UnsupportedField
 from gateway_svc.requests.asked import Asked
-from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.fields import Fields, is_list_of, shown
 from gateway_svc.requests.guides import read_format, set_guide
 from gateway_svc.requests.messages import new_message, read_input
 from gateway_svc.requests.other_fields import read_other
@@ -28,20 +28,22 @@ _BEYOND = {
 }
 _PROMPTS = ("messages", "prompt")  # what a scheduler calls it, before and after it is rendered
 _LOGPROBS = "message.output_text.logprobs"
-_REPEATED = ("instructions", "metadata", "user", "safety_identifier", "prompt_cache_key")  # by the answer
+_REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # by the answer, like those that are read elsewhere:
+_REPEATED_TOO = ("instructions", "temperature", "top_p", "max_output_tokens")
 
 
 def read_response(fields: Fields) -> Asked:
     """Raises InvalidField."""
     names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"} | dict.fromkeys(_PROMPTS, "input")
-    settings = {name: fields.peek(name) for name in (*_REPEATED, "temperature", "top_p", "max_output_tokens")}
+    settings = {name: fields.peek(name) for name in _REPEATED_TOO} | {name: fields.text(name) for name in _REPEATED}
+    settings["metadata"] = _read_metadata(fields)
     streaming = read_streaming(fields)
     params = read_sampling(fields, names)
     put(params, "max_tokens", fields.integer("max_output_tokens"), fields, "max_output_tokens")
     num_top = _read_logprobs(params, fields)
     settings["text"] = _read_text(params, fields, names)
     _read_truncation(fields)
-    id = f"resp_{fields.text('request_id') or uuid.uuid4().hex}"
+    id = f"resp_{fields.id('request_id') or uuid.uuid4().hex}"
     request = pb.GenerateRequest(request_id=id, stream=streaming.streams)
     read_request(request, fields)
     request.messages.CopyFrom(pb.Messages(messages=_messages(fields)))
@@ -57,6 +59,14 @@ def _messages(fields: Fields) -> list[pb.ChatMessage]:
     instructions = fields.text("instructions")
     first = [new_message("system", instructions, fields.param("instructions"))] if instructions else []
     return first + read_input(fields)
+
+
+def _read_metadata(fields: Fields) -> dict[str, str] | None:
+    """Notes of the client's own."""
+    metadata = fields.take("metadata")
+    if metadata is None or (isinstance(metadata, dict) and is_list_of([*metadata.values()], str)):
+        return metadata
+    raise InvalidField(fields.param("metadata"), f"got {shown(metadata)}; accepted: an object with texts as values")
 
 
 def _read_logprobs(params: pb.SamplingParams, fields: Fields) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway_svc.errors import InvalidField
-from gateway_svc.requests.fields import Fields, is_integer, shown
+from gateway_svc.requests.fields import Fields, is_number, shown
 from gateway_svc.requests.guides import read_guide
 from octavo.sampling_params import MAX_TOKEN_ENTRIES
 from protos import inference_pb2 as pb
@@ -61,7 +61,9 @@ def read_outputs(params: pb.SamplingParams, fields: Fields, *, streams: bool) ->
     put(params, "best_of", best_of, fields)
     num_outputs = 1 if n is None else n
     if streams and best_of is not None and best_of > num_outputs and not params.use_beam_search:
-        raise InvalidField(fields.param("best_of"), f"got {best_of} with stream; accepted: n, which is {num_outputs}")
+        raise InvalidField(
+            fields.param("best_of"), f"got {shown(best_of)} with stream; accepted: n, which is {shown(num_outputs)}"
+        )
     return num_outputs
 
 
@@ -80,7 +82,7 @@ def put(message: Any, name: str, value: Any, fields: Fields, given: str = "") ->
         return
     try:
         setattr(message, name, value)
-    except (ValueError, TypeError):  # a number that the wire cannot hold, or half of a character
+    except (ValueError, TypeError, OverflowError):  # a number that the wire cannot hold, or half of a character
         raise InvalidField(fields.param(given or name), f"got {shown(value)}, which no scheduler takes") from None
 
 
@@ -102,9 +104,9 @@ def _read_logit_bias(params: pb.SamplingParams, fields: Fields) -> None:
     if len(biases) > MAX_TOKEN_ENTRIES:
         raise InvalidField(param, f"got {len(biases)} entries; accepted: at most {MAX_TOKEN_ENTRIES}")
     for token_id, bias in biases.items():
-        if not (token_id.isdecimal() and len(token_id) <= 10 and (is_integer(bias) or isinstance(bias, float))):
+        if not (token_id.isdecimal() and len(token_id) <= 10 and is_number(bias)):
             raise InvalidField(param, f"got {shown(token_id)}: {shown(bias)}; accepted: {accepted}")
         try:
             params.logit_bias[int(token_id)] = bias
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise InvalidField(param, f"got {shown(token_id)}: {shown(bias)}; accepted: {accepted}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway_svc.errors import InvalidField
 from gateway_svc.requests.asked import Asked
-from gateway_svc.requests.fields import Fields
+from gateway_svc.requests.fields import Fields, shown
 from gateway_svc.requests.sampling import put
 from protos import inference_pb2 as pb
 
@@ -25,6 +25,6 @@ def read_prompt_logprobs(asked: Asked, params: pb.SamplingParams, fields: Fields
         return
     if asked.streams or asked.echoes:
         what = "with stream" if asked.streams else "with echo, whose logprobs are those of the prompt, too"
-        raise InvalidField(fields.param("prompt_logprobs"), f"got {count}; accepted: none {what}")
+        raise InvalidField(fields.param("prompt_logprobs"), f"got {shown(count)}; accepted: none {what}")
     put(params, "prompt_logprobs", count, fields)
     asked.returns_prompt_logprobs = True

@@ -360,6 +360,50 @@ def test_what_is_not_there(shared: Gateway) -> None:
     assert status == 405 and headers["allow"] == "POST"
 
 
+def test_a_path_with_a_slash_too_many_leads_nowhere(shared: Gateway) -> None:
+    status, headers, body = shared.ask("POST", f"{COMPLETIONS}/", GREEDY, host="elsewhere.example")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "unknown_url") and "location" not in headers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET /health HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=lambda value: str(value[:12]),
+)
+def test_what_is_no_request_of_http_gets_an_error_as_others_do(shared: Gateway, sent: bytes) -> None:
+    with shared.connect() as line:
+        line.sendall(sent)
+        head, _, body = line.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_it_does_not_stand_in_an_answer_that_has_begun(fake: Any, shared: Gateway) -> None:
+    fake.token_delay_s = 0.05
+    with shared.connect() as line:
+        line.sendall(request({**GREEDY, "max_tokens": 1000, "stream": True}))
+        begun = line.recv(10)
+        line.sendall(b"\x00\x01")
+        answer = begun + line.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1") == 1
+    assert fake.cancelled.wait(10)
+
+
+def test_an_offer_of_another_protocol_is_overlooked(fake: Any, shared: Gateway) -> None:
+    """As Java's client makes it; what follows the head is still the body."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    with shared.connect() as line:
+        line.sendall(request(GREEDY).replace(b"host: x\r\n", b"host: x\r\n" + offer))
+        answer = line.recv(65_536)
+        while b"total_tokens" not in answer and (more := line.recv(65_536)):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 200 ") and fake.requests[0].prompt == "hello"
+
+
 def test_a_body_that_is_too_large_is_refused_unread(server: FakeServer) -> None:
     with gateway(server.address, max_body_bytes=1000) as small:
         status, body = small.post(COMPLETIONS, {"prompt": "a" * 2000})

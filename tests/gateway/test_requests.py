@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
+from gateway_svc.answers.json_text import text_of
 from gateway_svc.errors import HttpError
 from gateway_svc.requests.asked import Asked
 from gateway_svc.requests.chat import read_chat
@@ -213,6 +215,10 @@ def test_fields_that_change_nothing() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"temperature": "hot"}, "temperature"),
     (chat, {"temperature": True}, "temperature"),
+    (chat, {"temperature": 10**400}, "temperature"),
+    (chat, {"request_id": "one\r\nx-two: 2"}, "request_id"),
+    (completion, {"request_id": "\u00fc"}, "request_id"),
+    (response, {"request_id": "\ud800"}, "request_id"),
     (chat, {"max_tokens": 1.5}, "max_tokens"),
     (chat, {"max_tokens": -1}, "max_tokens"),
     (chat, {"max_tokens": 2**40}, "max_tokens"),
@@ -225,6 +231,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"logit_bias": {"x": 1}}, "logit_bias"),
     (chat, {"logit_bias": {"99999999999": 1}}, "logit_bias"),
     (chat, {"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias"),
+    (chat, {"logit_bias": {"1": 10**400}}, "logit_bias"),
     (chat, {"stop_token_ids": [-1]}, "stop_token_ids"),
     (chat, {"early_stopping": 1}, "early_stopping"),
     (chat, {"top_logprobs": 2}, "top_logprobs"),
@@ -240,6 +247,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"response_format": {"type": "json_schema"}}, "response_format.schema"),
     (chat, {"guided_regex": "a", "guided_json": {}}, "guided_regex"),
     (chat, {"guided_choice": [1]}, "guided_choice"),
+    (chat, {"guided_choice": "abc"}, "guided_choice"),
+    (chat, {"guided_json": {"minimum": float("inf")}}, "guided_json"),
     (chat, {"modalities": ["audio"]}, "modalities"),
     (chat, {"service_tier": "flex"}, "service_tier"),
     (chat, {"reasoning_effort": "high"}, "reasoning_effort"),
@@ -257,12 +266,16 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     (chat, {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     (chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    (chat, {"messages": HELLO * 8193}, "messages"),
+    (chat, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 8192}]}, "messages"),
+    (response, {"input": HELLO * 8193}, "input"),
     (completion, {"prompt": None}, "prompt"),
     (completion, {"prompt": []}, "prompt"),
     (completion, {"prompt": [1, "a"]}, "prompt[0]"),
     (completion, {"prompt": [[-1]]}, "prompt"),
     (completion, {"prompt": "\ud800"}, "prompt"),
     (completion, {"prompt": ["a"] * 1025}, "prompt"),
+    (completion, {"prompt": ["a"] * 1024, "stop": ["b" * 20_000]}, "prompt"),
     (completion, {"max_tokens": 0}, "max_tokens"),
     (completion, {"suffix": "x"}, "suffix"),
     (completion, {"logprobs": True}, "logprobs"),
@@ -274,6 +287,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (response, {"truncation": "auto"}, "truncation"),
     (response, {"include": ["file_search_call.results"]}, "include"),
     (response, {"max_tokens": 4}, "max_tokens"),
+    (response, {"metadata": {"a": float("inf")}}, "metadata"),
+    (response, {"user": ["me"]}, "user"),
 ]  # fmt: skip
 
 
@@ -285,6 +300,31 @@ def test_refusals_name_the_field(read: Any, given: dict[str, Any], param: str) -
         read(**given)
     assert (refused.value.status, refused.value.param, refused.value.type) == (400, param, "invalid_request_error")
     assert refused.value.message.startswith(f"{param}: ") and len(refused.value.message) < 300
+
+
+NASTY: list[Any] = [
+    True, 0, -1, 2**31, 10**400, -(10**400), 1.5, 1e308, float("inf"), "", "a", "\ud800", "\x00", "a\r\nb: c",
+    "a" * 100_000,     [], [[]], [{}], ["a"], ["\ud800"], [-1], [2**64], [1.5], [None], [True],
+    {}, {"a": float("inf")}, {"1": 10**400}, {"type": []}, {"type": "json_schema", "schema": {"a": float("inf")}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", [chat, completion, response])
+def test_whatever_a_field_holds_it_is_taken_or_refused(read: Any) -> None:
+    fields = Fields({"messages": HELLO, "prompt": "a", "input": "a"})
+    with contextlib.suppress(HttpError):
+        {chat: read_chat, completion: read_completion, response: read_response}[read](fields)
+    assert len(fields.known) > 50
+    for name in fields.known:
+        for value in NASTY:
+            try:
+                asked = read(**{name: value})
+            except HttpError as error:
+                told = error.body()
+                assert error.status == 400 and error.message.isprintable() and len(error.message) < 400
+            else:
+                told = asked.settings
+            assert text_of(told).isascii()
 
 
 def test_a_name_that_is_nearly_one_gets_it_told() -> None:
