@@ -85,7 +85,7 @@ def measure(
     figures = []
     for num_streams in streams:
         with service(num_streams, step_ms, frontends, scheduler_flags) as (address, pid):
-            figures.append(asyncio.run(_load(address, pid, num_streams, seconds)))
+            figures.append(asyncio.run(load(address, pid, num_streams, seconds)))
     return figures
 
 
@@ -113,7 +113,8 @@ def service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[st
             process.wait()
 
 
-async def _load(address: str, pid: int, num_streams: int, seconds: float) -> StreamingFigures:
+async def load(address: str, pid: int, num_streams: int, seconds: float) -> StreamingFigures:
+    """Streams from a scheduler that runs, and counts. Raises RuntimeError."""
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection a channel
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(min(NUM_CHANNELS, num_streams))]
     await _wait_until_ready(channels[0])
