@@ -18,7 +18,7 @@ export class Probabilities {
     if (token.logprob !== null && !rows.some(([, logprob]) => logprob === token.logprob)) {
       rows.push([token.text, token.logprob]);
     }
-    let drawn = rows.findIndex(([, logprob]) => logprob === token.logprob);
+    const drawn = rows.findIndex(([, logprob]) => logprob === token.logprob);
     this.#table.tBodies[0].replaceChildren(...rows.map(([text, logprob], place) => row(text, logprob, place === drawn)));
   }
 }
