@@ -5,6 +5,7 @@ Several calls run at once, each on its own thread: they share the step loop, and
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from typing import TYPE_CHECKING
@@ -118,9 +119,8 @@ class Batch:
 
     def _next_delivery(self, timeout_s: float) -> Delivery:
         """Waits for messages, one for each request, or for so long; notices when the worker is gone for good."""
-        try:
+        with contextlib.suppress(queue.Empty):  # outside of which Ctrl-C is the only exception to tell of
             return self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            self._embedded.check()
-            self._embedded.worker.check()
-            return []
+        self._embedded.check()
+        self._embedded.worker.check()
+        return []

@@ -68,6 +68,17 @@ WIDTH = """
 """
 
 
+# True once a frame shows requests that share blocks: the one that the page then stands still at.
+PAUSED_WHEN_SHARED = """
+(() => {
+  const count = (selector) => document.querySelectorAll(selector).length;
+  const isThere = count('#workers .block.shared') >= 2 && count('#requests li.shared') >= 4;
+  if (isThere) document.querySelector('#pause').click();
+  return isThere;
+})()
+"""
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that runs."""
@@ -144,12 +155,12 @@ def test_a_text_is_gone_on_with_and_a_refusal_is_said_in_the_server_s_words(page
 
 def test_requests_share_the_blocks_of_one_prompt(page: Page) -> None:
     asks(page, prompt=LONG, copies=8, max_tokens=400)
-    page.expect("document.querySelectorAll('#workers .block.shared').length >= 2")
-    page.expect("document.querySelectorAll('#requests li.shared').length >= 4")
+    page.expect(PAUSED_WHEN_SHARED)  # requests go on, the page stands still
     label = page.evaluate("document.querySelector('.map').getAttribute('aria-label')")
     assert f"of {NUM_BLOCKS} blocks of 16 tokens in use" in label and "shared" in label
-    page.click("#requests button")
+    page.click("#requests tr:has(li.shared) button")
     page.expect("document.querySelectorAll('.block.chosen').length >= 3")
+    page.click("#pause")
     page.click("#stop")
     page.expect("document.querySelector('#stop').disabled")  # it may have ended by itself meanwhile
     page.expect("document.querySelectorAll('#workers .block.used').length === 0")

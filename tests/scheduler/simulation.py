@@ -27,6 +27,7 @@ from tests.scheduler.simulated_worker import RowErrorOf, SimulatedWorker
 __all__ = ["EOS", "VOCAB_SIZE", "Simulation", "expected_beams", "expected_tokens"]
 
 OK, FAILED = worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_FAILED
+MOST_IDLE_ANSWERS = 1_000  # far more than any prompt here needs, also where every other step fails
 MEASURED = Costs(prefill_tokens_per_s=1e3, swap_bytes_per_s=1e6, block_bytes=1)
 
 
@@ -250,7 +251,9 @@ class Simulation:
             assert self._told[group] == self._to_be_told[group], group.request_id
 
     def run_to_end(self, fails: Callable[[], str | None] = lambda: None) -> None:
-        """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send."""
+        """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send; and when
+        steps are made without end that bring nobody a token."""
+        num_idle = 0  # answers since one brought a token, beams or an error
         while any(not group.is_finished for group in self.groups):
             sent = False
             while len(self.in_flight) < self.depth and self.send(fails()):
@@ -258,7 +261,10 @@ class Simulation:
             if all(group.is_finished for group in self.groups):
                 break
             assert sent or self.in_flight, "runnable work, nothing in flight, and nothing was scheduled"
-            self.answer()
+            tokens = self.answer()
+            brought = tokens is not None and (len(tokens.sequences) or tokens.beams or tokens.errors)
+            num_idle = 0 if brought else num_idle + 1
+            assert num_idle < MOST_IDLE_ANSWERS, "steps are made, and bring no token"
             self.check()
         while self.in_flight:
             self.answer()
