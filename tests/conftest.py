@@ -18,9 +18,9 @@ from tests.seconds import QUICK_S, ROOT, seconds_of_files
 
 HANGS_AFTER_S = 60.0  # what is over and does not end
 
-# An example may find its core taken by others, or a kernel to compile: no test is about the time that it takes. One that
-# fails is told as it is: to make it small takes minutes, more than a test has. `--hypothesis-profile shrinks` does that,
-# and begins with what failed last.
+# An example may find its core taken by others, or a kernel to compile: no test is about the time that it takes. One
+# that fails is told as it is: to make it small takes minutes, more than a test has. `--hypothesis-profile shrinks` does
+# that, and begins with what failed last.
 QUICKLY = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.explain))
 settings.register_profile("octavo", deadline=None, print_blob=True, phases=QUICKLY)
 settings.register_profile("shrinks", deadline=None, print_blob=True)

@@ -251,8 +251,8 @@ class Simulation:
             assert self._told[group] == self._to_be_told[group], group.request_id
 
     def run_to_end(self, fails: Callable[[], str | None] = lambda: None) -> None:
-        """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send; and when
-        steps are made without end that bring nobody a token."""
+        """Runs until every group is finished. Fails when there is work, nothing in flight, and nothing to send, and
+        when steps are made without end that bring nobody a token."""
         num_idle = 0  # answers since one brought a token, beams or an error
         while any(not group.is_finished for group in self.groups):
             sent = False
