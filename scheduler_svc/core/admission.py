@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from scheduler_svc.core.answers import Answers
 from scheduler_svc.core.block_manager import AllocStatus
 from scheduler_svc.core.group_fault import names_group
@@ -38,10 +40,13 @@ class Admission:
         self._rows = rows
         self._answers = answers
 
-    def admit(self, plan: StepPlan, waiting: GroupSource, now_ns: int) -> None:
+    def admit(
+        self, plan: StepPlan, waiting: GroupSource, now_ns: int, on_trial: AbstractSet[SequenceGroup] = frozenset()
+    ) -> None:
         """Starts groups while there is room: those that come back first, in order, none overtaken.
 
-        Then sequences that found no slot when their group began, then new groups.
+        Then sequences that found no slot when their group began, then new groups. Those `on_trial` get their slots
+        here, and their rows in a step of theirs.
         """
         is_swapped_only = not self._settings.enable_chunked_prefill and len(plan.decode_slots) > 0
         while not plan.budget.is_spent:
@@ -49,7 +54,7 @@ class Admission:
             if group is None or (is_swapped_only and group not in self._groups.swapped):
                 return
             if group in self._groups.running:
-                if not self._seat_late(plan):
+                if not self._seat_late(plan, on_trial):
                     return
                 continue
             status = self.can_admit(group, plan)
@@ -66,7 +71,8 @@ class Admission:
             elif comes_back:
                 self._answers.forget(group)
                 self._groups.bring_back(group)
-                self._rows.add_group(plan, group)
+                if group not in on_trial:
+                    self._rows.add_group(plan, group)
             else:
                 self.admit_new(plan, group, waiting, now_ns)
 
@@ -141,7 +147,7 @@ class Admission:
 
     # ---- late sequences ---------------------------------------------------------------------------------------------
 
-    def _seat_late(self, plan: StepPlan) -> bool:
+    def _seat_late(self, plan: StepPlan, on_trial: AbstractSet[SequenceGroup]) -> bool:
         """Gives the next late sequence a slot, if there is one and blocks for its tokens."""
         sequence = self._groups.next_late()
         if sequence is None or not self._can_seat(sequence):
@@ -149,7 +155,8 @@ class Admission:
         if not self._settings.enable_chunked_prefill and not self._fits_whole([sequence], plan):
             return False
         self._groups.seat_late(sequence)
-        self._rows.add_chunk(plan, sequence)
+        if sequence.group not in on_trial:
+            self._rows.add_chunk(plan, sequence)
         return True
 
     def _can_seat(self, sequence: Sequence) -> bool:

@@ -108,7 +108,7 @@ class Scheduler:
                 alone = trials.on_trial
         is_chunked = self.settings.enable_chunked_prefill
         if not is_chunked and alone is None and self._may_start_prompts(waiting, now_ns):
-            admission.admit(plan, waiting, now_ns)
+            admission.admit(plan, waiting, now_ns, trials.on_trial)
         is_of_prompts = bool(plan.chunks)
         if not is_of_prompts:
             rows.add_decodes(plan, alone, trials.on_trial)
@@ -121,7 +121,7 @@ class Scheduler:
             # What was taken from one group is not given to another at once, unless nobody is left to have it.
             may_admit = alone is None and not (plan.num_preempted and groups.running)
             if may_admit and (is_chunked or groups.swapped or not groups.running):
-                admission.admit(plan, waiting, now_ns)
+                admission.admit(plan, waiting, now_ns, trials.on_trial)
             if alone is None and is_quiet and not plan.has_rows and (trials.on_trial or trials.could_try(waiting)):
                 alone = self._has_step = trials.on_trial  # nobody else can get on
                 trials.try_after_all(plan, waiting, now_ns)

@@ -95,7 +95,8 @@ class Trials:
         if not plan.has_rows:
             self.make_way_for(plan, self.on_trial)
             self._preemption.start_over_if_stuck(plan)
-            self._admission.admit(plan, waiting, now_ns)
+            if not self.on_trial:  # else a step that came of it is theirs alone
+                self._admission.admit(plan, waiting, now_ns)
 
     def make_way_for(self, plan: StepPlan, alone: AbstractSet[SequenceGroup]) -> None:
         """Whoever pauses for the groups that run alone holds blocks, too: the last in order give theirs up."""

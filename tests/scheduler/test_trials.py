@@ -59,3 +59,41 @@ def test_each_group_of_a_failed_step_has_the_next_ones_to_itself_in_order() -> N
     assert who_is_next(simulation) == set(others)
     simulation.scheduler.groups.suspects.extend(others[:2])
     assert [who_is_next(simulation) for _ in range(3)] == [{others[0]}, {others[1]}, set(others)]
+
+
+def run_until_tried(group: SequenceGroup, simulation: Simulation) -> None:
+    """It loses a worker and comes back beside those who run; the next step is that of the others."""
+    simulation.waiting.remove(group)
+    group.lost_worker(20)
+    simulation.waiting.push(group)
+    while who_is_next(simulation) != {group}:
+        assert not group.is_finished
+
+
+def test_a_slot_that_is_free_at_last_brings_no_row_of_a_trial_into_the_step_of_others() -> None:
+    simulation = Simulation(num_slots=3, num_blocks=128, max_num_batched_tokens=64)
+    for max_tokens in (30, 3):
+        simulation.add([70 + max_tokens] * 3, max_tokens, eos_token_id=None)
+    assert len(who_is_next(simulation)) == 2
+    group = simulation.add([1] * 3, 25, eos_token_id=None, n=2)
+    run_until_tried(group, simulation)
+    assert sum(sequence.slot >= 0 for sequence in group.unfinished()) == 1, "two slots are taken"
+    while sum(sequence.slot >= 0 for sequence in group.unfinished()) < 2:
+        assert simulation.send(), "which fails where rows of a trial and of others meet"
+        simulation.answer()
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
+def test_who_gives_way_to_a_more_urgent_group_and_is_back_at_once_has_steps_of_its_own_still() -> None:
+    simulation = Simulation(num_slots=4, num_blocks=128, max_num_batched_tokens=64, policy="priority")
+    simulation.add([70] * 3, 30, eos_token_id=None)
+    assert len(who_is_next(simulation)) == 1
+    group = simulation.add([1] * 3, 25, eos_token_id=None, n=3, priority=2)
+    run_until_tried(group, simulation)
+    urgent = simulation.add([80] * 3, 5, eos_token_id=None)
+    assert group not in who_is_next(simulation) and group in simulation.scheduler.trials.on_trial
+    assert group.num_preemptions == 1 and simulation.scheduler.groups.holds(urgent)
+    assert who_is_next(simulation) == {group}
+    simulation.run_to_end()
+    simulation.check_outputs()
