@@ -278,7 +278,13 @@ class AsyncClient(_Settings):
 
 
 class Client(_Settings):
-    """`AsyncClient` for plain threads: the same arguments, and methods that block. Safe to share between threads."""
+    """`AsyncClient` for plain threads: the same arguments, and methods that block. Safe to share between threads.
+
+    >>> with Client("127.0.0.1:50051") as client:
+    ...     deltas = list(client.generate("The sea is", SamplingParams(max_tokens=3)))
+    >>> [delta.finished for delta in deltas]
+    [False, False, False, True]
+    """
 
     def __init__(
         self,

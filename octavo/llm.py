@@ -45,6 +45,12 @@ class LLM:
     Raises:
         OptionError: an unknown or impossible option.
         WorkerEnded: the worker did not start; its own message is in it.
+
+    >>> llm = LLM("smollm2-135m-instruct", seed=0)
+    >>> params = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
+    >>> outputs = llm.generate(["The sea is", [1, 2, 3]], params, use_tqdm=False)
+    >>> [len(output.outputs[0].token_ids) for output in outputs]
+    [8, 8]
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -108,6 +114,11 @@ class LLM:
 
         The other arguments, what is raised, and prompts that end alone: see `generate`. An output's `prompt` is None,
         and `prompt_token_ids` are those of the rendered conversation.
+
+        >>> question = [{"role": "user", "content": "Name a river."}]
+        >>> (answer,) = llm.chat(question, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        >>> answer.outputs[0].finish_reason
+        'length'
         """
         if tools:
             raise ValueError("tools: not supported: no model here is told of tools; accepted: None")

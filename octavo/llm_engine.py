@@ -31,6 +31,13 @@ class LLMEngine:
 
     Takes the arguments of `LLM`, with the same meaning, `seed` included. Steps are in lock-step: `step` waits for the
     answer to what it sent. One thread at a time may use it: a call during another thread's raises RuntimeError.
+
+    >>> engine = LLMEngine("smollm2-135m-instruct")
+    >>> engine.add_request("first", "The sea is", SamplingParams(max_tokens=2, ignore_eos=True))
+    >>> while engine.has_unfinished_requests():
+    ...     print([(output.request_id, output.finished) for output in engine.step()])
+    [('first', False)]
+    [('first', True)]
     """
 
     def __init__(self, model: str, **options: Any) -> None:
