@@ -1,5 +1,4 @@
-"""Every example in a docstring of `octavo`, run as it stands: a tiny model has the name of a real one, a port of its own
-the usual address."""
+"""Every example in a docstring of `octavo`, run as it stands: a tiny model has the name of a real one."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from octavo import LLM, Client, LLMEngine, SamplingParams
 from tests.integration.fake_inference import FakeServer
 from tests.tiny_models import make_tiny_llama
 
-MUST_HAVE_ONE = {LLM, LLM.chat, LLMEngine, Client, SamplingParams.clone}  # what users call first
+MUST_HAVE_ONE: set[Any] = {LLM, LLM.chat, LLMEngine, Client, SamplingParams.clone}  # what users call first
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
