@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Of what listens and is connected to, which an `LLM` has not.
 NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards"})
+# What scripts written for several devices ask for: one is what there is.
+ONE_DEVICE = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 
 
 class EmbeddedOptions(NamedTuple):
@@ -36,6 +38,9 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
     if not str(model):
         raise OptionError("model: '' is no folder and no name")
     options = {name: value for name, value in options.items() if value is not None}
+    for name in ONE_DEVICE & options.keys():
+        if (number := options.pop(name)) not in (1, "1"):
+            raise OptionError(f"{name}: {number!r}, but a worker is one device; 1 is accepted")
     names = {cls: {field.name for field in dataclasses.fields(cls)} for cls in (WorkerConfig, SchedulerConfig)}
     known = set().union(*names.values()) - NOT_EMBEDDED
     for name in options:

@@ -39,6 +39,10 @@ def test_a_type_of_torch_is_as_good_as_its_name() -> None:
     assert read_options("tiny", {"dtype": Dtype()}).worker.dtype == "float16"
 
 
+def test_one_device_may_be_asked_for() -> None:
+    assert read_options("tiny", {"tensor_parallel_size": 1, "pipeline_parallel_size": "1"}) == read_options("tiny", {})
+
+
 def test_a_model_has_a_name() -> None:
     with pytest.raises(OptionError, match="model: '' is no folder"):
         read_options("", {})
@@ -57,6 +61,7 @@ def test_a_model_has_a_name() -> None:
         ({"max_num_sequences": 3}, "no option is called max_num_sequences; did you mean max_num_seqs?"),
         ({"xyzzy": 3}, "no option is called xyzzy"),
         ({"port": 3}, "port: an LLM starts a worker of its own"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2, but a worker is one device; 1 is accepted"),
     ],
     ids=str,
 )

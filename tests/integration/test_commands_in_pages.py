@@ -119,6 +119,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
     worker, scheduler, http, metrics = (free_port() for _ in range(4))
     (folder / "question.txt").write_text("What is a tide?", encoding="utf-8")
+    (folder / "prompts.jsonl").write_text('{"prompt": "The sea is"}\n{"prompt": "Once"}\n', encoding="utf-8")
     write_mooncake(folder).rename(folder / "mooncake.jsonl")
     names = {
         f"/v1 --model {MODEL}": f"/v1 --model={MODEL}",  # by the name that is served
