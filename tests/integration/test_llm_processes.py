@@ -76,6 +76,20 @@ if sys.argv[2] == "return":
 else:
     generate()
 """
+# Its worker says nothing and loads without end, deaf to Ctrl-C.
+NEVER_READY = """
+import sys
+from octavo import LLM, worker_process
+
+ends_with_parent = worker_process.ends_with_parent
+
+def never_ready(command):
+    wait = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    return ends_with_parent([sys.executable, "-c", wait])
+
+worker_process.ends_with_parent = never_ready
+LLM(sys.argv[1], max_model_len=256, kv_cache_memory=0.02)
+"""
 # How it ends -> its exit code, and what it says.
 WAYS = {
     "raise": (1, "ValueError: of the caller's own"),
@@ -148,11 +162,24 @@ def started(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
+def wait_until(holds: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+def test_ctrl_c_while_the_worker_starts_ends_both(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NEVER_READY)
+    with started(script, folder) as process:
+        starts = psutil.Process(process.pid)
+        wait_until(starts.children, "a worker starts")
+        (worker,) = starts.children()
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == -signal.SIGINT and said.endswith("KeyboardInterrupt\n"), said
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker has ended")
 
 
 def test_whoever_ends_takes_the_worker_along(folder: Path, tmp_path: Path) -> None:
