@@ -73,7 +73,7 @@ class Served:
         family = self.family()
         started = time.monotonic()
         self.process.send_signal(number)
-        code = self.process.wait(timeout=20)
+        code = self.process.wait(timeout=60)
         seconds = time.monotonic() - started
         _, alive = psutil.wait_procs(family, timeout=3)
         assert alive == [], f"left behind: {alive}"
@@ -104,7 +104,7 @@ def running(model: Path) -> Iterator[Served]:
         served.wait_until_ready()
         yield served
         code, seconds = served.end(signal.SIGTERM)
-    assert code == 0 and seconds < 5
+    assert code == 0 and seconds < 15
     assert "Traceback" not in served.said
 
 
@@ -146,7 +146,7 @@ def test_a_dead_worker_is_named_and_replaced_and_ctrl_c_does_not_wait_for_long_r
         code, seconds = served.end(signal.SIGINT)
         for stream in streams:
             stream.close()
-    assert code == 130 and seconds < 5
+    assert code == 130 and seconds < 15
     assert "Traceback" not in served.said
 
 
