@@ -86,7 +86,17 @@ class Import:
 def imports_of(path: Path) -> Iterator[Import]:
     """Every import in the Python files of a folder, or in one file."""
     for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-        yield from _walk(ast.parse(file.read_text(encoding="utf-8")), file, deferred=False, typing_only=False)
+        yield from _imports_of_file(file)
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def _imports_of_file(file: Path) -> tuple[Import, ...]:
+    return tuple(_walk(_parsed(file), file, deferred=False, typing_only=False))
 
 
 def _walk(node: ast.AST, file: Path, deferred: bool, typing_only: bool) -> Iterator[Import]:
@@ -183,7 +193,7 @@ def _existing(module: str, files: dict[str, Path]) -> str | None:
 def test_every_folder_says_in_two_sentences_what_it_holds() -> None:
     for package in (*SERVICES, "octavo"):
         for folder in {file.parent for file in (ROOT / package).rglob("*.py")}:
-            docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+            docstring = ast.get_docstring(_parsed(folder / "__init__.py"))
             assert docstring and docstring.count(".") >= 2, f"{folder}: what belongs there, and what does not"
 
 
@@ -228,7 +238,7 @@ def test_strings_that_name_modules_name_what_is_there() -> None:
     """
     lost = []
     for file in sorted(path for path in ROOT.glob("[!.]*/**/*.py") if not path.match("protos/*_pb2*")):
-        for line, name in _named(ast.parse(file.read_text(encoding="utf-8"))):
+        for line, name in _named(_parsed(file)):
             if not name.startswith(NO_MODULES) and not _is_there(name):
                 lost.append(f"{file.relative_to(ROOT)}:{line} names {name}")
     for file in (ROOT / "Makefile", ROOT / "Dockerfile", ROOT / ".ci" / "run", *ROOT.glob("compose*.yaml")):
@@ -266,7 +276,7 @@ def _is_there(name: str) -> bool:
     if count == len(parts):
         return True
     text = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-    return text.is_file() and parts[count] in _bound(ast.parse(text.read_text(encoding="utf-8")))
+    return text.is_file() and parts[count] in _bound(_parsed(text))
 
 
 def _bound(tree: ast.Module) -> set[str]:
