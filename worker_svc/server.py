@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import structlog
@@ -194,7 +195,9 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     worker = Worker(runner, config, thread)
     server = WorkerServer(worker, runner.config, files)
-    await server.start()
+    if not await _unless(stopped, server.start()):
+        log.info("worker stopped before it was ready")
+        _leave()
     if compiling is not None:
         compiling.finish()
     gc.freeze()  # the model is for life: no collection has to look at it again
@@ -206,7 +209,23 @@ async def _serve(
     await server.stop(finish_s=0.0 if urgent.is_set() else config.finish_timeout, urgent=urgent)
     if not worker.thread.stop(timeout_s=0.5):
         log.warning("worker leaves a step behind that did not end in time")
-        sys.stderr.flush()
-        os._exit(0)  # a thread inside the model cannot be ended otherwise
+        _leave()
     log.info("worker stopped")
     return 0
+
+
+async def _unless(stopped: asyncio.Event, starting: Coroutine[Any, Any, None]) -> bool:
+    """Whether `starting` came to its end, or raised, before `stopped`: kernels may be compiled in it, for minutes."""
+    start, stop = asyncio.create_task(starting), asyncio.create_task(stopped.wait())
+    await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not start.done():
+        return False
+    await start
+    return True
+
+
+def _leave() -> NoReturn:
+    """Ends the process under a thread inside the model, which cannot be ended otherwise."""
+    sys.stderr.flush()
+    os._exit(0)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from octavo.shared import log as logging
 from octavo.shared.ports import BindError
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
+from tests import forkserver
 from tests.tiny_models import make_tiny_llama
 from tests.worker.fake_model import decode, greedy, slots_u16, tokens_of, u32
 from worker_svc import server as worker_server
@@ -338,6 +340,37 @@ def test_process_serves_and_ends_promptly(process: tuple[subprocess.Popen[str], 
     worker.send_signal(number)
     assert worker.wait(timeout=10) == 0
     assert time.monotonic() - signalled < 5
+
+
+def measure_for_ever(arguments: list[str], begun: Connection) -> None:
+    """In a process that was forked: a worker whose first steps never end, as those with kernels to compile seem to."""
+
+    def never_ends(*arguments: object) -> None:
+        begun.send("measuring")
+        threading.Event().wait()
+
+    Worker._initialize = never_ends  # type: ignore[assignment,method-assign]
+    forkserver.run_command(arguments, sys.stderr.fileno())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_measures_its_first_steps_ends_promptly(config: WorkerConfig, number: signal.Signals) -> None:
+    forkserver.start()
+    reader, writer = forkserver.CONTEXT.Pipe(duplex=False)
+    arguments = ["worker", f"--model={config.model}", "--port=0"]
+    process = forkserver.CONTEXT.Process(target=measure_for_ever, args=(arguments, writer), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        assert reader.recv() == "measuring"
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join(timeout=60)
+        assert process.exitcode == 0, "it would measure for ever"
+    finally:
+        process.kill()
+        process.join()
+        reader.close()
 
 
 def test_process_says_in_one_line_why_it_cannot_start() -> None:
