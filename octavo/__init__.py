@@ -10,13 +10,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.beam_search import BeamSearchOutput, BeamSearchSequence
     from octavo.client import AsyncClient, Client
     from octavo.engine_args import EngineArgs
+    from octavo.inputs import PromptType, TextPrompt, TokensPrompt
     from octavo.llm import LLM
     from octavo.llm_engine import LLMEngine
     from octavo.lora_request import LoRARequest
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
@@ -25,6 +27,12 @@ __all__ = [
     "CompletionOutput",
     "Logprob",
     "LoRARequest",
+    "TextPrompt",
+    "TokensPrompt",
+    "PromptType",
+    "BeamSearchParams",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
     "LLMEngine",
     "EngineArgs",
     "AsyncClient",
@@ -41,6 +49,12 @@ _HOMES = {
     "EngineArgs": "octavo.engine_args",
     "LoRARequest": "octavo.lora_request",
     "SamplingParams": "octavo.sampling_params",
+    "BeamSearchParams": "octavo.sampling_params",
+    "BeamSearchOutput": "octavo.beam_search",
+    "BeamSearchSequence": "octavo.beam_search",
+    "TextPrompt": "octavo.inputs",
+    "TokensPrompt": "octavo.inputs",
+    "PromptType": "octavo.inputs",
     "Client": "octavo.client",
     "AsyncClient": "octavo.client",
     "RequestOutput": "octavo.outputs",

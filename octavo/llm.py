@@ -6,12 +6,14 @@ import contextlib
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.asked import Asked
 from octavo.batch import Batch, Callers
+from octavo.beam_search import BeamSearchOutput, beams_of
 from octavo.conversations import Conversation, ConversationLike, read_conversations
 from octavo.embedded import Embedded
 from octavo.lora_request import LoRARequest
@@ -19,8 +21,8 @@ from octavo.one_each import one_each
 from octavo.outputs import RequestOutput
 from octavo.preparing import log_refused, prepare
 from octavo.progress import Progress
-from octavo.prompts import Prompt, PromptLike, read_prompts
-from octavo.sampling_params import SamplingParams
+from octavo.prompts import Prompt, PromptLike, read_prompts, shown
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from scheduler_svc.requests.frontend import Frontend
@@ -129,6 +131,37 @@ class LLM:
         frontend = self._embedded.chat_frontend(chat_template)
         asked = [Conversation(each, add_generation_prompt, continue_final_message) for each in conversations]
         return self._run("messages", asked, sampling_params, lora_request, priority, use_tqdm, frontend)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        priority: int | Iterable[int | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences that follow each prompt, best first: those that `transformers` finds.
+
+        Args:
+            prompts: see `generate`.
+            params: how many sequences, and how long.
+            concurrency_limit: without effect: as many prompts are searched at once as the cache has blocks for.
+
+        The other arguments, what is raised, and prompts that end alone: see `generate`.
+
+        >>> params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+        >>> (found,) = llm.beam_search([TokensPrompt(prompt_token_ids=[1, 2, 3])], params)
+        >>> [len(sequence.tokens) for sequence in found.sequences]
+        [7, 7]
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params is {shown(params)}; accepted: BeamSearchParams")
+        asked, sampling_params = read_prompts(prompts), params.sampling_params()
+        outputs = self._run("prompts", asked, sampling_params, lora_request, priority, use_tqdm)
+        tokenizer = self.get_tokenizer()
+        decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        return [beams_of(output, decode) for output in outputs]
 
     def _run(
         self,

@@ -14,6 +14,12 @@ from octavo.errors import InvalidPrompt
 
 ACCEPTED = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_TEXT_ALONE, _NO_ENCODER = "models here read text alone", "no model here has an encoder"
+_ELSEWHERE = {  # keys of vLLM's prompts, and why none of them may say anything
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs"), _TEXT_ALONE),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt", "token_type_ids"), _NO_ENCODER),
+    "prompt_embeds": "models here begin with token ids",
+}
 _MAX_TOKEN_ID = 2**32 - 1  # what the wire carries
 
 
@@ -79,7 +85,10 @@ def _each(given: Any, name: str) -> list[tuple[str, Any]]:
 
 def _of_mapping(prompt: Mapping[str, Any], place: str) -> Prompt:
     text, token_ids, salt = (prompt.get(key) for key in _KEYS)
-    unknown = [key for key in prompt if key not in _KEYS]
+    for key, reason in _ELSEWHERE.items():
+        if (value := prompt.get(key)) is not None and not (isinstance(value, Mapping) and not value):
+            raise InvalidPrompt(f'{place}["{key}"]: {reason}; accepted: {ACCEPTED}')
+    unknown = [key for key in prompt if key not in _KEYS and key not in _ELSEWHERE]
     if unknown or (text is None and token_ids is None):
         raise InvalidPrompt(f"{place} is a dict with {', '.join(map(repr, prompt)) or 'nothing'}; accepted: {ACCEPTED}")
     for key, value in (("prompt", text), ("cache_salt", salt)):

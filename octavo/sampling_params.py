@@ -137,6 +137,49 @@ class SamplingParams:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How wide and how long `LLM.beam_search` searches; the fields of vLLM's class of this name.
+
+    Raises ValueError for what no server accepts.
+
+    >>> BeamSearchParams(beam_width=4, max_tokens=16).sampling_params().best_of
+    4
+    """
+
+    beam_width: int  # 1 is greedy
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # a search draws nothing: only 0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        width = self.beam_width
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_OUTPUTS:
+            raise ValueError(str(Violation("beam_width", width, f"1 to {MAX_OUTPUTS}")))
+        if self.temperature != 0:
+            raise ValueError(str(Violation("temperature", self.temperature, "0: a beam search draws nothing")))
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """The same for `LLM.generate`, with the logprobs of the tokens themselves."""
+        searches = self.beam_width > 1
+        return SamplingParams(
+            n=self.beam_width,
+            best_of=self.beam_width,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            use_beam_search=searches,
+            length_penalty=self.length_penalty if searches else 1.0,
+            logprobs=0,
+        )
+
+
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
 

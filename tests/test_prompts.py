@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo import TextPrompt, TokensPrompt
 from octavo.errors import InvalidPrompt
 from octavo.prompts import ACCEPTED, Prompt, read_prompts
 
@@ -32,6 +33,8 @@ IDS, FOUR = Prompt(None, [1, 2, 3]), Prompt(None, [4])
         ({"prompt_token_ids": [1, 2, 3]}, [IDS]),
         ([{"prompt": "hi"}, {"prompt_token_ids": (1, 2, 3)}, "ho", [4]], [Prompt("hi"), IDS, Prompt("ho"), FOUR]),
         ({"prompt": "hi", "prompt_token_ids": [1, 2, 3], "cache_salt": "mine"}, [Prompt("hi", [1, 2, 3], "mine")]),
+        ([TextPrompt(prompt="hi"), TokensPrompt(prompt_token_ids=[4])], [Prompt("hi"), FOUR]),
+        ({"prompt": "hi", "multi_modal_data": None, "mm_processor_kwargs": {}}, [Prompt("hi")]),
     ],
 )
 def test_accepted(given: Any, expected: list[Prompt]) -> None:
@@ -57,8 +60,10 @@ def test_ids_as_an_argument_of_their_own() -> None:
         ([[True]], "prompts[0][0] is True (bool)"),
         ([[2**32]], "prompts[0][0] is 4294967296 (int)"),
         ({}, "prompts is a dict with nothing"),
+        ([{"prompt": "hi", "multi_modal_data": {"image": 1}}], 'prompts[0]["multi_modal_data"]: models here read text'),
+        ({"prompt_embeds": [[0.5]]}, 'prompts["prompt_embeds"]: models here begin with token ids'),
+        ({"encoder_prompt": "hi"}, 'prompts["encoder_prompt"]: no model here has an encoder'),
         ([{"promt": "hi"}], "prompts[0] is a dict with 'promt'"),
-        ([{"prompt": "hi", "multi_modal_data": {}}], "a dict with 'prompt', 'multi_modal_data'"),
         ({"prompt": ["hi"]}, """prompts["prompt"] is ['hi'] (list)"""),
         (["hi", {"prompt_token_ids": 5}], 'prompts[1]["prompt_token_ids"] is 5 (int)'),
         ({"prompt_token_ids": [7, "hi"]}, """prompts["prompt_token_ids"][1] is 'hi' (str)"""),

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import octavo
-from octavo import LLM, Client, LLMEngine, SamplingParams
+from octavo import LLM, BeamSearchParams, Client, LLMEngine, SamplingParams, TokensPrompt
 from tests.integration.fake_inference import FakeServer
 from tests.tiny_models import make_tiny_llama
 
-MUST_HAVE_ONE: set[Any] = {LLM, LLM.chat, LLMEngine, Client, SamplingParams.clone}  # what users call first
+# What users call first.
+MUST_HAVE_ONE: set[Any] = {LLM, LLM.chat, LLM.beam_search, LLMEngine, Client, SamplingParams.clone}
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
@@ -57,7 +58,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with FakeServer() as server:
         llm = start(LLM, "smollm2-135m-instruct")
         names = {"LLM": partial(start, LLM), "LLMEngine": partial(start, LLMEngine), "Client": client, "llm": llm}
-        yield names | {"SamplingParams": SamplingParams}
+        params = {"SamplingParams": SamplingParams, "BeamSearchParams": BeamSearchParams}
+        yield names | params | {"TokensPrompt": TokensPrompt}
     for each in started:
         each.shutdown()
 
