@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figures_page, pool_figures_page, scaling
 from docs import idea_pictures
 from gateway_svc.config import GatewayConfig
+from octavo import vllm_arguments
 from octavo.serving_plan import ServeConfig
 from octavo.shared.options import Described, described
 from scheduler_svc.config import SchedulerConfig
@@ -44,6 +46,8 @@ def blocks() -> dict[str, str]:
         "scheduler-options": _options(SchedulerConfig),
         "worker-options": _options(WorkerConfig),
         "gateway-options": _options(GatewayConfig),
+        "vllm-llm": _arguments_of_llm(),
+        "vllm-sampling": _elsewhere("argument of `SamplingParams`", vllm_arguments.OF_SAMPLING),
     }
 
 
@@ -73,6 +77,28 @@ def _options(cls: type) -> str:
         groups.setdefault(each.group, []).append(_row(each))
     head = "| option | values | default | |\n| --- | --- | --- | --- |"
     return "\n\n".join("\n".join([f"**{group}**", "", head, *rows]) for group, rows in groups.items())
+
+
+def _arguments_of_llm() -> str:
+    """What becomes of each argument of vLLM's `LLM`."""
+    others = [f"`{value}` is `{same}`" for each in vllm_arguments.SAME_VALUES.values() for value, same in each.items()]
+    rows = [(_names(vllm_arguments.SAME_NAMES), f"the same; {', '.join(others)}")]
+    rows += [(f"`{name}`", instead) for name, instead in vllm_arguments.INSTEAD.items()]
+    return _elsewhere("argument of `LLM`", vllm_arguments.OF_LLM, [f"| {name} | {said} |" for name, said in rows])
+
+
+def _elsewhere(head: str, table: tuple[vllm_arguments.Elsewhere, ...], rows: Sequence[str] = ()) -> str:
+    """Names that vLLM has and Octavo has not."""
+    lines = [f"| {head} | here |", "| --- | --- |", *rows]
+    for each in table:
+        but = ", ".join(f"`{value!r}`" for value in each.asks_for_nothing if not isinstance(value, str) or value != "1")
+        what = "without effect" if each.any_value else f"refused, but for {but}" if but else "refused"
+        lines.append(f"| {_names(each.names)} | {what}: {each.reason} |")
+    return "\n".join(lines)
+
+
+def _names(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _row(each: Described) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.shared.options import OptionError, from_values, unknown_option
+from octavo.vllm_arguments import in_own_words
 
 if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 # Of what listens and is connected to, which an `LLM` has not.
 NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards"})
-# What scripts written for several devices ask for: one is what there is.
-ONE_DEVICE = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 
 
 class EmbeddedOptions(NamedTuple):
@@ -26,7 +25,7 @@ class EmbeddedOptions(NamedTuple):
 
 
 def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
-    """What the two parts get of `options`, in which None is the default.
+    """What the two parts get of `options`, in which None is the default, and vLLM's names may be (`vllm_arguments`).
 
     Two defaults differ from those of services: only warnings are logged, and the line of statistics is not. Asked for
     with `disable_log_stats=False`, that line is shown at any level that was not asked for itself.
@@ -38,9 +37,12 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
     if not str(model):
         raise OptionError("model: '' is no folder and no name")
     options = {name: value for name, value in options.items() if value is not None}
-    for name in ONE_DEVICE & options.keys():
-        if (number := options.pop(name)) not in (1, "1"):
-            raise OptionError(f"{name}: {number!r}, but a worker is one device; 1 is accepted")
+    if "dtype" in options:  # torch.float16 is as good as its name
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+    try:
+        model, options = in_own_words(str(model), options)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     names = {cls: {field.name for field in dataclasses.fields(cls)} for cls in (WorkerConfig, SchedulerConfig)}
     known = set().union(*names.values()) - NOT_EMBEDDED
     for name in options:
@@ -48,8 +50,6 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
             raise OptionError(f"{name}: an LLM starts a worker of its own and listens nowhere; `octavo serve` takes it")
         if name not in known:
             raise unknown_option(name, known)
-    if "dtype" in options:  # torch.float16 is as good as its name
-        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     options = {"log_level": "warning", "disable_log_stats": True, **options, "model": str(model)}
     worker = from_values(WorkerConfig, {name: options[name] for name in names[WorkerConfig] & options.keys()})
     scheduler = from_values(SchedulerConfig, {name: options[name] for name in names[SchedulerConfig] & options.keys()})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from octavo.vllm_arguments import takes_arguments_of_vllm
 from protos import inference_pb2 as pb
 
 MAX_OUTPUTS = 128
@@ -47,6 +48,7 @@ class SamplingLimits:
     max_stop_string_chars: int = 1 << 32
 
 
+@takes_arguments_of_vllm
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample one request; field by field as `octavo.v1.SamplingParams`, `None` meaning the default.
@@ -137,6 +139,7 @@ class SamplingParams:
         return cls(**values)
 
 
+@takes_arguments_of_vllm
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How wide and how long `LLM.beam_search` searches; the fields of vLLM's class of this name.
