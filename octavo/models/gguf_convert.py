@@ -20,6 +20,7 @@ from octavo.models.gguf_config import Metadata, family_of, lengths, read_config
 from octavo.models.gguf_families import GgufFamily, Layout, Weight
 from octavo.models.gguf_tokenizer import tokenizer_files
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
+from octavo.shared.terminal_row import ByteBar
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -28,8 +29,13 @@ _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 
 def write_model_folder(gguf_path: Path, folder: Path) -> None:
-    """Convert `gguf_path` into the existing empty `folder`. Raises `GGUFError`."""
-    write_safetensors(folder / "model.safetensors", write_description(gguf_path, folder))
+    """Convert `gguf_path` into the existing empty `folder`, with a bar on a terminal. Raises `GGUFError`."""
+    tensors = list(write_description(gguf_path, folder))
+    bar = ByteBar(f"converting {gguf_path.name}", sum(tensor.num_bytes for tensor in tensors))
+    try:
+        write_safetensors(folder / "model.safetensors", tensors, bar.add)
+    finally:
+        bar.finish()
 
 
 def write_description(gguf_path: Path, folder: Path) -> Iterator[PendingTensor]:

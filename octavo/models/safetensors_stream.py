@@ -25,14 +25,24 @@ class PendingTensor:
     load: Callable[[], np.ndarray]  # of `shape`
     dtype: str = "F32"  # a key of `_NUMBERS`
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in the file."""
+        return _NUMBERS[self.dtype].itemsize * int(np.prod(self.shape, dtype=np.int64))
 
-def write_safetensors(path: Path, tensors: Iterable[PendingTensor]) -> None:
-    """Write `tensors`. Raises ValueError when one is not of the shape it announced."""
+
+def write_safetensors(
+    path: Path, tensors: Iterable[PendingTensor], written: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Write `tensors`; `written` is told how large each was.
+
+    Raises ValueError when one is not of the shape it announced.
+    """
     tensors = list(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + _NUMBERS[tensor.dtype].itemsize * int(np.prod(tensor.shape, dtype=np.int64))
+        start, end = end, end + tensor.num_bytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -43,3 +53,4 @@ def write_safetensors(path: Path, tensors: Iterable[PendingTensor]) -> None:
             if data.shape != tensor.shape:
                 raise ValueError(f"tensor {tensor.name} has shape {data.shape}, not {tensor.shape}")
             file.write(data.data)
+            written(tensor.num_bytes)

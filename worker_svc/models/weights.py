@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
+from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.int8_store import Int8Store
-from worker_svc.models.load_progress import LoadProgress
 from worker_svc.models.stored_tensor import StoredTensor, num_bytes
 
 
@@ -54,7 +54,7 @@ class CheckpointWeights:
         tensors: Tensors,
         dtype: torch.dtype,
         device: torch.device,
-        progress: LoadProgress,
+        progress: ByteBar,
         int8: Int8Store | None = None,
     ) -> None:
         self.int8, self.memory = int8, HugePages()

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 import structlog
 import torch
 
+from octavo.shared.terminal_row import TerminalRow
 from protos import worker_pb2
 from worker_svc.cache.cache_engine import STAGING_BYTES
 from worker_svc.cache.cache_sizing import Limits, size_cache
@@ -101,11 +102,20 @@ class Worker:
         return self.thread.call(lambda: self._initialize(limits))
 
     def _initialize(self, limits: Limits) -> worker_pb2.InitializeResponse:
+        row = TerminalRow()
+        try:
+            return self._initialize_for(limits, row)
+        finally:
+            row.clear()
+
+    def _initialize_for(self, limits: Limits, row: TerminalRow) -> worker_pb2.InitializeResponse:
+        """`row` says what takes time."""
         if self._sizes is not None and self._limits == limits:
             return self._sizes
         runner = self._runner
         self._limits, self._sizes = None, None
         if self._profile is None:
+            row.draw("warming up: the first steps")
             self._profile = self._profiler.measure(self.bounds)
             if may_give_way(self.config, runner.config, runner.device):
                 self._giving_way = GivingWay()
@@ -133,9 +143,11 @@ class Worker:
             swap_space_gib=swap_gib if self.config.swap_space is not None else f"{swap_gib} by default",
         )
         if runner.uses_graphs:
+            row.draw("warming up: decode graphs")
             started_s = time.monotonic()
             captured = runner.capture_graphs(sizes.limits.max_num_seqs, sizes.limits.max_model_len, graph_bytes)
             log.info("decode graphs captured", batch_sizes=captured, seconds=round(time.monotonic() - started_s, 2))
+        row.draw("warming up: copies of cache blocks")
         self._sizes = worker_pb2.InitializeResponse(
             num_device_blocks=sizes.num_device_blocks,
             num_host_blocks=sizes.num_host_blocks,
