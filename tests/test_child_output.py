@@ -58,3 +58,6 @@ def test_a_terminal_gets_one_bar_and_lines_above_it(terminal: None, capsys: pyte
     first.take(b"\r\x1b[K")
     second.take(b"\rloading 90%\x1b[K")
     assert capsys.readouterr().err == "\r\x1b[K\rloading 90%\x1b[K", "the first is done: the second may draw"
+    second.take(b"\r\x1b[K")
+    second.take(b"")
+    assert capsys.readouterr().err == "\r\x1b[K", "and at the end it leaves no empty line"

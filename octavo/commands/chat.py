@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", nargs="?", help="ask only this; without it and at a terminal: a conversation")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to standard error after answers")
+    parser.add_argument("--json", action="store_true", help="with a question: print the answer as one object of JSON")
     parser.add_argument("--no-history", action="store_true", help="keep no file of what is typed")
     sampling.add_arguments(parser, max_tokens=512)
     sampling.add_model(parser)
@@ -28,14 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answers one question, or talks until the end of input."""
     from octavo.commands.conversation import Conversation
-    from octavo.commands.terminal import read_prompt
+    from octavo.commands.terminal import print_json, read_prompt
     from octavo.shared.options import OptionError
 
     params = sampling.sampling_params(arguments)
     question = read_prompt(arguments.question)
     if question == "":
         raise OptionError("the question is empty")
+    if arguments.json and question is None:
+        raise OptionError("--json wants a question, as an argument or through a pipe: a conversation is for people")
     with connection.connect(arguments) as client:
+        if arguments.json:
+            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            messages = [*system, {"role": "user", "content": question}]
+            return print_json(client.complete(None, params, messages=messages, model=arguments.model))
         if question is not None:
             _ask(Conversation(client, params, arguments.system, model=arguments.model), question, arguments.stats)
         else:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
-from typing import TYPE_CHECKING
 
 from octavo.commands import connection, sampling
 from octavo.shared.options import OptionError
-
-if TYPE_CHECKING:
-    from octavo.outputs import RequestOutput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Streams the text to standard output; raises OptionError for an empty prompt."""
-    from octavo.commands.terminal import Answer, Answers, read_prompt
+    from octavo.commands.terminal import Answer, Answers, print_json, read_prompt
 
     params = sampling.sampling_params(arguments)
     prompt = read_prompt(arguments.prompt)
@@ -46,15 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = None
     with connection.connect(arguments) as client:
         if arguments.json:
-            return _print_json(client.complete(prompt, params, **options))
+            return print_json(client.complete(prompt, params, **options))
         answer: Answer | Answers = Answers() if params.n > 1 or params.use_beam_search else Answer()
         answer.show(client.generate(prompt, params, **options))
     if arguments.stats:
         print(answer.figures(), file=sys.stderr)
     return 0
-
-
-def _print_json(output: RequestOutput) -> int:
-    """Exit code 1 where an output did not end by itself; its error is among what is printed."""
-    print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
-    return int(any(each.finish_reason in ("error", "abort") for each in output.outputs))

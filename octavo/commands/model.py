@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("--yes", action="store_true", help="do not ask")
     for action in (show, remove):
         action.add_argument("name", metavar="NAME", help="as `octavo model list` shows it, or with @REVISION")
-    for action in (listing, show):
+    for action in (fetch, listing, show, remove):
         action.add_argument("--json", action="store_true", help="print JSON")
     for action in (fetch, listing, show, remove):
         action.add_argument("--download-dir", type=Path, metavar="DIR", help="where models lie (default: the caches)")
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             load_format=arguments.load_format,
             download_dir=arguments.download_dir,
         )
-        print(path)
+        print(json.dumps({"name": arguments.name, "path": str(path)}) if arguments.json else path)
         return 0
     if arguments.action == "list" and arguments.address is not None:
         with connection.connect(arguments) as client:
@@ -163,6 +163,9 @@ def _remove(arguments: argparse.Namespace) -> int:
     else:
         shutil.rmtree(entry.path)
         freed = entry.size_bytes
+    if arguments.json:
+        print(json.dumps({"name": arguments.name, "path": str(entry.path), "freed_bytes": freed}))
+        return 0
     print(f"Removed {arguments.name}: {freed / 1e6:,.0f} MB are free again")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ServeConfig)
     add_options(parser, SchedulerConfig, without=("worker",))
     add_position(parser, "model")
+    parser.add_argument("--json", action="store_true", help="say as one object of JSON where the server is, once ready")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     log.configure(scheduler.log_level)
 
     def announce(seconds: float) -> None:
-        print(_how_to_call(address, worker.model, serve.workers, seconds, http), flush=True)
+        if arguments.json:
+            where = {"address": address, "http": f"http://{http}/v1" if http else None, "model": worker.model}
+            print(json.dumps({**where, "workers": serve.workers, "seconds": round(seconds, 2)}), flush=True)
+        else:
+            print(_how_to_call(address, worker.model, serve.workers, seconds, http), flush=True)
 
     http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
     supervisor = Supervisor(children, lambda: _wait_until_serving(address, http))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +22,12 @@ def read_prompt(given: str | None) -> str | None:
     if given is None and sys.stdin.isatty():
         return None
     return sys.stdin.read().rstrip("\n")
+
+
+def print_json(output: RequestOutput) -> int:
+    """Exit code 1 where an output did not end by itself; its error is among what is printed."""
+    print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
+    return int(any(each.finish_reason in ("error", "abort") for each in output.outputs))
 
 
 class Answer:

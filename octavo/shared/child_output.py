@@ -63,6 +63,8 @@ class ChildOutput:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
             lines, self._rest = [*lines, self._rest], b""
+        if lines and not data and not plain(lines[-1].decode(errors="replace")):
+            lines.pop()  # what took a row away is no line
         for line in lines:
             text = line.decode(errors="replace")
             self.last_line = plain(text) or self.last_line

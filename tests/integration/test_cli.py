@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ import grpc
 import pytest
 
 from octavo.cli import COMMANDS, main
+from octavo.commands import completion
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from tests.integration.fake_inference import FakeServer, expected_tokens, text_of
@@ -451,6 +453,11 @@ def test_what_scripts_read_is_json(server: FakeServer, capsys: pytest.CaptureFix
     assert main(["generate", "hi", "--chat", *flags]) == 0
     assert server.inference.requests[-1].messages.messages[0].content == "hi" and capsys.readouterr().out
 
+    flags = ["--seed=3", "--max-tokens=5", "--json", "--address", server.address]
+    assert main(["chat", "hi", "--system", "Be brief.", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["text"] == text_of(expected_tokens(3, 0, 5))
+    assert [each.content for each in server.inference.requests[-1].messages.messages] == ["Be brief.", "hi"]
+
     assert main(["health", server.address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"address": server.address, "status": "SERVING", "details": ""}
     assert main(["health", NOWHERE, "--json"]) == 3
@@ -459,6 +466,30 @@ def test_what_scripts_read_is_json(server: FakeServer, capsys: pytest.CaptureFix
     assert main(["model", "list", "--json"]) == 0
     listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert listed["smollm2-135m-instruct"]["description"]
+
+
+def test_a_conversation_is_no_json(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(["chat", "--json", "--address", server.address]) == 2
+    assert "--json wants a question" in capsys.readouterr().err
+
+
+def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command that does something, by its words."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield name, parser
+    for action in below:
+        for word, each in action._name_parser_map.items():
+            yield from commands_of(each, f"{name} {word}".strip())
+
+
+def test_every_command_has_json_but_those_that_answer_nothing() -> None:
+    silent = {"scheduler", "worker", "gateway", "completion"}  # their logs are JSON; a script for a shell is its own
+    found = {name: "--json" in parser.format_help() for name, parser in commands_of(completion._whole_parser())}
+    assert {name for name, has_json in found.items() if not has_json} == silent and len(found) > 12
 
 
 def test_model_list_and_an_unknown_model(

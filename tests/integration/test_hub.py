@@ -74,8 +74,8 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert len(done.stderr.splitlines()) == 1 and "%" not in done.stderr, "a bar is for terminals"
 
     num_requests = len(hub.requests)
-    found = octavo("model", "fetch", REPO, HF_HUB_OFFLINE="1")
-    assert fetched(found) == folder and len(hub.requests) == num_requests
+    found = octavo("model", "fetch", REPO, "--json", HF_HUB_OFFLINE="1")
+    assert json.loads(found.stdout) == {"name": REPO, "path": str(folder)} and len(hub.requests) == num_requests
     listed = octavo("model", "list").stdout
     assert f"{first[:8]}" in next(line for line in listed.splitlines() if line.startswith(REPO))
     assert len(hub.requests) == num_requests, "a list asks nobody"
@@ -89,7 +89,8 @@ def test_a_model_is_fetched_by_its_name_found_offline_listed_and_removed(
     assert octavo("model", "rm", REPO).returncode == 2, "nobody is there to ask"
     assert octavo("model", "rm", f"{REPO}@{first}", "--yes").returncode == 0
     assert [path.name for path in folder.parent.iterdir()] == [second]
-    assert octavo("model", "rm", "--yes", REPO).returncode == 0
+    removed = json.loads(octavo("model", "rm", "--yes", "--json", REPO).stdout)
+    assert removed["name"] == REPO and removed["freed_bytes"] > 0
     assert REPO not in octavo("model", "list").stdout
     assert "did you mean" not in reason(octavo("model", "show", REPO))
 

@@ -150,9 +150,12 @@ def test_a_dead_worker_is_named_and_replaced_and_ctrl_c_does_not_wait_for_long_r
     assert "Traceback" not in served.said
 
 
-def test_sigterm_lets_requests_finish(model: Path) -> None:
-    with serving("--model", str(model)) as served, Client(served.address) as client:
-        served.wait_until_ready()
+def test_sigterm_lets_requests_finish_and_a_script_reads_where_the_server_is(model: Path) -> None:
+    with serving("--model", str(model), "--json") as served, Client(served.address) as client:
+        served.wait_for(lambda: '"http": null' in served.said and served.said.endswith("\n"))
+        said = json.loads(next(line for line in served.said.splitlines() if '"http": null' in line))
+        assert said["seconds"] > 0
+        assert said == {**said, "address": served.address, "http": None, "model": str(model), "workers": 1}
         stream = client.generate("story", SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
         outputs = [next(stream)]
         served.process.send_signal(signal.SIGTERM)
