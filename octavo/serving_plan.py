@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from octavo.shared.cores import allowed_cores, available_cores, parse_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
 from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, is_loopback, reachable
-from octavo.shared.supervisor import Child
 
 if TYPE_CHECKING:
+    from octavo.shared.supervisor import Child
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
@@ -122,6 +122,8 @@ def _cores_to_pin(worker: WorkerConfig) -> list[int]:
 
 
 def _child(name: str, command: str, config: object, environment: Mapping[str, str], *, essential: bool) -> Child:
+    from octavo.shared.supervisor import Child  # and structlog: the worker of an `LLM` starts 40 ms sooner without
+
     arguments = [sys.executable, "-m", "octavo", command, *to_arguments(config)]
     return Child(name, arguments, environment, essential)
 
