@@ -31,6 +31,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# With rich installed, structlog draws the locals of every frame of an error that is logged: half a second each.
+structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--chaos-results", metavar="FILE", help="write what faults and latency cost, as JSON with hardware and date"

@@ -255,14 +255,12 @@ NO_MODULES = ("octavo.v1", "octavo.yaml", "octavo.sentencepiece", "kernels.gpu.s
 
 def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Names in strings that are no docstrings, each with its line."""
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if node.body and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):  # from the outside to the inside
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.body and isinstance(node.body[0], ast.Expr):
+                docstrings.add(id(node.body[0].value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield from ((node.lineno, found[0]) for found in _NAMES.finditer(node.value))
 
 
