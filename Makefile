@@ -89,7 +89,7 @@ bench: model
 # The short profile, which `make test` also runs, then the long one, without limits of time: about an hour.
 chaos: model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m chaos --timeout 0 -o faulthandler_timeout=0 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TESTS_TRY=10 $(BIN)/python -m pytest -m 'chaos or without_end' --timeout 0 -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -76,7 +76,7 @@ def test_what_is_drawn_follows_its_description() -> None:
 
 
 def test_a_seed_says_it_all() -> None:
-    load = Load(requests=40, prompt_tokens=40, output_tokens=8, spread=0.5, rate=30, shared_tokens=16)
+    load = Load(requests=20, prompt_tokens=40, output_tokens=8, spread=0.5, rate=30, shared_tokens=16)
 
     def figures(seed: int, shards: int = 1) -> dict[str, object]:
         requests, losses = load.arrivals(seed), [Loss(1, 0.5, 0.9)]
@@ -112,7 +112,7 @@ def test_a_lost_worker_s_requests_end_elsewhere_and_it_works_again_once_it_is_ba
 
 def test_shards_behind_a_front_do_as_much_as_one_step_loop() -> None:
     """Equal workers, a common prompt of each tenant: the front finds who has it, and spreads what nobody has."""
-    load = Load(requests=400, prompt_tokens=32, shared_tokens=256, tenants=12, output_tokens=16, rate=150)
+    load = Load(requests=200, prompt_tokens=32, shared_tokens=256, tenants=12, output_tokens=16, rate=150)
 
     def figures(shards: int) -> FleetFigures:
         run = Simulation([KIND] * 8, load.arrivals(0), num_shards=shards).run()
@@ -120,7 +120,7 @@ def test_shards_behind_a_front_do_as_much_as_one_step_loop() -> None:
         return measure(run, 8)
 
     one, four = figures(1), figures(4)
-    assert (four.shards, four.failed, four.output_tokens) == (4, 0, 400 * 16)
+    assert (four.shards, four.failed, four.output_tokens) == (4, 0, 200 * 16)
     assert four.cache_hit_rate >= 0.9 * one.cache_hit_rate
     assert four.ttft_mean_ms <= 1.5 * one.ttft_mean_ms
     assert four.front_us_per_request > 0 and one.as_dict()["front_us_per_request"] is None

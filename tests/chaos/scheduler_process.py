@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ import grpc
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from tests.forkserver import WITHOUT_TORCH, ForkedCommand
 
 READY_S = 60.0
 STOP_S = 15.0
@@ -29,9 +28,9 @@ class SchedulerProcess:
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         self.log = log
-        command = [sys.executable, "-m", "octavo", "scheduler", f"--port={port}", *(f"--worker={a}" for a in workers)]
+        arguments = ["scheduler", f"--port={port}", *(f"--worker={address}" for address in workers), *options]
         with log.open("wb") as file:
-            self._process = subprocess.Popen([*command, *options], stderr=file)
+            self._process = ForkedCommand(arguments, file.fileno(), missing=WITHOUT_TORCH)
         self._channel = grpc.insecure_channel(self.address)
         self._control = inference_pb2_grpc.ControlStub(self._channel)
 
@@ -78,7 +77,7 @@ class SchedulerProcess:
             return False  # it is about to listen
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:

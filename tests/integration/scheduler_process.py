@@ -1,4 +1,4 @@
-"""A scheduler process of its own, in which nothing can be imported that it must not need."""
+"""A scheduler process of its own, up within a moment, in which nothing can be imported that it must not need."""
 
 from __future__ import annotations
 
@@ -15,25 +15,17 @@ from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
+from tests.forkserver import WITHOUT_TORCH, ForkedCommand
 from tests.grpcurl import Answer, grpcurl
 
 # Or whoever starts in 10 s is looked at again after 16: attempts at a port where nobody listens come ever more rarely.
 QUICK = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100))
 
-# An import of any of these raises ImportError, as it does where they are not installed.
-WITHOUT_TORCH = """
-import sys
-for name in ("torch", "triton", "numba", "transformers"):
-    sys.modules[name] = None
-from octavo.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 @dataclass
 class Service:
     address: str
-    process: subprocess.Popen[str]
+    process: ForkedCommand | subprocess.Popen[str]
     worker: FakeWorker | None = None
 
     async def call(self, method: str, data: object = None, *flags: str) -> Answer:
@@ -43,8 +35,8 @@ class Service:
         """Kills it, and starts it again at its address; `flags` come on top of those that it had."""
         self.process.kill()
         self.process.wait()
-        assert isinstance(self.process.args, list)
-        self.process = subprocess.Popen([*self.process.args, *flags], text=True)
+        assert isinstance(self.process, ForkedCommand)
+        self.process = ForkedCommand([*self.process.args, *flags], missing=WITHOUT_TORCH)
 
     def wait_until_ready(self) -> None:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -63,13 +55,29 @@ class Service:
                 time.sleep(0.05)
 
 
+def in_a_new_interpreter(arguments: list[str]) -> list[str]:
+    """The command of a scheduler where an import of torch fails, as it does where that is not installed."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({WITHOUT_TORCH}))\n"
+        "from octavo.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return [sys.executable, "-c", code, *arguments]
+
+
 @contextmanager
-def scheduler(*flags: str) -> Iterator[Service]:
-    """With one text process a frontend, unless `flags` say otherwise: few tests have two large requests at once."""
+def scheduler(*flags: str, is_forked: bool = True) -> Iterator[Service]:
+    """With one text process a frontend, unless `flags` say otherwise: few tests have two large requests at once.
+
+    Its log goes where pytest keeps and shows what failing tests print.
+    """
     port = free_port()
-    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", f"--port={port}", "--text-processes=1", *flags]
-    process = subprocess.Popen(command, text=True)  # its log goes where pytest keeps and shows what failing tests print
-    service = Service(f"127.0.0.1:{port}", process)
+    arguments = ["scheduler", f"--port={port}", "--text-processes=1", *flags]
+    service = Service(
+        f"127.0.0.1:{port}",
+        ForkedCommand(arguments, missing=WITHOUT_TORCH)
+        if is_forked
+        else subprocess.Popen(in_a_new_interpreter(arguments), text=True),
+    )
     try:
         yield service
     finally:

@@ -61,7 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module")
 def smollm2() -> Case:
     folder = resolve_model("smollm2-135m-instruct")
-    return make_case(folder, max_tokens=12, longest=600, block_bytes=2 * 30 * 3 * 64 * 16 * 4, each=6)
+    return make_case(folder, max_tokens=8, longest=256, block_bytes=2 * 30 * 3 * 64 * 16 * 4, each=6)
 
 
 def engine(case: Case, **options: object) -> LLM:
@@ -103,6 +103,6 @@ def test_in_a_cache_so_small_that_groups_are_preempted(tiny):
 def test_a_real_model_alone_and_in_chunks_beside_others(smollm2):
     with engine(smollm2) as llm:
         smollm2.check([ids(smollm2, llm, [prompt])[0] for prompt in smollm2.prompts], "alone")
-    with engine(smollm2, max_num_batched_tokens=200, max_num_seqs=24) as llm:
+    with engine(smollm2, max_num_batched_tokens=100, max_num_seqs=24) as llm:
         smollm2.check(ids(smollm2, llm, smollm2.prompts), "in chunks")
-        assert llm.statistics()["num_steps"] > sum(map(len, smollm2.prompts)) / 200
+        assert llm.statistics()["num_steps"] > sum(map(len, smollm2.prompts)) / 100

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -19,7 +18,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker, spell
 from tests.grpcurl import grpcurl
-from tests.integration.scheduler_process import WITHOUT_TORCH, Service, read_last, scheduler, stub_of
+from tests.integration.scheduler_process import Service, in_a_new_interpreter, read_last, scheduler, stub_of
 
 GENERATE = "octavo.v1.Inference/Generate"
 
@@ -30,7 +29,7 @@ FRONTENDS = ("--frontends=1", "--frontends=2")  # in the process that schedules,
 @pytest.fixture(scope="module", params=FRONTENDS)
 def service(request) -> Iterator[Service]:
     with FakeWorker(spell("Grüße, 世界!"), num_blocks=48) as worker:
-        with scheduler(f"--worker={worker.address}", request.param) as it:
+        with scheduler(f"--worker={worker.address}", request.param, is_forked=False) as it:
             it.wait_until_ready()
             it.worker = worker
             yield it
@@ -407,7 +406,7 @@ async def test_another_attempt_replaces_only_its_own_tenants_request(slow_servic
 
 
 def test_a_name_without_a_port_is_refused_at_the_start():
-    command = [sys.executable, "-c", WITHOUT_TORCH, "scheduler", "--port=0", "--worker=dns:///foo"]
+    command = in_a_new_interpreter(["scheduler", "--port=0", "--worker=dns:///foo"])
     ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert ended.returncode == 2 and "dns:///foo" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -180,7 +180,7 @@ def chosen(groups: Any, number: int) -> SequenceGroup:
 
 
 def test_any_order_of_events_keeps_every_invariant():
-    run_state_machine_as_test(CoreStateMachine, settings=settings(max_examples=150, stateful_step_count=30))
+    run_state_machine_as_test(CoreStateMachine, settings=settings(max_examples=60, stateful_step_count=30))
 
 
 @pytest.mark.chaos

@@ -15,6 +15,7 @@ from scheduler_svc.text.detokenizer import Detokenizer
 from scheduler_svc.text.stop_automaton import StopAutomaton
 from scheduler_svc.text.text_stream import ByteLevelStream, SentencePieceStream, WindowStream
 from scheduler_svc.text.tokenizer import Tokenizer
+from tests.many import trials, without_end
 from tests.scheduler import tiny_tokenizers
 from tests.scheduler.naive_stop_strings import naive_match
 
@@ -50,7 +51,8 @@ def test_each_family_has_its_decoder(name: str) -> None:
 
 
 @exact
-@settings(max_examples=150)
+@without_end
+@settings(max_examples=trials(50))
 @given(data=st.data())
 def test_deltas_of_random_ids_add_up_to_decode_however_they_are_cut(name: str, data: Any) -> None:
     ids, skip = ids_for(name, data), data.draw(st.booleans())
@@ -61,7 +63,8 @@ def test_deltas_of_random_ids_add_up_to_decode_however_they_are_cut(name: str, d
 
 
 @exact
-@settings(max_examples=100)
+@without_end
+@settings(max_examples=trials(33))
 @given(data=st.data())
 def test_text_that_was_released_is_never_taken_back(name: str, data: Any) -> None:
     """After k ids the text is the same for every cut, and the beginning of what decode gives with any continuation."""
@@ -117,7 +120,8 @@ def test_a_run_of_byte_tokens_is_shown_when_it_is_over() -> None:
 
 
 @pytest.mark.parametrize("name", BY_WINDOW)
-@settings(max_examples=60)
+@without_end
+@settings(max_examples=trials(20))
 @given(data=st.data())
 def test_the_window_gives_decodes_text_too(name: str, data: Any) -> None:
     ids = data.draw(st.lists(st.integers(0, WINDOW_TOKENIZERS[name].vocab_size - 1), max_size=60))
@@ -130,7 +134,8 @@ def test_the_window_gives_decodes_text_too(name: str, data: Any) -> None:
 
 
 @exact
-@settings(max_examples=150)
+@without_end
+@settings(max_examples=trials(50))
 @given(data=st.data())
 def test_stop_strings_across_tokens_resume_and_min_tokens(name: str, data: Any) -> None:
     ids = ids_for(name, data)

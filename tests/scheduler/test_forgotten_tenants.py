@@ -15,6 +15,7 @@ from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.served_tokens import MAX_REMEMBERED, ServedTokens
 from scheduler_svc.core.waiting_queue import WaitingQueue
+from tests.many import trials, without_end
 from tests.scheduler.simulation import Simulation
 
 _numbers = itertools.count()
@@ -25,7 +26,8 @@ def _group(tenant: str) -> SequenceGroup:
     return SequenceGroup(name, [1] * 5, pb.SamplingParams(), max_num_tokens=9, arrival_ns=0, tenant=tenant)
 
 
-@settings(max_examples=200)
+@without_end
+@settings(max_examples=trials(60))
 @given(data=st.data())
 def test_no_tenant_gains_by_being_forgotten(data: Any):
     """Levels never fall, and nobody's rises while it waits, but by what it is charged."""

@@ -17,6 +17,7 @@ from scheduler_svc.engine.admitted_before import AdmittedBefore
 from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.errors import DuplicateRequest
 from scheduler_svc.routing.bound_queues import BoundQueues
+from tests.many import trials, without_end
 
 
 def group(request_id: str, tenant: str = "") -> SequenceGroup:
@@ -30,7 +31,8 @@ def new_live() -> LiveRequests:
 NAMES = st.sampled_from("abcd")
 
 
-@settings(max_examples=200)
+@without_end
+@settings(max_examples=trials(70))
 @given(data=st.data())
 def test_ids_tenants_and_pages_as_in_a_plain_list(data: Any):
     live, plain = new_live(), list[SequenceGroup]()

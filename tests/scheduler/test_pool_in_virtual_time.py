@@ -18,7 +18,7 @@ BACKLOG = {"prompt_tokens": 64, "output_tokens": 32}
 REQUESTS_A_SECOND = 0.8 * 85  # 80 % of what a worker does of the backlog
 
 
-@pytest.mark.parametrize("num_workers", [2, 8])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(8, marks=pytest.mark.chaos)])
 def test_a_short_prefix_that_all_share_leaves_the_pool_balanced(num_workers: int) -> None:
     load = Load(requests=300 * num_workers, rate=num_workers * REQUESTS_A_SECOND, shared_tokens=16, **BACKLOG)
     run = Simulation([KIND] * num_workers, load.arrivals(0)).run()

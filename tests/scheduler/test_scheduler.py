@@ -19,14 +19,16 @@ from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from scheduler_svc.engine.step_encoder import decode, encode
+from tests.many import trials, without_end
 from tests.scheduler.simulation import VOCAB_SIZE, Simulation, expected_tokens
 
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30)
 requests = st.lists(st.tuples(prompts, st.integers(1, 30)), min_size=1, max_size=8)
 
 
+@without_end
 @given(requests, st.integers(1, 3), st.integers(4, 40), st.integers(16, 30))
-@settings(max_examples=150)
+@settings(max_examples=trials(50))
 def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks):
     """Whatever depth, chunk size and cache: each group ends with the tokens that it would get alone."""
     simulation = Simulation(depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks)
@@ -37,10 +39,11 @@ def test_every_request_gets_exactly_its_tokens(wanted, depth, budget, num_blocks
     simulation.check_nothing_left()
 
 
-def test_nothing_leaks_over_500_requests_with_aborts():
+@without_end
+def test_nothing_leaks_over_hundreds_of_requests_with_aborts():
     rng = random.Random(5)
     simulation = Simulation(num_slots=8, num_blocks=40, max_num_batched_tokens=24)
-    for _ in range(500):
+    for _ in range(trials(150)):
         simulation.add([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))], rng.randint(1, 24))
         for _ in range(rng.randint(0, 4)):
             if len(simulation.in_flight) < simulation.depth:
@@ -54,13 +57,14 @@ def test_nothing_leaks_over_500_requests_with_aborts():
                 simulation.abort(group)
     simulation.run_to_end()
     simulation.check_nothing_left()
-    assert simulation.num_preempted > 50, "the cache was meant to be too small"
+    assert simulation.num_preempted > 20, "the cache was meant to be too small"
 
 
+@without_end
 def test_a_small_cache_and_failing_steps_end_every_request():
     """Up to 30 % of the steps fail: groups are preempted with draws in flight that never come."""
     preempted = failed = 0
-    for seed in range(100):
+    for seed in range(trials(40)):
         rng = random.Random(seed)
         simulation = Simulation(
             num_blocks=rng.randint(16, 18), max_num_batched_tokens=rng.randint(4, 12), depth=rng.choice([1, 2, 3])
@@ -75,7 +79,7 @@ def test_a_small_cache_and_failing_steps_end_every_request():
         simulation.check_nothing_left()
         preempted += simulation.num_preempted
         failed += sum(step.HasField("resume_after") for step in simulation.steps)
-    assert preempted > 80 and failed > 80, "the histories were meant to be hard"
+    assert preempted > 30 and failed > 30, "the histories were meant to be hard"
 
 
 def test_full_metadata_beyond_the_message_limit_is_split_over_steps(monkeypatch):

@@ -8,9 +8,9 @@ from protos import worker_pb2
 from tests.scheduler.simulation import Simulation
 
 
-def test_a_search_of_128_beams_never_has_an_index_beyond_its_width() -> None:
+def test_a_search_of_48_beams_never_has_an_index_beyond_its_width() -> None:
     """Also on the way to another worker. New ones by the dozen a step would leave 16 bits after a thousand tokens."""
-    width = 128
+    width = 48
     simulation = Simulation(
         num_slots=width + 2, num_blocks=3000, max_num_batched_tokens=width + 34, max_model_len=64, vocab_size=400
     )
