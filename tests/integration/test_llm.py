@@ -27,6 +27,8 @@ from octavo.shared.options import OptionError
 from scheduler_svc.engine import statistics
 from tests.tiny_models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")  # `test_llm_processes` starts them as users do
+
 PROMPTS = ["One", "A second prompt", "3", "And the last, which is the longest of the four"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

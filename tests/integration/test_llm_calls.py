@@ -16,6 +16,8 @@ from tests.fakes import FakeWorker
 from tests.scheduler.hashed_tokens import hashed_after
 from tests.tiny_models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ONE_BY_ONE = {"max_num_seqs": 1, "scheduling_policy": "priority", "max_model_len": 256, "kv_cache_memory": 0.02}
 ASKED = {"role": "user", "content": "Why?"}

@@ -19,6 +19,7 @@ from octavo.errors import RequestFailed
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from tests.forkserver import ForkedCommand
 from tests.oracle import GreedyOracle
 from tests.tiny_models import make_tiny_llama
 
@@ -34,8 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def command(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", "octavo", *arguments], stderr=subprocess.DEVNULL)
+def command(*arguments: str, is_forked: bool = False) -> Iterator[subprocess.Popen[bytes] | ForkedCommand]:
+    process = (
+        ForkedCommand(arguments)
+        if is_forked
+        else subprocess.Popen([sys.executable, "-m", "octavo", *arguments], stderr=subprocess.DEVNULL)
+    )
     try:
         yield process
     finally:
@@ -87,8 +92,8 @@ def test_a_worker_killed_under_a_request_and_started_again_goes_on_where_it_stop
     """The scheduler is there before both."""
     scheduler_port, worker_port = free_port(), free_port()
     address = f"127.0.0.1:{scheduler_port}"
-    with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"):
-        with command(*worker(folder, worker_port)) as doomed:
+    with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}", is_forked=True):
+        with command(*worker(folder, worker_port), is_forked=True) as doomed:
             wait_until_ready(address)
             results: list[list[int]] = []
             requests = [threading.Thread(target=lambda: results.append(generate(address))) for _ in range(3)]
@@ -99,7 +104,7 @@ def test_a_worker_killed_under_a_request_and_started_again_goes_on_where_it_stop
         assert results == [], "the requests were meant to be interrupted"
         late = threading.Thread(target=lambda: results.append(generate(address)))
         late.start()
-        with command(*worker(folder, worker_port)):
+        with command(*worker(folder, worker_port), is_forked=True):
             for request in [*requests, late]:
                 request.join(READY_S)
             assert results == [expected(folder)] * 4
