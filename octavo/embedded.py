@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.asked import Asked
@@ -131,12 +131,12 @@ class Embedded:
             request.sampling_params.seed = seed
         return Generation(request, RetryPolicy(window_s=0.0), time.monotonic_ns())
 
-    def chat_frontend(self, chat_template: str | None) -> Frontend:
+    def chat_frontend(self, chat_template: str | None, variables: Mapping[str, Any] | None = None) -> Frontend:
         """What prepares requests with messages. Raises ValueError where there is no template, or it is broken."""
-        if chat_template is not None:
-            return self.frontend.with_chat_template(chat_template)
-        if self.model.tokenizer.chat_template is None:
+        if chat_template is None and self.model.tokenizer.chat_template is None:
             raise ValueError(f"messages: model {self.model.name!r} has no chat template; give one as chat_template")
+        if chat_template is not None or variables:
+            return self.frontend.with_chat_template(chat_template, variables)
         return self.frontend
 
     def load_adapters(self, lora_requests: Iterable[LoRARequest | None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.shared.options import OptionError, from_values, unknown_option
+from octavo.shared.options import KNOWN, OptionError, from_values, unknown_option
 from octavo.vllm_arguments import in_own_words
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def read_options(model: str, options: dict[str, Any]) -> EmbeddedOptions:
 
     if not str(model):
         raise OptionError("model: '' is no folder and no name")
-    options = {name: value for name, value in options.items() if value is not None}
+    # A script may give all that a parser filled by `EngineArgs.add_cli_args` has read.
+    options = {name: value for name, value in options.items() if value is not None and name != KNOWN}
     if "dtype" in options:  # torch.float16 is as good as its name
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.embedded_options import NOT_EMBEDDED, read_options
+from octavo.shared.options import KNOWN
 
 
 class EngineArgs:
@@ -23,7 +24,16 @@ class EngineArgs:
     def __init__(self, model: str, **options: Any) -> None:
         read_options(model, options)
         self.model = model
-        self.options = options
+        vars(self).update({name: value for name, value in options.items() if name != KNOWN})
+
+    if TYPE_CHECKING:  # each option is an attribute
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that was given but the model, by name; each is an attribute, too."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

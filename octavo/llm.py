@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from octavo.batch import Batch, Callers
 from octavo.beam_search import BeamSearchOutput, beams_of
 from octavo.conversations import Conversation, ConversationLike, read_conversations
 from octavo.embedded import Embedded
+from octavo.engine_args import EngineArgs
 from octavo.lora_request import LoRARequest
 from octavo.one_each import one_each
 from octavo.outputs import RequestOutput
@@ -23,6 +24,7 @@ from octavo.preparing import log_refused, prepare
 from octavo.progress import Progress
 from octavo.prompts import Prompt, PromptLike, read_prompts, shown
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.vllm_arguments import why_missing
 
 if TYPE_CHECKING:
     from scheduler_svc.requests.frontend import Frontend
@@ -60,14 +62,19 @@ class LLM:
         self._embedded = Embedded(model, options, self._callers.deliver)
         weakref.finalize(self, self._embedded.let_go)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """An `LLM` with this model and these options."""
+        return cls(engine_args.model, **engine_args.options)
+
     def generate(
         self,
         prompts: PromptLike | Iterable[PromptLike] | None = None,
         sampling_params: SamplingParams | Iterable[SamplingParams | None] | None = None,
-        *,
         prompt_token_ids: PromptLike | Iterable[PromptLike] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        *,
         priority: int | Iterable[int | None] | None = None,
     ) -> list[RequestOutput]:
         """Outputs of all prompts, in their order.
@@ -96,11 +103,13 @@ class LLM:
         self,
         messages: ConversationLike | Sequence[ConversationLike],
         sampling_params: SamplingParams | Iterable[SamplingParams | None] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        *,
         priority: int | Iterable[int | None] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
@@ -110,6 +119,8 @@ class LLM:
         Args:
             messages: `{"role": "user", "content": text}` and so on, or a list of such lists.
             chat_template: in place of the model's own, as `transformers` writes them.
+            chat_template_content_format: without effect: parts of text are joined, whatever the template expects.
+            chat_template_kwargs: variables for the template, such as `{"enable_thinking": False}`.
             add_generation_prompt: begins the answer (default: unless the final message is continued).
             continue_final_message: the model goes on with the final message.
             tools: refused: no model is told of tools.
@@ -128,7 +139,7 @@ class LLM:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         conversations = read_conversations(messages)
         self._embedded.check()
-        frontend = self._embedded.chat_frontend(chat_template)
+        frontend = self._embedded.chat_frontend(chat_template, chat_template_kwargs)
         asked = [Conversation(each, add_generation_prompt, continue_final_message) for each in conversations]
         return self._run("messages", asked, sampling_params, lora_request, priority, use_tqdm, frontend)
 
@@ -204,6 +215,10 @@ class LLM:
         """The scheduler's own, which every prompt goes through; it is not a `transformers` tokenizer."""
         return self._embedded.model.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a prompt without any is sampled with: Octavo's own, whatever the model suggests."""
+        return SamplingParams()
+
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Encodes and decodes with another tokenizer from the next request on.
 
@@ -242,6 +257,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    if not TYPE_CHECKING:  # for which any attribute would be there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"an LLM has no {name}{why_missing(name)}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM holds threads and a worker process and cannot be pickled: make it where it is used")

@@ -8,8 +8,8 @@ models, tokens' text or grpc.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import MISSING, FrozenInstanceError, dataclass, fields, replace
+from typing import Any, NamedTuple, NoReturn
 
 from octavo.vllm_arguments import takes_arguments_of_vllm
 from protos import inference_pb2 as pb
@@ -182,6 +182,12 @@ class BeamSearchParams:
             logprobs=0,
         )
 
+
+def _tell_of_clone(params: SamplingParams, name: str, value: Any) -> NoReturn:
+    raise FrozenInstanceError(f"SamplingParams cannot be changed; params.clone({name}={value!r}) is a changed copy")
+
+
+SamplingParams.__setattr__ = _tell_of_clone  # type: ignore[assignment]  # a frozen dataclass may not define its own
 
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}

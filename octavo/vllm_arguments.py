@@ -194,6 +194,21 @@ OF_SAMPLING = (
 )  # fmt: skip
 
 
+METHODS = (
+    Elsewhere("embed encode score classify reward", "models here generate text, and give no embeddings or classes"),
+    Elsewhere("llm_engine model_config", "`LLMEngine` steps by itself; `get_tokenizer` has the tokenizer"),
+    Elsewhere("sleep wake_up", "shut it down, and make another"),
+    Elsewhere("get_metrics start_profile stop_profile", "`statistics` and `metrics` of outputs say what is measured"),
+    Elsewhere("collective_rpc apply_model", "the model is in a process of its own"),
+    Elsewhere("enqueue enqueue_chat wait_for_completion", "`generate` takes many prompts, from many threads"),
+)  # fmt: skip
+
+
+def why_missing(name: str) -> str:
+    """The end of a sentence that says what vLLM's `LLM` has by this name and Octavo's has not."""
+    return next((f": {each.reason}" for each in METHODS if each.holds(name)), "")
+
+
 def in_own_words(model: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The model and the options of an `LLM`, with Octavo's names and values where vLLM's say the same.
 

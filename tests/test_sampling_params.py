@@ -209,6 +209,13 @@ def test_python_form_refuses_what_no_server_accepts(fields: dict[str, Any], word
         SamplingParams(**fields)
 
 
+def test_whoever_changes_one_is_told_of_clone() -> None:
+    params = SamplingParams()
+    with pytest.raises(AttributeError, match=r"cannot be changed; params.clone\(max_tokens=8\) is a changed copy"):
+        setattr(params, "max_tokens", 8)  # noqa: B010 - a checker of types knows that it cannot be
+    assert params == SamplingParams() and hash(params) == hash(SamplingParams())
+
+
 def test_a_clone_differs_where_it_is_told_to_and_is_checked() -> None:
     params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={3: 1.0}, early_stopping=False, seed=7)
     assert params.clone() == params and params.clone().to_proto() == params.to_proto()

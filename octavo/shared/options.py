@@ -32,7 +32,7 @@ NOT_OPTIONS = frozenset({"OCTAVO_CACHE", "OCTAVO_TERMINAL"})  # read elsewhere (
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-_KNOWN = "known_options"  # attribute of a parsed namespace: the names of all options of the command
+KNOWN = "known_options"  # attribute of a parsed namespace: the names of all options of the command
 _POSITION = "position"  # likewise: the name of the option that may be given as a position
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, without: Collec
         _group(parser, COMMON).add_argument(
             "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="file of options"
         )
-    known = parser.get_default(_KNOWN) or frozenset()
-    parser.set_defaults(**{_KNOWN: known | {field.name for field in options} | {"config"}})
+    known = parser.get_default(KNOWN) or frozenset()
+    parser.set_defaults(**{KNOWN: known | {field.name for field in options} | {"config"}})
 
 
 def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
@@ -139,7 +139,7 @@ def given_values(cls: type, namespace: argparse.Namespace, environ: Mapping[str,
     environ = os.environ if environ is None else environ
     fields = {field.name: field for field in _options_of(cls)}
     hints = typing.get_type_hints(cls)
-    known = getattr(namespace, _KNOWN, frozenset(fields) | {"config"})
+    known = getattr(namespace, KNOWN, frozenset(fields) | {"config"})
     variables = _variables(environ, known)
     file_name = getattr(namespace, "config", None) or variables.get("config")
     keys = _read_file(Path(file_name), known) if file_name else {}

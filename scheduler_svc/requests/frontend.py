@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from protos import inference_pb2 as pb
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
@@ -52,12 +53,16 @@ class Frontend:
         """What requests with this name get. Raises NotReady before there is any model, UnknownName for a stranger."""
         return self.models().resolve(name)
 
-    def with_chat_template(self, source: str) -> Frontend:
-        """For requests whose messages this template renders, in place of the model's own. Raises TemplateError."""
-        files = self.model().tokenizer.files
-        tokenizer = Tokenizer.load({**files, "chat_template.jinja": source.encode()})
-        assert tokenizer.chat_template is not None
-        tokenizer.chat_template.check()
+    def with_chat_template(self, source: str | None, variables: Mapping[str, Any] | None = None) -> Frontend:
+        """For requests whose messages this template renders, None being the model's own, with `variables` of the
+        caller's. Raises TemplateError."""
+        tokenizer = self.model().tokenizer
+        if source is not None:
+            tokenizer = Tokenizer.load({**tokenizer.files, "chat_template.jinja": source.encode()})
+            assert tokenizer.chat_template is not None
+            tokenizer.chat_template.check()
+        if variables:
+            tokenizer = tokenizer.with_template_variables(variables)
         return Frontend(
             lambda: self.models().with_tokenizer(tokenizer),
             self._finish_sequence,

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _CUT = "OCTAVO_CUTS_HERE "  # the space shows whether the template trims the end of a message
 
 
@@ -29,12 +30,23 @@ class TemplateError(ValueError):
 class ChatTemplate:
     """Thread-safe. A broken template is known when something is first rendered with it.
 
-    `special_tokens` (`bos_token`, `eos_token`, ...) are visible in the template by name.
+    `special_tokens` (`bos_token`, `eos_token`, ...) are visible in the template by name, and so are `variables` of the
+    caller's, such as `enable_thinking`.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any] | None = None
+    ) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
+        self._variables = dict(variables or {})
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with these variables. Raises `TemplateError` for names that mean something already."""
+        for name in variables:
+            if name in _OWN_VARIABLES or name in self._special_tokens:
+                raise TemplateError(f"the chat template has {name!r} from elsewhere: it is no variable of the caller's")
+        return ChatTemplate(self._source, self._special_tokens, variables)
 
     def render(
         self,
@@ -97,6 +109,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
+                **self._variables,
             ):
                 pieces.append(piece)
                 num_chars += len(piece)

@@ -7,6 +7,7 @@ elsewhere: it is a setting of the slow ones.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import threading
@@ -18,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import tokenizers
 
-from scheduler_svc.text.chat_template import ChatTemplate
+from scheduler_svc.text.chat_template import ChatTemplate, TemplateError
 from scheduler_svc.text.content_guard import ContentGuard
 from scheduler_svc.text.quick_tokenizers import is_quick
 from scheduler_svc.text.text_stream import StreamFactory, TextStream, stream_factory
@@ -136,6 +137,34 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All ids at once; for text as it comes there is `text_stream`."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str | list[int]:
+        """The prompt for messages, as token ids or as text: what the method of this name does in `transformers`.
+
+        Raises `TemplateError`, also without a template.
+        """
+        if self.chat_template is None:
+            raise TemplateError("this tokenizer has no chat template")
+        text = self.chat_template.with_variables(variables).render(
+            conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
+        """The same with variables for its chat template. Raises `TemplateError`, also without a template."""
+        if self.chat_template is None:
+            raise TemplateError("this tokenizer has no chat template")
+        other = copy.copy(self)
+        other.chat_template = self.chat_template.with_variables(variables)
+        return other
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """An incremental `decode` for one output."""

@@ -64,11 +64,44 @@ def test_several_conversations_in_a_template_of_the_callers_own(llm: LLM) -> Non
     assert shown(llm, own) != shown(llm, first), "the model's template is as it was"
 
 
+def test_a_template_has_variables_of_the_callers(llm: LLM) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} briefly{% endif %}"
+    variables = {"enable_thinking": False}
+    (brief,) = llm.chat([ASKED], GREEDY, False, chat_template=template, chat_template_kwargs=variables)
+    (own,) = llm.chat([ASKED], GREEDY, False, chat_template_kwargs=variables, chat_template_content_format="openai")
+    (same,) = llm.chat([ASKED], GREEDY, False)
+    assert shown(llm, brief) == "Why? briefly" and own.prompt_token_ids == same.prompt_token_ids
+
+
+def test_the_tokenizer_puts_a_conversation_into_the_template(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.apply_chat_template([ASKED], tokenize=False, add_generation_prompt=True)
+    (said,) = llm.chat([ASKED], GREEDY, False)
+    (same,) = llm.generate(str(prompt), GREEDY, use_tqdm=False)
+    assert said.prompt_token_ids == same.prompt_token_ids
+    assert tokenizer.apply_chat_template([ASKED], add_generation_prompt=True) == said.prompt_token_ids
+
+
+def test_arguments_come_in_the_order_that_scripts_give_them(llm: LLM) -> None:
+    by_position = llm.generate(None, GREEDY, [[1, 2, 3]], False, None)
+    by_name = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY, use_tqdm=False)
+    assert by_position[0].outputs[0].token_ids == by_name[0].outputs[0].token_ids
+
+
+def test_what_an_llm_has_not_is_named_with_a_reason(llm: LLM) -> None:
+    assert not hasattr(llm, "embed") and llm.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(AttributeError, match="an LLM has no encode: models here generate text"):
+        getattr(llm, "encode")  # noqa: B009 - a name that a checker of types knows to be missing
+    with pytest.raises(AttributeError, match=r"an LLM has no genrate$"):
+        getattr(llm, "genrate")  # noqa: B009 - likewise
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [
         ([ASKED], {"tools": [{"type": "function"}]}, "tools: not supported"),
         ([ASKED], {"chat_template": "{% for"}, "chat template: "),
+        ([ASKED], {"chat_template_kwargs": {"messages": []}}, "the chat template has 'messages' from elsewhere"),
         (ANSWERED, {"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
         ([[ASKED], [ASKED]], {"sampling_params": [GREEDY]}, "1 sampling_params for 2 prompts"),
         ([[ASKED], "x"], {}, r"messages\[1\] is 'x'"),
@@ -202,6 +235,14 @@ def test_an_adapter_has_a_name_a_number_and_a_path(arguments: Any, words: str) -
         LoRARequest(*arguments)
 
 
+def test_what_a_parser_has_read_may_be_given_as_it_is() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    given = vars(parser.parse_args(["--model", "a", "--max-num-seqs=8"]))
+    assert vars(EngineArgs(**given)) == {"model": "a", "max_num_seqs": 8}
+    read = EngineArgs.from_cli_args(parser.parse_args(["--model", "a", "--max-num-seqs=8"]))
+    assert vars(read) == {"model": "a", "max_num_seqs": 8}
+
+
 def test_engine_arguments_come_from_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     (tmp_path / "options.yaml").write_text("block_size: 8\n")
@@ -212,6 +253,7 @@ def test_engine_arguments_come_from_a_command_line(tmp_path: Path, monkeypatch: 
         "a",
         {"max_num_seqs": 8, "seed": 0, "enable_prefix_caching": False, "swap_space": 2.0, "block_size": 8},
     )
+    assert (given.model, given.max_num_seqs, given.block_size) == ("a", 8, 8)
     assert "model='a', " in repr(given) and "max_num_seqs=8" in repr(given)
     for refused in ({"max_num_sequences": 8}, {"port": 80}, {"block_size": "many"}):
         with pytest.raises(OptionError):

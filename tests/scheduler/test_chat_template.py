@@ -149,6 +149,16 @@ def test_whatever_a_template_does_is_one_line(source: str, message: str) -> None
     assert str(error.value).startswith("chat template: ")
 
 
+def test_variables_are_the_callers_but_for_those_with_a_meaning() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ tone|default('plain') }}: {{ messages[0].content }}", SPECIAL)
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.with_variables({"tone": "warm"}).render(messages) == "<s>warm: hi"
+    assert template.render(messages) == "<s>plain: hi", "the template itself stays as it is"
+    for name in ("messages", "add_generation_prompt", "bos_token"):
+        with pytest.raises(TemplateError, match=f"'{name}' from elsewhere"):
+            template.with_variables({name: "x"})
+
+
 def test_the_callers_messages_stay_as_they_are() -> None:
     messages = [dict(USER)]
     with pytest.raises(TemplateError):
