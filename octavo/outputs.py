@@ -64,6 +64,26 @@ class RequestMetrics:
     times_preempted: int = 0
     times_moved: int = 0
 
+    @property
+    def arrival_time(self) -> float:
+        """Seconds, by the names of other libraries. Only differences of these mean anything."""
+        return self.arrival_ns / 1e9
+
+    @property
+    def first_token_time(self) -> float | None:
+        """As `arrival_time`; None before there is a token."""
+        return None if self.first_token_ns is None else self.first_token_ns / 1e9
+
+    @property
+    def finished_time(self) -> float | None:
+        """As `arrival_time`; None before the end."""
+        return None if self.finished_ns is None else self.finished_ns / 1e9
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds before the first step; known at the end."""
+        return None if self.queue_ns is None else self.queue_ns / 1e9
+
 
 @dataclass(slots=True)
 class RequestOutput:

@@ -82,7 +82,10 @@ def _check_sampling_params(params: pb.SamplingParams, model: ServedModel, settin
 def _check_supported(request: pb.GenerateRequest, settings: TextSettings) -> None:
     params = request.sampling_params
     for name in _set_fields(params, _ABSENT):
-        raise Unsupported(f"sampling_params.{name} is not implemented by this server")
+        raise Unsupported(
+            f"sampling_params.{name} is not implemented by this server: there is no guided decoding yet; "
+            "allowed_token_ids and bad_words are what there is"
+        )
     if params.use_beam_search:
         _check_beams_supported(params)
     if request.priority and settings.scheduling_policy != "priority":

@@ -82,6 +82,16 @@ def test_the_tokenizer_puts_a_conversation_into_the_template(llm: LLM) -> None:
     assert tokenizer.apply_chat_template([ASKED], add_generation_prompt=True) == said.prompt_token_ids
 
 
+def test_times_are_there_in_seconds_too(llm: LLM) -> None:
+    (output,) = llm.generate("Why?", GREEDY, use_tqdm=False)
+    times = output.metrics
+    assert times.first_token_time is not None and times.finished_time is not None and times.time_in_queue is not None
+    assert times.arrival_time + times.time_in_queue <= times.first_token_time <= times.finished_time
+    assert times.finished_time - times.arrival_time == pytest.approx(
+        (times.finished_ns or 0) / 1e9 - times.arrival_time
+    )
+
+
 def test_arguments_come_in_the_order_that_scripts_give_them(llm: LLM) -> None:
     by_position = llm.generate(None, GREEDY, [[1, 2, 3]], False, None)
     by_name = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY, use_tqdm=False)
