@@ -51,7 +51,8 @@ def test_the_first_blocks_of_every_layer_come_first(monkeypatch: pytest.MonkeyPa
     store = untouched_zeros((2, 2, 7, MIB), torch.uint8)
     TouchAhead(store, lambda: 0)._thread.join()
     starts = [part.data_ptr() for layer in store for part in layer]
-    assert asked == [
+    within = range(store.data_ptr(), store.data_ptr() + store.nbytes)  # a thread of a test before may ask for its own
+    assert [each for each in asked if each[0] in within] == [
         (start + offset * MIB, size * MIB) for offset, size in [(0, 2), (2, 2), (4, 1)] for start in starts
     ]
 
