@@ -150,3 +150,20 @@ def test_decodes_go_on_beside_a_long_prompt():
         simulation.answer()
         steps += 1
     assert steps == 5, "13 tokens of the prompt in each"
+
+
+@pytest.mark.parametrize(("n", "num_elder_tokens"), [(2, 9), (3, 9), (2, 37), (3, 33)])
+def test_siblings_that_are_swapped_out_before_they_write_copy_the_block_that_they_share_on_return(n, num_elder_tokens):
+    """The end of the prompt lies in one block of them all, on the host as on the device."""
+    simulation = Simulation(num_slots=4, num_blocks=14, num_host_blocks=14, preemption_mode="swap", depth=1)
+    simulation.add([1] * num_elder_tokens, 4, eos_token_id=None)
+    siblings = simulation.add([2] * 9, 6, eos_token_id=None, n=n)
+    while any(sequence.slot < 0 for sequence in siblings.sequences):
+        simulation.send()
+        simulation.answer()
+    assert len(simulation.blocks.blocks_held(siblings)) == 3, "12 tokens' worth, for all of them"
+    assert simulation.scheduler._preemption.preempt(siblings), "swapped out"
+    simulation.run_to_end()
+    assert simulation.worker.num_swapped_out == simulation.worker.num_swapped_in >= 3
+    simulation.check_outputs()
+    simulation.check_nothing_left()
