@@ -258,3 +258,18 @@ def test_what_was_found_is_forgotten_where_it_becomes_much(monkeypatch: pytest.M
     del groups[-live:], group
     gc.collect()
     assert not len(finder._found), "it keeps alive who has ended"
+
+
+def test_outputs_leave_beams_the_slots_that_they_were_promised() -> None:
+    """Of six slots one beam runs, and three are sure for those that come of it; one output runs, and one more can."""
+    simulated = Simulation(num_slots=6, num_blocks=60, max_num_batched_tokens=64, depth=1)
+    beams = simulated.add([1] * 5, 12, eos_token_id=None, beam_width=4)
+    several = simulated.add([2] * 5, 12, eos_token_id=None, n=3)
+    late = simulated.add([3] * 5, 12, eos_token_id=None)
+    groups = simulated.scheduler.groups
+    assert simulated.send() and late in simulated.waiting
+    assert (groups.num_seated(beams), groups.num_seated(several)) == (1, 2)
+    assert groups.num_slots_left == 0 < simulated.columns.num_free_slots == 3
+    simulated.run_to_end()
+    assert groups.num_slots_left == simulated.columns.num_free_slots == 6
+    simulated.check_outputs()

@@ -11,10 +11,13 @@ import pytest
 from protos import worker_pb2
 from scheduler_svc.core.block_manager import BlockSpaceManager
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.worker_groups import WorkerGroups
 from scheduler_svc.engine import time_limits
 from scheduler_svc.leases import worker_handle
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
+from tests.scheduler.simulation import Simulation
 
 NUM_BLOCKS, PART = 50, 16
 
@@ -106,6 +109,59 @@ def test_every_fault_is_found_once_all_parts_were_looked_at(
     with pytest.raises(AssertionError):
         for _ in range(-(-NUM_BLOCKS // PART)):
             worker.check_integrity()
+
+
+def waits_for_slots_it_has(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.expanding.add(group)
+
+
+def is_in_two_places(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.preempted.append(group)
+
+
+def runs_no_more(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.running.remove(group)
+
+
+def is_to_fork_and_wants_no_slots(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.unforked.add(group)
+
+
+def has_nothing_to_prefill(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.prefilling.append(group.sequences[0])
+
+
+def holds_a_free_slot(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.columns._free_slots.append(group.sequences[0].slot)
+
+
+def has_a_free_block(groups: WorkerGroups, group: SequenceGroup) -> None:
+    groups.blocks.allocator.free(group.sequences[0].block_table[-1:])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        waits_for_slots_it_has,
+        is_in_two_places,
+        runs_no_more,
+        is_to_fork_and_wants_no_slots,
+        has_nothing_to_prefill,
+        holds_a_free_slot,
+        has_a_free_block,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_scheduler_whose_queues_slots_and_blocks_contradict_one_another_says_so(
+    fault: Callable[[WorkerGroups, SequenceGroup], None],
+) -> None:
+    simulation = Simulation()
+    group = simulation.add([1] * 9, 5)
+    simulation.send()
+    simulation.scheduler.check_integrity()
+    fault(simulation.scheduler.groups, group)
+    with pytest.raises(AssertionError):
+        simulation.scheduler.check_integrity()
 
 
 def test_broken_state_of_an_idle_worker_is_made_anew_and_the_worker_kept() -> None:

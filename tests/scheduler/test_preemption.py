@@ -167,3 +167,18 @@ def test_siblings_that_are_swapped_out_before_they_write_copy_the_block_that_the
     assert simulation.worker.num_swapped_out == simulation.worker.num_swapped_in >= 3
     simulation.check_outputs()
     simulation.check_nothing_left()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_whoever_is_swapped_out_goes_on_from_what_it_has_whatever_its_slot(place):
+    simulation = Simulation(num_blocks=24, num_host_blocks=24, preemption_mode="swap", depth=1, num_slots=3)
+    groups = [simulation.add([1 + number] * 5, 12, eos_token_id=None) for number in range(3)]
+    for _ in range(3):
+        simulation.send()
+        simulation.answer()
+    victim = groups[place]
+    assert victim.sequences[0].slot == place and simulation.scheduler._preemption.preempt(victim), "swapped out"
+    simulation.run_to_end()
+    assert simulation.num_computed_tokens == 3 * 16, "nothing is computed again"
+    simulation.check_outputs()
+    simulation.check_nothing_left()

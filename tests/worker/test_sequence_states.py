@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import decode, greedy, prefill, slots_u16, u32
 from worker_svc.errors import ProtocolError
+from worker_svc.mirror.sampling_columns import SamplingColumns
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.steps.input_batch import build_input_arrays
 
@@ -432,14 +433,54 @@ def test_table_has_to_cover_the_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("num_tokens", 17), ("num_computed_tokens", 9), ("num_blocks", 0), ("occupied", False)]
+    ("column", "place", "value", "complaint"),
+    [
+        ("occupied", 0, False, "is empty but has state"),
+        ("num_computed_tokens", 1, 1, "is empty but has state"),
+        ("num_tokens", 0, 0, "impossible number of tokens"),
+        ("num_tokens", 0, 17, "impossible number of tokens"),
+        ("num_computed_tokens", 0, 5, "computed more than its tokens"),
+        ("num_computed_tokens", 0, -1, "computed more than its tokens"),
+        ("num_blocks", 0, 0, "computed more than its blocks hold"),
+        ("block_tables", (0, 1), 16, "a block out of range"),
+        ("block_tables", (0, 0), -1, "a block out of range"),
+        ("block_tables", (0, 1), 0, "a block twice"),
+        ("request_ids", 0, None, "disagree"),
+        ("request_ids", 1, "another", "disagree"),
+    ],
 )
-def test_integrity_check_finds_damage(column: str, value: Any) -> None:
+def test_integrity_check_finds_damage(column: str, place: Any, value: Any, complaint: str) -> None:
     states = states_of()
     run(states, prefill(1, [[1, 2, 3]], max_len=8))
-    getattr(states, column)[0] = value
-    with pytest.raises(AssertionError, match="slot 0"):
+    assert table(states, 0) == [0, 1] and tokens(states, 0) == [1, 2, 3, 100]
+    getattr(states, column)[place] = value
+    slot = place if isinstance(place, int) else place[0]
+    with pytest.raises(AssertionError, match=f"slot {slot} .*{complaint}"):
         states.check_integrity()
+
+
+# ---- Sampling parameters --------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_are_not_set_have_the_defaults_of_the_public_surface() -> None:
+    columns = SamplingColumns(3)
+
+    def filled(**params: Any) -> list[Any]:
+        columns.set(1, inference_pb2.SamplingParams(**params))
+        return [column[1] for column in (columns.temperature, columns.top_k, columns.top_p, columns.min_p)]
+
+    assert filled() == [1, 0, 1, 0] and columns.repetition_penalty[1] == 1
+    assert not columns.takes_largest[1] and not columns.adjusts_logits[1]
+    assert filled(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125) == [0.5, 3, 0.25, 0.125]
+    assert filled(temperature=0.0, top_k=-1, top_p=0.0) == [0, 0, 0, 0], "zero is not the same as not set"
+    assert columns.takes_largest[1]
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 0}, {"use_beam_search": True}, {"presence_penalty": 1.0}])
+def test_only_who_wants_nothing_but_the_largest_is_noted_as_such(more: dict[str, Any]) -> None:
+    columns = SamplingColumns(3)
+    columns.set(1, inference_pb2.SamplingParams(temperature=0.0, **more))
+    assert not columns.takes_largest[1]
 
 
 # ---- A step costs no object a sequence ------------------------------------------------------------------------------
