@@ -13,15 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from multiprocessing import forkserver
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 
 from octavo.serving_plan import waiting_threads
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# No kernel: OpenMP must not have begun before a fork.
-CONTEXT.set_forkserver_preload(["worker_svc.server", "numba", "scheduler_svc.server", "octavo.commands.scheduler"])
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 WITHOUT_TORCH = ("torch", "triton", "numba", "transformers")  # what a scheduler must never import
 
 
@@ -39,16 +38,31 @@ def start() -> None:
 class ForkedCommand:
     """`octavo ARGUMENTS`, with what tests need of a `subprocess.Popen`.
 
-    `stderr`: a descriptor that it gets as its own. `missing`: modules that raise ImportError there from now on.
+    `stderr`: a descriptor that it gets as its own; `stdout`, too, where it is given. `missing`: modules that raise
+    ImportError there from now on. Its children are forked as well, unless `forks_children` is False; what only reads
+    and writes pipes, as text processes do, is started as ever.
     """
 
-    def __init__(self, arguments: Sequence[str], stderr: int = 2, missing: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        stderr: int = 2,
+        missing: Sequence[str] = (),
+        *,
+        stdout: int | None = None,
+        forks_children: bool = True,
+    ) -> None:
         self.args = list(arguments)
+        self._children: list[tuple[str, int]] = []
+        self._born, births = connection.Pipe(duplex=False)
         start()
-        with Connection(os.dup(stderr), readable=False) as said:
-            self._process = CONTEXT.Process(
-                target=_run, args=(self.args, dict(os.environ), said, tuple(missing)), daemon=True
+        with contextlib.ExitStack() as open_here, births:
+            said, shown = (
+                None if number is None else open_here.enter_context(Connection(os.dup(number), readable=False))
+                for number in (stderr, stdout)
             )
+            given = self.args, dict(os.environ), said, shown, tuple(missing), births if forks_children else None
+            self._process = CONTEXT.Process(target=_run, args=given, daemon=True)
             self._process.start()
         self._one_at_a_time = threading.Lock()  # the exit code can be read once
 
@@ -60,6 +74,13 @@ class ForkedCommand:
     @property
     def returncode(self) -> int | None:
         return self.poll()
+
+    def children(self, of: str = "") -> list[int]:
+        """Process ids of all that it has forked, also of those that have ended: of a command or a module, if named."""
+        with contextlib.suppress(EOFError):
+            while self._born.poll():
+                self._children.append(self._born.recv())
+        return [pid for name, pid in self._children if of in ("", name)]
 
     def poll(self) -> int | None:
         with self._one_at_a_time:
@@ -83,17 +104,36 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(arguments: list[str], environment: dict[str, str], said: Connection, missing: tuple[str, ...]) -> None:
+def _run(
+    arguments: list[str],
+    environment: Mapping[str, str],
+    said: Connection,
+    shown: Connection | None,
+    missing: Sequence[str],
+    births: Connection | None,
+) -> None:
+    prepare(environment, said, missing)
+    if shown is not None:
+        os.dup2(shown.fileno(), sys.stdout.fileno())
+    if births is not None:
+        from tests.forked_children import fork_children
+
+        vars(multiprocessing.current_process())["_config"]["daemon"] = False  # or it might have no children
+        fork_children(births, missing)
+    run_command(arguments)
+
+
+def prepare(environment: Mapping[str, str], said: Connection, missing: Sequence[str]) -> None:
+    """In the process that was forked: `environment` is its own, it says what it says to `said`, and lacks modules."""
     os.environ.clear()
     os.environ.update(environment)  # a test may have set a folder for caches
     for name in missing:
         sys.modules[name] = None  # type: ignore[assignment]  # so an import of it fails
-    run_command(arguments, said.fileno())
+    os.dup2(said.fileno(), sys.stderr.fileno())
 
 
-def run_command(arguments: list[str], stderr: int) -> None:
-    """In the process that was forked: `octavo ARGUMENTS`, which says what it says to `stderr`."""
-    os.dup2(stderr, sys.stderr.fileno())
+def run_command(arguments: list[str]) -> None:
+    """In the process that was forked: `octavo ARGUMENTS`."""
     from octavo.cli import main
 
     sys.exit(main(arguments))

@@ -30,7 +30,7 @@ class SchedulerProcess:
         self.log = log
         arguments = ["scheduler", f"--port={port}", *(f"--worker={address}" for address in workers), *options]
         with log.open("wb") as file:
-            self._process = ForkedCommand(arguments, file.fileno(), missing=WITHOUT_TORCH)
+            self._process = ForkedCommand(arguments, file.fileno(), WITHOUT_TORCH, forks_children=False)
         self._channel = grpc.insecure_channel(self.address)
         self._control = inference_pb2_grpc.ControlStub(self._channel)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from octavo.errors import RequestFailed
 from octavo.retrying import RetryPolicy
 from octavo.shared.ports import free_port
 from tests.chaos.worker_process import WorkerProcess
+from tests.forkserver import WITHOUT_TORCH, ForkedCommand
 from tests.tiny_models import make_tiny_llama
 
 NUM_STREAMS = 32
@@ -41,14 +40,14 @@ class Scheduler:
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         self._arguments = ("scheduler", f"--port={port}", *(f"--worker={address}" for address in workers), *options)
-        self._process = _octavo(*self._arguments)
+        self._process = ForkedCommand(self._arguments, missing=WITHOUT_TORCH)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
 
     def come_back(self) -> None:
-        self._process = _octavo(*self._arguments)
+        self._process = ForkedCommand(self._arguments, missing=WITHOUT_TORCH)
 
     def is_serving(self) -> bool:
         with Client(self.address, retry=ONCE) as client:
@@ -75,10 +74,6 @@ class Scheduler:
     def end(self) -> None:
         self._process.terminate()
         self._process.wait(30)
-
-
-def _octavo(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "octavo", *arguments])
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -59,4 +60,5 @@ class WorkerProcess:
 
 def _run(arguments: list[str], log: str) -> None:
     with open(log, "a") as file:
-        forkserver.run_command(arguments, file.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+        forkserver.run_command(arguments)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import grpc
+import psutil
 
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
@@ -17,6 +18,7 @@ from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker
 from tests.forkserver import WITHOUT_TORCH, ForkedCommand
 from tests.grpcurl import Answer, grpcurl
+from tests.processes import processes_of
 
 # Or whoever starts in 10 s is looked at again after 16: attempts at a port where nobody listens come ever more rarely.
 QUICK = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100))
@@ -30,6 +32,12 @@ class Service:
 
     async def call(self, method: str, data: object = None, *flags: str) -> Answer:
         return await grpcurl(*flags, method, address=self.address, data=data)
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """Those that run it."""
+        if isinstance(self.process, ForkedCommand):
+            return processes_of(self.process.children(module))
+        return [child for child in psutil.Process(self.process.pid).children() if module in child.cmdline()]
 
     def restart(self, *flags: str) -> None:
         """Kills it, and starts it again at its address; `flags` come on top of those that it had."""

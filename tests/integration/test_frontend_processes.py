@@ -34,7 +34,7 @@ async def until(what: str, is_so: Callable[[], bool]) -> None:
 def frontends_of(service: Service) -> list[psutil.Process]:
     """Those that listen on the port."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [child for child in psutil.Process(service.process.pid).children() if _listens(child, service)]
+        return [child for child in service.children("scheduler_svc.frontend_process") if _listens(child, service)]
     return []
 
 
@@ -250,7 +250,8 @@ async def test_the_client_library_goes_on_at_another_frontend(slow):
 
 
 async def test_frontends_end_with_a_core_that_is_killed():
-    with FakeWorker() as worker, scheduler(f"--worker={worker.address}", "--frontends=2") as it:
+    """As they are started at a terminal: each in an interpreter of its own."""
+    with FakeWorker() as worker, scheduler(f"--worker={worker.address}", "--frontends=2", is_forked=False) as it:
         it.wait_until_ready()
         await until("both frontends", lambda: len(frontends_of(it)) == 2)
         frontends = frontends_of(it)

@@ -141,11 +141,14 @@ ENDLESS = (
 
 @pytest.mark.parametrize("frontends", ["--frontends=1", "--frontends=2"])
 async def test_sigterm_ends_a_scheduler_at_once_whatever_is_rendered(tmp_path: Path, frontends: str) -> None:
-    """Those whose text is not done are sent elsewhere, and no process stays behind."""
+    """Those whose text is not done are sent elsewhere, and no process stays behind: each as it is at a terminal."""
     write_byte_tokenizer(tmp_path, 400)
     (tmp_path / "chat_template.jinja").write_text(ENDLESS)
     flags = (f"--tokenizer={tmp_path}", "--text-timeout=300", frontends, "--log-level=warning", "--text-processes=2")
-    with FakeWorker(spell("fine")) as worker, scheduler(f"--worker={worker.address}", *flags) as service:
+    with (
+        FakeWorker(spell("fine")) as worker,
+        scheduler(f"--worker={worker.address}", *flags, is_forked=False) as service,
+    ):
         service.wait_until_ready()
         async with grpc.aio.insecure_channel(service.address) as channel:
             calls = [asyncio.create_task(_ends(channel, GENERATE, _chat("endless", 1))) for _ in range(6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -20,6 +21,8 @@ import pytest
 from octavo import Client, SamplingParams
 from octavo.cli import main
 from octavo.shared.ports import free_port
+from tests.forkserver import ForkedCommand
+from tests.processes import processes_of
 from tests.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -33,23 +36,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Served:
-    """A running `octavo serve`, with what it has said so far."""
+    """A running `octavo serve`, with what it has said so far. As it is typed, unless it `is_forked`."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, is_forked: bool) -> None:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "octavo", "serve", "--port", str(self.port), *flags]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        arguments = ["serve", "--port", str(self.port), *flags]
+        reader, writer = os.pipe()
+        self.process: ForkedCommand | subprocess.Popen[bytes]
+        try:
+            if is_forked:
+                self.process = ForkedCommand(arguments, writer, stdout=writer)
+            else:
+                command = [sys.executable, "-m", "octavo", *arguments]
+                self.process = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=writer, start_new_session=True)
+        finally:
+            os.close(writer)
         self.said = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=[reader], daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said += line
+    def _read(self, reader: int) -> None:
+        with open(reader, encoding="utf-8") as lines:
+            for line in lines:
+                self.said += line
 
     def wait_for(self, what: Callable[[], object], seconds: float = READY_WITHIN_S) -> None:
         deadline = time.monotonic() + seconds
@@ -62,11 +72,20 @@ class Served:
         self.wait_for(lambda: last in self.said or self.process.poll() is not None)
         assert self.process.poll() is None, self.said
 
+    def children(self, command: str = "") -> list[psutil.Process]:
+        """Those that run; only those of one command, if named."""
+        if isinstance(self.process, ForkedCommand):
+            return processes_of(self.process.children(command))
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if not command or command in child.cmdline()]
+
     def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """And what those have started."""
+        children = self.children()
+        return [*children, *(each for child in children for each in child.children(recursive=True))]
 
     def worker(self) -> psutil.Process:
-        return next(process for process in self.family() if "worker" in process.cmdline())
+        return self.children("worker")[0]
 
     def end(self, number: int) -> tuple[int, float]:
         """Exit code and seconds after a signal; asserts that no process is left."""
@@ -82,8 +101,8 @@ class Served:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Served]:
-    served = Served(*flags)
+def serving(*flags: str, is_forked: bool = True) -> Iterator[Served]:
+    served = Served(*flags, is_forked=is_forked)
     try:
         yield served
     finally:
@@ -100,7 +119,7 @@ def tokens(address: str, prompt: str) -> list[int]:
 @pytest.fixture(scope="module")
 def running(model: Path) -> Iterator[Served]:
     """For tests that leave it as it was."""
-    with serving("--model", str(model), "--workers", "2") as served:
+    with serving("--model", str(model), "--workers", "2", is_forked=False) as served:
         served.wait_until_ready()
         yield served
         code, seconds = served.end(signal.SIGTERM)
@@ -137,7 +156,7 @@ def test_a_dead_worker_is_named_and_replaced_and_ctrl_c_does_not_wait_for_long_r
         worker.kill()
         served.wait_for(lambda: "a child has ended" in served.said and str(worker.pid) in served.said)
         assert "SIGKILL" in served.said
-        served.wait_for(lambda: any("worker" in process.cmdline() for process in served.family()))
+        served.wait_for(lambda: served.children("worker"))
         assert tokens(served.address, "hello") == expected
         endless = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
         streams = [client.generate(f"story {i}", endless) for i in range(4)]
@@ -168,7 +187,7 @@ def test_the_scheduler_s_death_ends_all(model: Path) -> None:
     with serving("--model", str(model)) as served:
         served.wait_until_ready()
         family = served.family()
-        next(process for process in family if "scheduler" in process.cmdline()).kill()
+        served.children("scheduler")[0].kill()
         assert served.process.wait(timeout=10) == 1
         _, alive = psutil.wait_procs(family, timeout=3)
         assert alive == []
@@ -176,7 +195,7 @@ def test_the_scheduler_s_death_ends_all(model: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_no_orphans_when_it_is_killed(model: Path) -> None:
-    with serving("--model", str(model), "--workers", "2") as served:
+    with serving("--model", str(model), "--workers", "2", is_forked=False) as served:
         served.wait_for(lambda: len(served.family()) == 3)
         time.sleep(0.5)  # past exec
         code, _ = served.end(signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 import urllib.request
@@ -50,10 +49,7 @@ class Sharded:
     control: inference_pb2_grpc.ControlStub
 
     def shards(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.service.process.pid).children()
-            return [child for child in children if "scheduler_svc.shards.shard_process" in child.cmdline()]
-        return []
+        return self.service.children("scheduler_svc.shards.shard_process")
 
     async def until(self, what: str, is_so: Callable[[pb.Load], bool]) -> pb.Load:
         deadline = time.monotonic() + DEADLINE_S
