@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 from numba.core import cgutils
+from numba.extending import register_jitable
 
 from kernels.cpu.shared_work import shared
 from kernels.cpu.vectors.numbers import FLOAT32, address_of, lines, to_float32
@@ -49,14 +50,14 @@ _ROUNDER_BITS = 0x4B400000
 _ORDER = [first + i for first in range(0, LANES, len(QUAD_ORDER)) for i in QUAD_ORDER]
 
 
-@njit(nogil=True)
+@register_jitable  # or the first start of every worker would compile it, for a fifth of a second
 def workspace_bytes(num_rows, num_in):  # type: ignore[no-untyped-def]
     """Bytes of so many quantised rows with what is known of their groups."""
     num_groups = (num_in + GROUP - 1) // GROUP
     return num_rows * (num_groups * GROUP + 2 * bytes_of_groups(num_groups))
 
 
-@njit(nogil=True)
+@register_jitable
 def bytes_of_groups(num_groups):  # type: ignore[no-untyped-def]
     """From one row's scales or sums to the next row's: 4 a group, for a multiple of 16 groups."""
     return (num_groups + LANES - 1) // LANES * LANES * 4
