@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers, step_profile, thread_settings
+from benchmarks import gateway, peers, step_profile, thread_settings
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -45,6 +45,7 @@ def blocks() -> dict[str, str]:
         "slow-network": _slow_network(),
         "step-costs": _step_costs(),
         "way-out": _way_out(),
+        "gateway-cost": _gateway_cost(),
         "loading": _loading(),
         "sampler": _sampler(),
         "int8-quality": _int8_quality(),
@@ -203,6 +204,13 @@ def _way_out() -> str:
             rows.append([*cells, f"{p50:.1f} / {p99:.0f} ms"])
     headers = ["", "streams", "messages/s", "tokens/s", "CPU s / 1,000 tokens", "of the core"]
     return markdown_table([*headers, "between messages p50 / p99"], rows)
+
+
+def _gateway_cost() -> str:
+    """The medians, and of what."""
+    results = newest("gateway")
+    about = f"{results['machine']['cpu']}, 2 cores, {results['date'][:10]}:"
+    return f"{about}\n\n{gateway.table(results['median'])}"
 
 
 def _loading() -> str:

@@ -1,8 +1,9 @@
-"""What HTTP costs: `python -m benchmarks.gateway` (about two minutes, two idle cores).
+"""What HTTP costs: `python -m benchmarks.gateway` (about three minutes, two idle cores).
 
-512 streams, over gRPC and then over HTTP through `octavo gateway`, in turns, from a simulated worker at a pace that all
-keep up with: no two tokens of a stream share a message. The CPU seconds of scheduler and gateway are counted, of all
-their threads, and the tokens that arrived. Over HTTP both share the core that the load leaves them.
+512 streams, over gRPC, over HTTP through `octavo gateway`, and over HTTP with a gRPC call for each, in turns, from a
+simulated worker at a pace that all keep up with: no two tokens of a stream share a message. The CPU seconds of
+scheduler and gateway are counted, of all their threads, and the tokens that arrived. Over HTTP both share the core that
+the load leaves them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,7 @@ from octavo.shared.options import environment_without_options
 from octavo.shared.ports import LOOPBACK, free_port
 
 _FIRST_CORE = min(os.sched_getaffinity(0))  # of the scheduler, too (`streaming.service`)
+_PARTS = "scheduler", "gateway"  # the scheduler with its gRPC front
 RESULTS = Path(__file__).parent / "results"
 _TEXT = re.compile(rb'"(?:text|content)":"([a-z ]*)"')  # the worker draws letters, one a token
 
@@ -61,22 +63,24 @@ def main() -> int:
 def _round(arguments: argparse.Namespace) -> dict[str, float]:
     """CPU seconds for 1,000 tokens over gRPC and over HTTP, and how fast they came."""
     (grpc,) = streaming.measure([arguments.streams], arguments.seconds, step_ms=arguments.step_ms)
-    with streaming.service(arguments.streams, arguments.step_ms, 1, ()) as (address, scheduler_pid):
-        with _gateway(address) as (port, gateway_pid):
-            found = asyncio.run(_http_load(port, (scheduler_pid, gateway_pid), arguments))
-    return {
+    found = {
         "grpc_tokens_per_s": grpc.tokens_per_s,
         "grpc_scheduler_cpu_s_per_1000_tokens": grpc.cpu_s_per_1000_tokens,
-        **found,
-        "gateway_to_grpc_front": found["http_gateway_cpu_s_per_1000_tokens"] / grpc.cpu_s_per_1000_tokens,
     }
+    for name, flags in (("http", ()), ("own_calls", ("--no-share-calls",))):
+        with streaming.service(arguments.streams, arguments.step_ms, 1, ()) as (address, scheduler_pid):
+            with _gateway(address, flags) as (port, gateway_pid):
+                of_http = asyncio.run(_http_load(port, (scheduler_pid, gateway_pid), arguments))
+        found |= {f"{name}_{key}": value for key, value in of_http.items()}
+    of_front = found["grpc_scheduler_cpu_s_per_1000_tokens"]
+    return found | {"http_to_grpc": sum(found[f"http_{each}_cpu_s_per_1000_tokens"] for each in _PARTS) / of_front}
 
 
 @contextmanager
-def _gateway(address: str) -> Iterator[tuple[int, int]]:
+def _gateway(address: str, more_flags: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Port and process id; on the scheduler's core."""
     port, own = free_port(), os.sched_getaffinity(0)
-    flags = [f"--scheduler={address}", f"--port={port}", "--log-level=warning", "--drain-timeout=0"]
+    flags = [f"--scheduler={address}", f"--port={port}", "--log-level=warning", "--drain-timeout=0", *more_flags]
     os.sched_setaffinity(0, {_FIRST_CORE})
     try:
         process = subprocess.Popen(
@@ -164,10 +168,10 @@ async def _http_load(port: int, pids: tuple[int, int], arguments: argparse.Names
     for transport in transports:
         transport.abort()
     return {
-        "http_tokens_per_s": tokens / wall_s,
-        "http_tokens_per_event": tokens / events,
-        "http_scheduler_cpu_s_per_1000_tokens": 1000 * scheduler_s / tokens,
-        "http_gateway_cpu_s_per_1000_tokens": 1000 * gateway_s / tokens,
+        "tokens_per_s": tokens / wall_s,
+        "tokens_per_event": tokens / events,
+        "scheduler_cpu_s_per_1000_tokens": 1000 * scheduler_s / tokens,
+        "gateway_cpu_s_per_1000_tokens": 1000 * gateway_s / tokens,
     }
 
 
@@ -186,18 +190,18 @@ async def _wait_until_ready(port: int, deadline_s: float) -> None:
 
 def table(middle: dict[str, float]) -> str:
     """In Markdown, of the medians."""
+    ways = ("grpc", "http", "own_calls")
     rows = [
-        ("CPU s for 1,000 tokens", "over gRPC", "over HTTP"),
-        ("---", "---", "---"),
-        (
-            "scheduler, its gRPC front included",
-            f"{middle['grpc_scheduler_cpu_s_per_1000_tokens']:.3f}",
-            f"{middle['http_scheduler_cpu_s_per_1000_tokens']:.3f}",
-        ),
-        ("gateway", "", f"{middle['http_gateway_cpu_s_per_1000_tokens']:.3f}"),
-        ("tokens/s", f"{middle['grpc_tokens_per_s']:,.0f}", f"{middle['http_tokens_per_s']:,.0f}"),
+        ("CPU s for 1,000 tokens", "over gRPC", "over HTTP", "over HTTP, a gRPC call a stream"),
+        ("---",) * 4,
+        *((part, *(_shown(middle.get(f"{way}_{part}_cpu_s_per_1000_tokens")) for way in ways)) for part in _PARTS),
+        ("tokens/s", *(f"{middle[f'{way}_tokens_per_s']:,.0f}" for way in ways)),
     ]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _shown(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f}"
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ class GatewayConfig:
     retry_window: float = option(
         120.0, "seconds that a request waits for a scheduler, before it begins and after each loss", group=REQUESTS
     )
+    share_calls: bool = option(
+        True,
+        "the streams of many clients over one gRPC call; off where something between counts or balances single calls",
+        group=REQUESTS,
+    )
     pass_header: tuple[str, ...] = option(
         ("authorization", "traceparent"),
         "an HTTP header that goes on as metadata, such as the field of --tenant-metadata; repeatable, in place of the "

@@ -53,7 +53,8 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
     """Runs the service in the current event loop until it is told to stop."""
     allow_open_files(config.max_connections)
     gc.freeze()  # what was imported is for life: no collection has to look at it again
-    schedulers = Schedulers(config.scheduler, RetryPolicy(window_s=config.retry_window), config.pass_header)
+    retry = RetryPolicy(window_s=config.retry_window)
+    schedulers = Schedulers(config.scheduler, retry, config.pass_header, share_calls=config.share_calls)
     server = new_server(config, new_service(config, schedulers))
     log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)
     try:

@@ -60,7 +60,12 @@ class RequestFailed(OctavoError):
         """Reads status and details of what `grpc` or `grpc.aio` raised."""
         metadata = error.trailing_metadata() or ()
         details = next((value for key, value in metadata if key == _DETAILS_KEY), b"")
-        return cls(error.code(), error.details() or "", *_read_details(details))
+        return cls.from_details(error.code(), error.details() or "", details)
+
+    @classmethod
+    def from_details(cls, code: grpc.StatusCode, message: str, details: bytes) -> RequestFailed:
+        """`details`: a serialised google.rpc.Status, empty where there is none."""
+        return cls(code, message, *_read_details(details))
 
 
 def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float | None, str]:

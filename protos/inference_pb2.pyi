@@ -333,6 +333,43 @@ class Timings(_message.Message):
     times_moved: int
     def __init__(self, queue_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., times_preempted: _Optional[int] = ..., times_moved: _Optional[int] = ...) -> None: ...
 
+class GenerateManyRequest(_message.Message):
+    __slots__ = ("key", "request", "hold", "cancel")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    request: bytes
+    hold: bool
+    cancel: bool
+    def __init__(self, key: _Optional[int] = ..., request: _Optional[bytes] = ..., hold: bool = ..., cancel: bool = ...) -> None: ...
+
+class GenerateManyResponse(_message.Message):
+    __slots__ = ("parts",)
+    class Part(_message.Message):
+        __slots__ = ("key", "response", "ending")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        RESPONSE_FIELD_NUMBER: _ClassVar[int]
+        ENDING_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        response: GenerateResponse
+        ending: Ending
+        def __init__(self, key: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., ending: _Optional[_Union[Ending, _Mapping]] = ...) -> None: ...
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[GenerateManyResponse.Part]
+    def __init__(self, parts: _Optional[_Iterable[_Union[GenerateManyResponse.Part, _Mapping]]] = ...) -> None: ...
+
+class Ending(_message.Message):
+    __slots__ = ("code", "message", "details")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    details: bytes
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

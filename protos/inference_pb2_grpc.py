@@ -39,6 +39,11 @@ class InferenceStub(object):
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/octavo.v1.Inference/GenerateMany',
+                request_serializer=protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/octavo.v1.Inference/Abort',
                 request_serializer=protos_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -72,6 +77,14 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates tokens for one prompt. The first message says that the request was admitted; deltas follow;
         the last message carries usage and timings. A refusal before admission is a status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Many requests over one call, for a front that passes on those of many clients: each is answered as `Generate`
+        answers it, with the metadata of this call, and refused by itself. What is new of them comes in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,6 +129,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -170,6 +188,33 @@ class Inference(object):
             '/octavo.v1.Inference/Generate',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/octavo.v1.Inference/GenerateMany',
+            protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            protos_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,10 +22,13 @@ class Schedulers:
     Args:
         addresses: as `AsyncClient` takes them.
         pass_headers: names of HTTP headers, in lower case, that go on as metadata.
+        share_calls: streams go over a call that others share.
     """
 
-    def __init__(self, addresses: str, retry: RetryPolicy, pass_headers: Iterable[str] = ()) -> None:
-        self._addresses, self._retry = addresses, retry
+    def __init__(
+        self, addresses: str, retry: RetryPolicy, pass_headers: Iterable[str] = (), *, share_calls: bool = True
+    ) -> None:
+        self._addresses, self._retry, self._share_calls = addresses, retry, share_calls
         self._passed = frozenset(name.encode("ascii") for name in pass_headers)
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
@@ -103,6 +106,8 @@ class Schedulers:
         for place, count in enumerate(self._num_streams):
             if count < STREAMS_PER_CONNECTION:
                 return place
-        self._clients.append(AsyncClient(self._addresses, retry=self._retry, own_connection=True))
+        self._clients.append(
+            AsyncClient(self._addresses, retry=self._retry, own_connection=True, share_calls=self._share_calls)
+        )
         self._num_streams.append(0)
         return len(self._clients) - 1

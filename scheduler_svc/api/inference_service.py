@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -17,6 +18,7 @@ from grpc._cython import cygrpc  # the only place that has the error of a failed
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from scheduler_svc.api.many_requests import ManyRequests, WayOut
 from scheduler_svc.api.model_states import model_states
 from scheduler_svc.api.status import refusals
 from scheduler_svc.core.sequence import SequenceGroup
@@ -78,41 +80,58 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._mailboxes = mailboxes
         self._admission = admission
         self._tenants = tenants or Tenants()
-        self._calls: set[asyncio.Task[None]] = set()
+        self._live: set[asyncio.Task[Any]] = set()  # of requests that have been prepared
+        self._shared_calls: set[ManyRequests] = set()
         self._is_broken_off = False
         self._catching_up = asyncio.Lock()
 
     async def Generate(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
         """`data`: a GenerateRequest as it came; a refusal is a status, whatever comes later a message."""
+        async with refusals(context):
+            await self._answer(context.invocation_metadata(), data, _OwnCall(self._mailboxes, context))
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Each as `Generate` answers it, with the metadata of this call."""
+        async with refusals(context):
+            many = ManyRequests(partial(self._answer, context.invocation_metadata()), self._mailboxes)
+            self._shared_calls.add(many)
+            try:
+                await many.run(requests, context)
+            finally:
+                self._shared_calls.discard(many)
+
+    async def _answer(self, metadata: Metadata | None, data: bytes, way_out: WayOut) -> None:
+        """One request, from its bytes to its last message; in a task of its own. Raises RequestRefused."""
         arrival_ns = time.monotonic_ns()
         head = _head(data)
         request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
-        with structlog.contextvars.bound_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS]):
-            async with refusals(context):
-                group, replaces = await self._prepare(data, head, request_id, context.invocation_metadata(), arrival_ns)
-                del data  # a stream may live for hours
-                stream: RequestStream = group.output
-                box = self._mailboxes.open(stream)
-                call = asyncio.current_task()
-                assert call is not None
-                self._calls.add(call)
-                try:
-                    await self._core.submit(group, replaces=replaces)
-                    await _write_all(stream, box, context)
-                except RequestRefused:
-                    raise  # it was never taken
-                except BaseException as error:
-                    self._core.abandon(group)
-                    if self._is_broken_off:
-                        raise NotReady("this server is shutting down; another can go on with `resume`") from None
-                    if isinstance(error, asyncio.CancelledError):
-                        log.info("client is gone")
-                    raise
-                else:
-                    self._core.forget(group)
-                finally:
-                    self._calls.discard(call)
-                    self._mailboxes.close(stream)
+        structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS])  # of this task
+        group, replaces = await self._prepare(data, head, request_id, metadata, arrival_ns)
+        del data  # a stream may live for hours
+        stream: RequestStream = group.output
+        way_out.open(stream)
+        task = asyncio.current_task()
+        assert task is not None
+        self._live.add(task)
+        try:
+            await self._core.submit(group, replaces=replaces)
+            await way_out.write_all(stream)
+        except RequestRefused:
+            raise  # it was never taken
+        except BaseException as error:
+            self._core.abandon(group)
+            if self._is_broken_off:
+                raise NotReady("this server is shutting down; another can go on with `resume`") from None
+            if isinstance(error, asyncio.CancelledError):
+                log.info("client is gone")
+            raise
+        else:
+            self._core.forget(group)
+        finally:
+            self._live.discard(task)
+            way_out.close(stream)
 
     async def _prepare(
         self, data: bytes, head: pb.GenerateRequest, request_id: str, metadata: Metadata | None, arrival_ns: int
@@ -149,6 +168,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self.is_draining:
             self.is_draining = True
             self._texts.close(NotReady("this server is draining"))
+            for many in self._shared_calls:
+                many.drain()
 
     async def _catch_up(self, stream: RequestStream) -> None:
         """One piece of one request at a time, between the turns of all others, and none once its client is gone."""
@@ -164,13 +185,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     @property
     def is_idle(self) -> bool:
         """Nobody waits for an answer."""
-        return not self._calls and not self._admission.num_requests
+        return not self._live and not self._admission.num_requests
 
     def break_off(self) -> None:
         """Ends every stream with UNAVAILABLE, so that clients take what they have to another scheduler."""
         self._is_broken_off = True
-        for call in self._calls:
-            call.cancel()
+        for task in self._live:
+            task.cancel()
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ends live requests of this id, of the caller's tenant; `found` is false where there is none."""
@@ -223,17 +244,36 @@ def _head(data: bytes) -> pb.GenerateRequest:
     return parse(read_head, data, f"/{SERVICE}/Generate")
 
 
-async def _write_all(stream: RequestStream, box: Mailbox, context: grpc.aio.ServicerContext) -> None:
-    try:
-        if (admission := stream.admission()) is not None:
-            await context.write(admission)
-        while True:
-            response = await box.receive()
-            await context.write(response)
-            if response.HasField("usage"):
-                return
-    except cygrpc.ExecuteBatchError:  # the client left, or its deadline passed, while this waited to be read
-        raise asyncio.CancelledError from None
+class _OwnCall:
+    """A `WayOut`: the call of one request."""
+
+    def __init__(self, mailboxes: Mailboxes, context: grpc.aio.ServicerContext) -> None:
+        self._mailboxes = mailboxes
+        self._context = context
+        self._box: Mailbox | None = None
+
+    def open(self, stream: RequestStream) -> None:
+        """See `WayOut`."""
+        self._box = self._mailboxes.open(stream)
+
+    async def write_all(self, stream: RequestStream) -> None:
+        """See `WayOut`."""
+        box, write = self._box, self._context.write
+        assert box is not None
+        try:
+            if (admission := stream.admission()) is not None:
+                await write(admission)
+            while True:
+                response = await box.receive()
+                await write(response)
+                if response.HasField("usage"):
+                    return
+        except cygrpc.ExecuteBatchError:  # the client left, or its deadline passed, while this waited to be read
+            raise asyncio.CancelledError from None
+
+    def close(self, stream: RequestStream) -> None:
+        """See `WayOut`."""
+        self._mailboxes.close(stream)
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:

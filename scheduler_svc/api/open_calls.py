@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import structlog
 
 from octavo.shared.connections import cut_connection
+from scheduler_svc.api import allowance
+from scheduler_svc.api.allowance import Allowance
 from scheduler_svc.errors import QueueFull
 
 log = structlog.get_logger()
 
 HOST_SHARE = 0.75  # of all open calls that one host may have: behind a proxy everybody is one host
-IDLE_CALLS = 1000  # that a host may begin and give up at once,
-IDLE_CALLS_PER_S = 100  # and for long; whoever begins more of them loses the connection
 QUICK_S = 0.25  # a call that its client ends earlier has had no use of it
 RETRY_AFTER_S = 1.0
 LOG_INTERVAL_S = 1.0
@@ -48,15 +48,17 @@ class Call:
 
 
 class _Host:
-    """`yielding` are its calls that give way to others when there is no place, the latest last, and what ends each."""
+    """`yielding` are its calls that give way to others when there is no place, the latest last, and what ends each.
 
-    __slots__ = ("allowance", "allowed_s", "num_open", "yielding")
+    Whoever begins and gives up more calls than `allowance` has loses the connection.
+    """
+
+    __slots__ = ("allowance", "num_open", "yielding")
 
     def __init__(self, now_s: float) -> None:
         self.num_open = 0
         self.yielding: dict[Call, Callable[[], object]] = {}
-        self.allowance = float(IDLE_CALLS)
-        self.allowed_s = now_s  # when `allowance` was that
+        self.allowance = Allowance(now_s)
 
 
 class OpenCalls:
@@ -158,14 +160,8 @@ class OpenCalls:
 
     def _note_idle(self, call: Call, host: _Host, peer: str) -> None:
         now_s = self._clock()
-        host.allowance = min(IDLE_CALLS, host.allowance + (now_s - host.allowed_s) * IDLE_CALLS_PER_S)
-        host.allowed_s = now_s
-        if now_s - call.started_s > QUICK_S:
+        if now_s - call.started_s > QUICK_S or host.allowance.spend(now_s):
             return
-        host.allowance -= 1
-        if host.allowance >= 0:
-            return
-        host.allowance = 0.0
         self._cut_once(peer, now_s)
         if now_s - self._logged_s >= LOG_INTERVAL_S:
             log.warning("calls are begun and given up; connections are cut", peer=peer, connections=self._num_cut)
@@ -181,6 +177,8 @@ class OpenCalls:
                 del self._cut_s[next(iter(self._cut_s))]
 
     def _forget_quiet_hosts(self) -> None:
-        earliest_s = self._clock() - IDLE_CALLS / IDLE_CALLS_PER_S
-        self._hosts = {name: host for name, host in self._hosts.items() if host.num_open or host.allowed_s > earliest_s}
+        earliest_s = self._clock() - allowance.AT_ONCE / allowance.PER_S
+        self._hosts = {
+            name: host for name, host in self._hosts.items() if host.num_open or host.allowance.used_s > earliest_s
+        }
         self._look_at = max(MAX_QUIET_HOSTS, 2 * len(self._hosts))

@@ -29,6 +29,7 @@ SLOWEST_BYTES_PER_S = 36_000  # at which a message of the largest size that is t
 RETRY_AFTER_S = 1.0
 LARGE = frozenset(f"/octavo.v1.Inference/{name}" for name in ("Generate", "Tokenize", "Detokenize"))  # not read here
 MAX_OTHER_BYTES = 65_536  # of a request that is read here, on the event loop: 2 ms for the worst bytes
+PATIENT = frozenset({"/octavo.v1.Inference/GenerateMany"})  # decide themselves how long they wait for the next message
 GIVES_WAY = frozenset({"/grpc.health.v1.Health/Watch"})  # may stay open for ever, while nobody else needs its place
 REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
@@ -123,7 +124,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
 
         async def read_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
             call.has_request = True
-            return self._in_time(requests)
+            return requests if method in PATIENT else self._in_time(requests)
 
         async def read_one(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, call: Call) -> Any:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import grpc
 import structlog
@@ -49,32 +49,44 @@ TOO_LONG = "PROMPT_TOO_LONG"  # with a shorter one the same request would be tak
 DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
 
 
+class Refusal(NamedTuple):
+    """What a client is told; `details` is a serialised google.rpc.Status, empty where there is nothing to add."""
+
+    code: grpc.StatusCode
+    message: str
+    details: bytes = b""
+
+
 @asynccontextmanager
 async def refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Turns a RequestRefused into its status, a fault of our own into INTERNAL; only the log gets the traceback.
-
-    What the client wrote goes back to it, and never into the log.
-    """
+    """Turns an error into the status of a call, by `refusal_of`."""
     try:
         yield
-    except RequestRefused as error:
-        code, message = STATUS_CODES[type(error)], _shortened(str(error))
-        log.info("request refused", code=code.name, **_loggable(error))
-        await _abort(context, code, message, ((DETAILS_KEY, _details(code, message, error)),))
     except (grpc.aio.AbortError, grpc.RpcError):
         raise
     except Exception as error:
-        log.error("request failed", exception=logging.trace(error))
-        await _abort(context, grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
+        await _abort(context, refusal_of(error))
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str, metadata: tuple[tuple[str, bytes], ...] = ()
-) -> NoReturn:
+def refusal_of(error: Exception) -> Refusal:
+    """Of a RequestRefused what it means, of a fault of our own INTERNAL; only the log gets the traceback.
+
+    What the client wrote goes back to it, and never into the log.
+    """
+    if isinstance(error, RequestRefused):
+        code, message = STATUS_CODES[type(error)], _shortened(str(error))
+        log.info("request refused", code=code.name, **_loggable(error))
+        return Refusal(code, message, _details(code, message, error))
+    log.error("request failed", exception=logging.trace(error))
+    return Refusal(grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
+
+
+async def _abort(context: grpc.aio.ServicerContext, refusal: Refusal) -> NoReturn:
     """Ends the call. It is no fault of ours where the client has not waited for that. Raises AbortError, or
     CancelledError, as grpc itself does, where nobody is left to be told."""
+    metadata = ((DETAILS_KEY, refusal.details),) if refusal.details else ()
     try:
-        await context.abort(code, message, trailing_metadata=metadata)
+        await context.abort(refusal.code, refusal.message, trailing_metadata=metadata)
     except grpc.aio.AbortError:
         raise
     except Exception:

@@ -38,16 +38,23 @@ class Mailboxes:
         self._loop = loop
         self._pace = Pace(interval_s)
         self._turns = Turns(loop)
-        self._boxes: dict[RequestStream, Mailbox] = {}
+        self._boxes: dict[RequestStream, Box] = {}
 
     def open(self, stream: RequestStream) -> Mailbox:
         """A box for a request that is about to be submitted; to be closed whatever becomes of it."""
         box = self._boxes[stream] = Mailbox(stream, self._loop, self._pace, self._turns)
         return box
 
+    def open_shared(self, stream: RequestStream, due: Callable[[], None]) -> Box:
+        """Likewise for one of those whose messages are written together: they take no turns among themselves."""
+        box = self._boxes[stream] = Box(stream, self._loop, self._pace, due)
+        return box
+
     def close(self, stream: RequestStream) -> None:
         """What still comes for the stream is dropped."""
-        self._turns.give_back(self._boxes.pop(stream))
+        box = self._boxes.pop(stream)
+        if isinstance(box, Mailbox):
+            self._turns.give_back(box)
 
     # ---- OutputSink, called on the step loop's thread ---------------------------------------------------------------
 
@@ -87,48 +94,43 @@ class Mailboxes:
                 box.ring()
 
 
-class Mailbox:
-    """One reader's place to wait for its stream's next message."""
+class Box:
+    """What a reader has to know of its stream: when a message that it wants can be made.
 
-    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop, pace: Pace, turns: Turns) -> None:
+    `due` is called once a message is wanted, there is something to say, and it need not wait.
+    """
+
+    def __init__(
+        self, stream: RequestStream, loop: asyncio.AbstractEventLoop, pace: Pace, due: Callable[[], None]
+    ) -> None:
         self.last_sent_s: float | None = None
         self._stream = stream
         self._loop = loop
         self._pace = pace
-        self._turns = turns
-        self._has_turn = False  # or waits for it
-        self._waiter: asyncio.Future[None] | None = None
+        self._due = due
+        self._is_wanted = False  # a message, of which `due` has not told
         self._timer: asyncio.TimerHandle | None = None
 
-    async def receive(self) -> pb.GenerateResponse:
-        """The next message, which is the last one if it has a usage."""
-        self._has_turn = False
-        self._turns.give_back(self)
-        self._waiter = self._loop.create_future()
+    def want(self) -> None:
+        """One more message is wanted."""
+        self._is_wanted = True
         if self._stream.is_ready:
             self.ring()
-        await self._waiter
+
+    def ring(self) -> None:
+        """There is a message, or it is time to look again: says so, or sets a timer where it has to wait."""
+        if not self._is_wanted or (self._pace.is_on and self._has_to_wait()):
+            return
+        self._is_wanted = False
+        self._due()
+
+    def take(self) -> pb.GenerateResponse:
+        """The message that is due; the last one has a usage."""
         message = self._stream.next_message()
         assert message is not None
         if self._pace.is_on:
             self._pace.sent(self, self._loop.time())
         return message
-
-    def ring(self) -> None:
-        """There is a message, or it is time to look again: asks for a turn, or sets a timer where it has to wait."""
-        if self._has_turn or self._waiter is None:
-            return
-        if self._pace.is_on and self._has_to_wait():
-            return
-        self._has_turn = True
-        self._turns.ask(self)
-
-    def wake(self) -> bool:
-        """It is this reader's turn; False: its client is gone."""
-        if self._waiter is None or self._waiter.done():
-            return False
-        self._waiter.set_result(None)
-        return True
 
     def _has_to_wait(self) -> bool:
         if self._timer is not None:
@@ -144,6 +146,30 @@ class Mailbox:
     def _on_timer(self) -> None:
         self._timer = None
         self.ring()
+
+
+class Mailbox(Box):
+    """One reader's place to wait for its stream's next message: a call of its own, which writes in turns."""
+
+    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop, pace: Pace, turns: Turns) -> None:
+        super().__init__(stream, loop, pace, partial(turns.ask, self))
+        self._turns = turns
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def receive(self) -> pb.GenerateResponse:
+        """The next message, which is the last one if it has a usage."""
+        self._turns.give_back(self)
+        self._waiter = self._loop.create_future()
+        self.want()
+        await self._waiter
+        return self.take()
+
+    def wake(self) -> bool:
+        """It is this reader's turn; False: its client is gone."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
 
 class Turns:
@@ -200,17 +226,17 @@ class Pace:
     def __init__(self, interval_s: float) -> None:
         self.is_on = interval_s > 0.0
         self._interval_s = interval_s
-        self._last: Mailbox | None = None  # who was sent to last
+        self._last: Box | None = None  # who was sent to last
         self._last_other_s = float("-inf")  # when anyone else was
 
-    def sent(self, box: Mailbox, now_s: float) -> None:
+    def sent(self, box: Box, now_s: float) -> None:
         """A message of this box was written at `now_s`, on the event loop's clock."""
         if self._last is not box and self._last is not None and self._last.last_sent_s is not None:
             self._last_other_s = self._last.last_sent_s
         self._last = box
         box.last_sent_s = now_s
 
-    def delay_s(self, box: Mailbox, now_s: float) -> float:
+    def delay_s(self, box: Box, now_s: float) -> float:
         """How long a message for `box` has to wait from now on; not positive: it need not."""
         if box.last_sent_s is None:
             return 0.0

@@ -19,8 +19,10 @@ from octavo.shared.connections import address_of, cut_connection
 from octavo.shared.rpc import SERVER_OPTIONS, add_introspection
 from protos import inference_pb2 as pb
 from scheduler_svc.api import grpc_server, request_guard
+from scheduler_svc.api.allowance import AT_ONCE as IDLE_CALLS
+from scheduler_svc.api.allowance import PER_S as IDLE_CALLS_PER_S
 from scheduler_svc.api.grpc_server import new_server
-from scheduler_svc.api.open_calls import IDLE_CALLS, IDLE_CALLS_PER_S, MAX_QUIET_HOSTS, QUICK_S, OpenCalls
+from scheduler_svc.api.open_calls import MAX_QUIET_HOSTS, QUICK_S, OpenCalls
 from scheduler_svc.api.request_guard import RequestGuard
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import QueueFull
