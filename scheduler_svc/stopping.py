@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import signal
 
+from octavo.shared.signals import on_signal
+
 
 class Stopping:
     """SIGTERM and `drain` let requests finish, one after the other as well; SIGINT, or SIGTERM twice, does not wait."""
@@ -17,10 +19,8 @@ class Stopping:
 
     def listen(self) -> None:
         """Takes the signals of this process from now on."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError):  # where the platform has no signal handlers on loops
-            loop.add_signal_handler(signal.SIGINT, self.stop)
-            loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        on_signal(signal.SIGINT, self.stop)
+        on_signal(signal.SIGTERM, self._on_sigterm)
 
     def drain(self) -> None:
         """To stop once live requests have ended."""

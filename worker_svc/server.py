@@ -25,6 +25,7 @@ from octavo.models.hub_cache import TOKENIZER, served_name
 from octavo.shared import log as logging
 from octavo.shared.connection_shares import ConnectionShares, watch
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
+from octavo.shared.signals import on_signal
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
@@ -192,7 +193,7 @@ async def _serve(
         stopped.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        on_signal(number, stop, number)
     worker = Worker(runner, config, thread)
     server = WorkerServer(worker, runner.config, files)
     if not await _unless(stopped, server.start()):

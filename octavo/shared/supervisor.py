@@ -21,6 +21,7 @@ import structlog
 
 from octavo.shared.child_output import ChildOutput, Screen, environment
 from octavo.shared.child_process import Restarts, start_child
+from octavo.shared.signals import on_signal
 
 log = structlog.get_logger()
 
@@ -90,7 +91,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self._exit_code = loop.create_future()
         for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0)):
-            loop.add_signal_handler(number, self._on_signal, code)
+            on_signal(number, self._on_signal, code)
         keepers = [asyncio.create_task(self._keep(life)) for life in self._lives]
         for keeper in keepers:
             keeper.add_done_callback(self._on_keeper_ended)
