@@ -327,4 +327,4 @@ def _check(name: str, path: str) -> None:
 
 
 def _unsupported() -> Unsupported:
-    return Unsupported("no worker of this server takes adapters")
+    return Unsupported("adapter: no worker of this server takes adapters")

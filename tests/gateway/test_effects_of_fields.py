@@ -191,7 +191,7 @@ EFFECTS: dict[str, list[tuple[dict[str, Any], Any, Seen]]] = {
     "cache_salt": [(LONG_PROMPT, "mine", lambda plain, got: num_cached(plain) > 0 == num_cached(got))],
     "request_id": [(COMPLETION, "mine", lambda plain, got: "mine" in got["id"] or "mine" in got["headers"].values())],
     "priority": [(COMPLETION, 5, same)],
-    "adapter": [(COMPLETION, "nobody", lambda plain, got: "takes adapters" in got["error"]["message"])],
+    "adapter": [(COMPLETION, "nobody", lambda plain, got: got["error"]["param"] == "adapter")],
     "add_generation_prompt": [(CHAT, False, lambda plain, got: num_in(got) < num_in(plain))],
     "continue_final_message": [
         (

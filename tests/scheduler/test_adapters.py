@@ -82,7 +82,7 @@ def test_what_cannot_be_named():
     loop = Turned()
     with pytest.raises(Unsupported, match="no worker of this server takes adapters"):
         loop.take("one", "a")
-    assert "Unsupported: no worker of this server takes adapters" in refused(
+    assert "Unsupported: adapter: no worker of this server takes adapters" in refused(
         loop.begin(loop.engine.load_adapter("a", "/a"))
     )
     loop.join("plain", max_loras=0)
