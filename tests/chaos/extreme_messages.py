@@ -16,6 +16,9 @@ _SMALL = [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 20, 21, 128, 129, 191, 192, 255, 256, 
 _FLOATS = [0.0, -0.0, 1e-45, 0.25, 0.5, 1.0, 1.0000001, 2.0, 2.0000002, -2.0, -2.5, 100.0, 100.1, -100.0, 3.4e38]
 _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     Field.TYPE_STRING: st.one_of(st.sampled_from(_TEXTS), st.text(max_size=12)),
+    Field.TYPE_BYTES: st.one_of(  # of a request, or of none
+        st.binary(max_size=32), st.deferred(lambda: generate_requests().map(pb.GenerateRequest.SerializeToString))
+    ),
     Field.TYPE_BOOL: st.booleans(),
     Field.TYPE_FLOAT: st.sampled_from([*_FLOATS, math.nan, math.inf, -math.inf]),
     Field.TYPE_UINT32: st.sampled_from([*_SMALL, 2**31, 2**32 - 1]),
