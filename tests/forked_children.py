@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -86,10 +85,7 @@ def _run(arguments: list[str], environment: dict[str, str], said: Connection, mi
     if module == "octavo":
         missing = () if options[0] == "worker" else forkserver.WITHOUT_TORCH
     forkserver.prepare(environment, said, missing)
-    if module == "octavo":
-        forkserver.run_command(options)
-    sys.argv[1:] = options
-    sys.exit(importlib.import_module(module).main())
+    forkserver.run("octavo.cli" if module == "octavo" else module, options)
 
 
 def _end_with_parent() -> None:

@@ -7,6 +7,7 @@ more processor time than all else that a worker of a tiny model or a scheduler d
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from octavo.serving_plan import waiting_threads
 
@@ -39,8 +41,10 @@ class ForkedCommand:
     """`octavo ARGUMENTS`, with what tests need of a `subprocess.Popen`.
 
     `stderr`: a descriptor that it gets as its own; `stdout`, too, where it is given. `missing`: modules that raise
-    ImportError there from now on. Its children are forked as well, unless `forks_children` is False; what only reads
-    and writes pipes, as text processes do, is started as ever.
+    ImportError there from now on. `module`: another one whose `main` is run. `environment`: in place of ours.
+
+    Its children are forked as well, unless `forks_children` is False; what only reads and writes pipes, as text
+    processes do, is started as ever.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class ForkedCommand:
         missing: Sequence[str] = (),
         *,
         stdout: int | None = None,
+        module: str = "octavo.cli",
+        environment: Mapping[str, str] = os.environ,
         forks_children: bool = True,
     ) -> None:
         self.args = list(arguments)
@@ -61,7 +67,8 @@ class ForkedCommand:
                 None if number is None else open_here.enter_context(Connection(os.dup(number), readable=False))
                 for number in (stderr, stdout)
             )
-            given = self.args, dict(os.environ), said, shown, tuple(missing), births if forks_children else None
+            told = births if forks_children else None
+            given = module, self.args, dict(environment), said, shown, tuple(missing), told
             self._process = CONTEXT.Process(target=_run, args=given, daemon=True)
             self._process.start()
         self._one_at_a_time = threading.Lock()  # the exit code can be read once
@@ -105,6 +112,7 @@ class ForkedCommand:
 
 
 def _run(
+    module: str,
     arguments: list[str],
     environment: Mapping[str, str],
     said: Connection,
@@ -120,7 +128,7 @@ def _run(
 
         vars(multiprocessing.current_process())["_config"]["daemon"] = False  # or it might have no children
         fork_children(births, missing)
-    run_command(arguments)
+    run(module, arguments)
 
 
 def prepare(environment: Mapping[str, str], said: Connection, missing: Sequence[str]) -> None:
@@ -132,8 +140,7 @@ def prepare(environment: Mapping[str, str], said: Connection, missing: Sequence[
     os.dup2(said.fileno(), sys.stderr.fileno())
 
 
-def run_command(arguments: list[str]) -> None:
-    """In the process that was forked: `octavo ARGUMENTS`."""
-    from octavo.cli import main
-
-    sys.exit(main(arguments))
+def run(module: str, arguments: list[str]) -> NoReturn:
+    """In the process that was forked: the module's `main`."""
+    sys.argv[1:] = arguments
+    sys.exit(importlib.import_module(module).main())

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -23,6 +21,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.leftovers import wait_until_nothing_is_left
 from tests.chaos.memory import MIB, Process
+from tests.forkserver import ForkedCommand
 from tests.integration.scheduler_process import Service, scheduler
 
 STEP_MS, NUM_SEQS, NUM_TOKENS, MAX_WAITING = 20, 4, 20, 8
@@ -34,8 +33,8 @@ PROMPT = "some words to tokenise " * 8
 @pytest.fixture(params=["--frontends=1", pytest.param("--frontends=2", marks=pytest.mark.chaos)])
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     port = free_port()
-    command = [sys.executable, "-m", "octavo.bench.simulated_worker", f"--port={port}", f"--step-ms={STEP_MS}"]
-    worker = subprocess.Popen([*command, f"--max-num-seqs={NUM_SEQS}", "--max-model-len=512"])
+    options = f"--port={port}", f"--step-ms={STEP_MS}", f"--max-num-seqs={NUM_SEQS}", "--max-model-len=512"
+    worker = ForkedCommand(options, module="octavo.bench.simulated_worker")
     try:
         flags = (f"--worker=127.0.0.1:{port}", f"--max-waiting-requests={MAX_WAITING}", request.param)
         with scheduler(*flags, "--log-level=warning") as service:

@@ -61,4 +61,4 @@ class WorkerProcess:
 def _run(arguments: list[str], log: str) -> None:
     with open(log, "a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-        forkserver.run_command(arguments)
+        forkserver.run("octavo.cli", arguments)

@@ -7,6 +7,7 @@ service that answers is itself started by three commands of the pages.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -71,6 +72,11 @@ COMMANDS = sorted(
         and not command.startswith("python -m benchmarks.")  # many minutes each; tests/test_docs.py looks for them
     }
 )
+IN_VIRTUAL_TIME = [command for command in COMMANDS if "bench fleet" in command]
+# A shell does nothing to these.
+OF_OCTAVO_ALONE = [
+    command for command in COMMANDS if re.fullmatch(r"octavo [^|$`<>*~;&]*", command) and command not in IN_VIRTUAL_TIME
+]
 PROGRAMS = {
     block.text: f"{name}:{number}"
     for name, text in PAGES.items()
@@ -136,12 +142,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "127.0.0.1:8000": f"127.0.0.1:{http}",
         "127.0.0.1:9464": f"127.0.0.1:{metrics}",
         "--workers 1000 --shards 50": "--workers 20 --shards 2",
+        "--prompt-tokens 32-256 --output-tokens 64": "--prompt-tokens 32-64 --output-tokens 8",
         "--rate 1,2,4,8": f"--address 127.0.0.1:{scheduler} --requests 12 --rate 20,40",
         "--rate 4 --prompt-tokens 64": "--rate 40 --prompt-tokens 64 --requests 8",
         "[441, 805, 253]": "[41, 80, 53]",
         "--model small": f"--model {MODEL}",
         "make demo": f"make -C {ROOT} -o model demo MODEL={model} DEMO_PORT={free_port()}",
-        "octavo generate": f"octavo generate --address 127.0.0.1:{scheduler}",
+        "octavo generate": f"octavo generate --address 127.0.0.1:{scheduler} --max-tokens 12",  # unless it says more
         "octavo chat": f"octavo chat --address 127.0.0.1:{scheduler}",
         "octavo top": f"octavo top --address 127.0.0.1:{scheduler}",
     }
@@ -172,13 +179,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if "bench fleet" not in each])
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each not in OF_OCTAVO_ALONE + IN_VIRTUAL_TIME])
 def test_commands(command: str, service: Service) -> None:
     code, printed = service.run(command)
     assert code == 0, printed
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if "bench fleet" in each])
+@pytest.mark.parametrize("command", OF_OCTAVO_ALONE)
+def test_commands_of_octavo_alone(
+    command: str, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: a shell and an interpreter for each would take a quarter of a second."""
+    monkeypatch.chdir(service.folder)
+    assert cli.main(shlex.split(service.here(command))[1:]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", IN_VIRTUAL_TIME)
 def test_pools_in_virtual_time(
     command: str, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from octavo.models.errors import FetchError
 from octavo.models.hub_cache import HubName, find, wanted_files
 from tests.fake_hub import TOKEN, FakeHub
+from tests.forkserver import ForkedCommand
 from tests.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +45,16 @@ def octavo(hub: FakeHub, tmp_path: Path) -> Command:
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "OCTAVO_"))}
         own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "OCTAVO_CACHE": str(tmp_path / "octavo")}
-        command = [sys.executable, "-m", "octavo", *arguments]
-        return subprocess.run(
-            command, cwd=ROOT, env={**kept, **own, **variables}, text=True, capture_output=True, timeout=60
-        )
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            environment = {**kept, **own, **variables}
+            command = ForkedCommand(arguments, err.fileno(), stdout=out.fileno(), environment=environment)
+            try:
+                code = command.wait(timeout=60)
+            finally:
+                command.kill()
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(command.args, code, out.read(), err.read())
 
     return run
 

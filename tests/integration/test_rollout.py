@@ -106,7 +106,8 @@ async def until(holds: Callable[[], Any]) -> None:
 Pool = tuple[Service, dict[str, str], Callable[[str], None], dict[str, WorkerProcess]]
 
 
-@pytest.fixture(params=["--frontends=1", "--frontends=2"])
+# With one frontend, which is the core itself, it is part of `make chaos`: what else it shows, it shows with two, too.
+@pytest.fixture(params=[pytest.param("--frontends=1", marks=pytest.mark.chaos), "--frontends=2"])
 def pool(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path) -> Iterator[Pool]:
     """A scheduler that knows the addresses of all three workers, of which `old` and `b` run, and what starts one."""
     workers: dict[str, WorkerProcess] = {}

@@ -181,8 +181,8 @@ def assert_beams_of_transformers(
 def test_smollm2_gives_the_same_tokens_over_schedules_and_the_beams_of_transformers():
     folder = resolve_model("smollm2-135m-instruct")
     prompts = [list(range(1000, 1040)), [*range(1000, 1032), 77, 78, 79]]
-    drawn = SamplingParams(temperature=0.7, n=3, seed=11, max_tokens=12)
-    work = Work([*prompts, prompts[0]], [SamplingParams(temperature=0, max_tokens=12), drawn, beams(4, 16)])
+    drawn = SamplingParams(temperature=0.7, n=3, seed=11, max_tokens=8)
+    work = Work([*prompts, prompts[0]], [SamplingParams(temperature=0, max_tokens=8), drawn, beams(4, 8)])
     got = work.run(folder)
     again = work.run(folder, steps_in_flight=1, enable_prefix_caching=False, max_num_batched_tokens=64, max_num_seqs=16)
     assert_same(again, got, work)

@@ -350,7 +350,7 @@ def measure_for_ever(arguments: list[str], begun: Connection) -> None:
         threading.Event().wait()
 
     setattr(Worker, "_initialize", never_ends)  # noqa: B010 - mypy takes no method for another
-    forkserver.run_command(arguments)
+    forkserver.run("octavo.cli", arguments)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
