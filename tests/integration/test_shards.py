@@ -279,7 +279,7 @@ async def test_real_workers_go_on_with_what_a_killed_shard_had(
                 inference = inference_pb2_grpc.InferenceStub(channel)
                 both = Sharded(it, 0, inference, inference_pb2_grpc.ControlStub(channel))
                 await both.until_both_serve()
-                requests = [request_of(number, max_tokens=120) for number in range(NUM_REQUESTS)]
+                requests = [request_of(number, max_tokens=80) for number in range(NUM_REQUESTS)]
                 undisturbed = await asyncio.gather(*(answer_to(inference, request) for request in requests))
                 running = [asyncio.create_task(answer_to(inference, request)) for request in requests]
                 await both.until("some run", lambda load: load.num_requests_running >= 6)  # of 16 slots
@@ -319,7 +319,7 @@ async def test_two_models_over_shards_each_get_their_own_tokens_also_when_a_shar
 
                 async def read(number: int) -> list[int]:
                     """By the client library, as a request is sent again where its model is not known yet."""
-                    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+                    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
                     token_ids: list[int] = []
                     prompt = list(range(number, number + 9))
                     async for output in client.generate(
@@ -342,7 +342,7 @@ async def test_two_models_over_shards_each_get_their_own_tokens_also_when_a_shar
     oracles = {name: GreedyOracle(folder) for name, folder in folders.items()}
     for number, token_ids in zip([*range(12), 0, 1], answers, strict=True):
         oracle, prompt = oracles["ab"[number % 2]], list(range(number, number + 9))
-        oracle.check(prompt, oracle.generate(prompt, 120, eos_token_id=None), token_ids, f"request {number}")
+        oracle.check(prompt, oracle.generate(prompt, 90, eos_token_id=None), token_ids, f"request {number}")
 
 
 async def test_a_shard_that_comes_back_has_the_adapters_and_sigterm_lets_requests_end() -> None:

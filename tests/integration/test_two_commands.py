@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,12 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def command(*arguments: str, is_forked: bool = False) -> Iterator[subprocess.Popen[bytes] | ForkedCommand]:
-    process = (
-        ForkedCommand(arguments)
-        if is_forked
-        else subprocess.Popen([sys.executable, "-m", "octavo", *arguments], stderr=subprocess.DEVNULL)
-    )
+def command(*arguments: str) -> Iterator[ForkedCommand]:
+    process = ForkedCommand(arguments)
     try:
         yield process
     finally:
@@ -50,7 +44,14 @@ def command(*arguments: str, is_forked: bool = False) -> Iterator[subprocess.Pop
 
 
 def worker(folder: Path, port: int) -> list[str]:
-    return ["worker", f"--model={folder}", f"--port={port}", "--max-model-len=512", "--kv-cache-memory=0.05"]
+    return [
+        "worker",
+        f"--model={folder}",
+        f"--port={port}",
+        "--num-threads=1",
+        "--max-model-len=512",
+        "--kv-cache-memory=0.05",
+    ]
 
 
 def generate(address: str) -> list[int]:
@@ -92,8 +93,8 @@ def test_a_worker_killed_under_a_request_and_started_again_goes_on_where_it_stop
     """The scheduler is there before both."""
     scheduler_port, worker_port = free_port(), free_port()
     address = f"127.0.0.1:{scheduler_port}"
-    with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}", is_forked=True):
-        with command(*worker(folder, worker_port), is_forked=True) as doomed:
+    with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"):
+        with command(*worker(folder, worker_port)) as doomed:
             wait_until_ready(address)
             results: list[list[int]] = []
             requests = [threading.Thread(target=lambda: results.append(generate(address))) for _ in range(3)]
@@ -104,7 +105,7 @@ def test_a_worker_killed_under_a_request_and_started_again_goes_on_where_it_stop
         assert results == [], "the requests were meant to be interrupted"
         late = threading.Thread(target=lambda: results.append(generate(address)))
         late.start()
-        with command(*worker(folder, worker_port), is_forked=True):
+        with command(*worker(folder, worker_port)):
             for request in [*requests, late]:
                 request.join(READY_S)
             assert results == [expected(folder)] * 4

@@ -48,7 +48,7 @@ class Workers(Protocol):
 
 
 class FakeWorkers:
-    max_tokens = 60
+    max_tokens = 40
 
     def __init__(self) -> None:
         self.workers: dict[str, FakeWorker] = {}
