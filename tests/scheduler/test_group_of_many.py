@@ -273,3 +273,39 @@ def test_outputs_leave_beams_the_slots_that_they_were_promised() -> None:
     simulated.run_to_end()
     assert groups.num_slots_left == simulated.columns.num_free_slots == 6
     simulated.check_outputs()
+
+
+def test_who_is_new_stands_back_behind_those_who_wait_for_slots_but_those_it_overrules() -> None:
+    simulated = Simulation(num_slots=4, num_blocks=60, max_num_batched_tokens=64, depth=1, policy="priority")
+    simulated.add([1] * 5, 12, eos_token_id=None, n=3, priority=1)
+    groups = simulated.scheduler.groups
+    assert groups.num_free_slots == 4
+    assert groups.num_free_slots_for(simulated.add([3] * 5, 2, eos_token_id=None, priority=1)) == 4
+    for group in simulated.groups[1:]:
+        simulated.abort(group)
+    groups.seat(simulated.waiting.pop(), 1)
+    assert (groups.num_free_slots, groups.num_slots_left) == (1, 3)
+    free = [groups.num_free_slots_for(simulated.add([3] * 5, 2, priority=priority)) for priority in (0, 1, 2)]
+    assert free == [3, 1, 1]
+
+
+@pytest.mark.parametrize("parent_slot", [0, 1])
+def test_children_of_a_step_that_failed_give_their_slots_up_whichever_they_are(parent_slot: int) -> None:
+    simulated = Simulation(num_slots=3, num_blocks=60, depth=1)
+    taken = [simulated.add([9 + number], 1, eos_token_id=None) for number in range(parent_slot)]
+    for group in taken:
+        simulated.waiting.remove(group)
+        simulated.scheduler.groups.seat(group, 1)
+    several = simulated.add([1] * 5, 6, eos_token_id=None, n=3)
+    simulated.waiting.remove(several)
+    groups = simulated.scheduler.groups
+    groups.seat(several, 1)
+    parent = several.sequences[0]
+    for group in taken:
+        simulated.scheduler.abort(group)  # a slot before the parent's is free
+    children = groups.fork_children(parent)
+    assert {child.slot for child in children} == {0, 1, 2} - {parent_slot}
+    groups.forked_in_vain(parent, children)
+    assert all(child.slot < 0 for child in children) and groups.unforked == groups.expanding == {several}
+    assert simulated.columns.num_free_slots == 2 and not groups.forks
+    simulated.scheduler.check_integrity()

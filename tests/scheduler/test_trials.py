@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from scheduler_svc.core.trials import MAX_ON_TRIAL
 from tests.scheduler.simulation import Simulation
 
@@ -97,3 +98,38 @@ def test_who_gives_way_to_a_more_urgent_group_and_is_back_at_once_has_steps_of_i
     assert who_is_next(simulation) == {group}
     simulation.run_to_end()
     simulation.check_outputs()
+
+
+def with_blocks_taken(num_tokens: list[int], num_blocks: int) -> tuple[Simulation, list[SequenceGroup]]:
+    """Groups that run, of which the first has nothing computed and the others all of their prompts."""
+    simulation = Simulation(num_slots=4, num_blocks=num_blocks, max_num_batched_tokens=64)
+    groups = [simulation.add([1 + number] * count, 8, eos_token_id=None) for number, count in enumerate(num_tokens)]
+    for group in groups:
+        simulation.waiting.remove(group)
+        simulation.scheduler.groups.seat(group, 1)
+    for group in groups[1:]:
+        simulation.scheduler._rows.add_group(StepPlan(SchedulingBudget(64, 4)), group)
+    simulation.scheduler.trials.on_trial = {groups[0]}
+    return simulation, groups
+
+
+def test_for_who_runs_alone_others_give_their_blocks_up_the_last_first_and_no_more_than_needed() -> None:
+    simulation, (tried, second, third) = with_blocks_taken([8, 8, 8], num_blocks=4)
+    plan, trials = StepPlan(SchedulingBudget(64, 4)), simulation.scheduler.trials
+    trials.make_way_for(plan, trials.on_trial)
+    assert [(chunk.sequence.group, chunk.query_len) for chunk in plan.chunks] == [(tried, 8)]
+    assert simulation.scheduler.groups.running == {tried, second} and trials.on_trial == {tried}
+    assert simulation.scheduler.groups.preempted == [third] and plan.num_preempted == third.num_preemptions == 1
+    simulation.scheduler.check_integrity()
+
+
+def test_where_nobody_is_left_to_give_way_the_trial_is_over_and_everybody_goes_on() -> None:
+    simulation, (tried,) = with_blocks_taken([8], num_blocks=4)
+    kept = simulation.blocks.allocator.allocate(4)
+    plan, trials = StepPlan(SchedulingBudget(64, 4)), simulation.scheduler.trials
+    trials.make_way_for(plan, trials.on_trial)
+    assert not trials.on_trial and not plan.has_rows
+    simulation.blocks.allocator.free(kept[:1])
+    trials.on_trial = {tried}
+    trials.make_way_for(plan, set())  # those that the step was for had to give way themselves
+    assert [(chunk.sequence.group, chunk.query_len) for chunk in plan.chunks] == [(tried, 4)] and not trials.on_trial
