@@ -87,8 +87,8 @@ class SequenceColumns:
         max_num_tokens: int,
         eos_token_id: int | None,
         has_stop_token_ids: bool,
-        wants_logprobs: bool = False,
-        last_token_ns: int = 0,
+        wants_logprobs: bool,
+        last_token_ns: int,
     ) -> int:
         """Seats a sequence, none of whose tokens is computed yet; the caller asked `num_free_slots` before."""
         slot = self._free_slots.pop()

@@ -29,12 +29,12 @@ class ScheduledRows:
         generations: of the slots' tenancies: a row whose slot has another one by then no longer means what it meant.
         sample_slots, sample_generations, sample_sequences: [samples], whom the drawn tokens go to, row after row. Of
             rows that draw once each these are the rows' own.
+        wants_logprobs: whether some of its draws are to come with their logprobs.
         num_beam_rows: the last rows of the step, whose answers are a beam group's candidates and no samples.
         num_given_rows: the last of those, which compute the token that was chosen for them.
         forks: (parent, children) of sequences that were forked in this step.
         moved: groups with blocks in this step's swaps and copies.
         published: blocks that can be found in the prefix cache because of this step.
-        wants_logprobs: whether some of its draws are to come with their logprobs.
     """
 
     slots: Ints
@@ -46,12 +46,12 @@ class ScheduledRows:
     sample_slots: Ints
     sample_generations: Ints
     sample_sequences: npt.NDArray[np.object_]
+    wants_logprobs: bool
     num_beam_rows: int = 0
     num_given_rows: int = 0
     forks: list[tuple[Sequence, list[Sequence]]] = field(default_factory=list)
     moved: set[SequenceGroup] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
-    wants_logprobs: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)

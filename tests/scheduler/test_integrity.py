@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from protos import worker_pb2
+from protos import inference_pb2, worker_pb2
 from scheduler_svc.core.block_manager import BlockSpaceManager
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.core.sequence import SequenceGroup
@@ -36,7 +36,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerHandle:
     blocks.cache.publish([bytes([number]) * 32 for number in range(45)], taken, np.full(45, -1, np.int32))
     blocks.allocator.free(taken[:40])
     columns = worker.scheduler.columns
-    columns.take_slot(None, np.zeros(20, np.int32), max_num_tokens=20, eos_token_id=None, has_stop_token_ids=False)
+    owner = SequenceGroup("one", [0] * 20, inference_pb2.SamplingParams(), max_num_tokens=20, arrival_ns=0).sequences[0]
+    owner.attach(columns)
     columns.block_tables[0, :5], columns.num_blocks[0] = taken[40:], 5
     monkeypatch.setattr(worker.scheduler, "check_integrity", lambda part: blocks.check_integrity(set(), part))
     return worker
