@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from scheduler_svc.core.trials import MAX_ON_TRIAL
@@ -121,6 +123,25 @@ def test_for_who_runs_alone_others_give_their_blocks_up_the_last_first_and_no_mo
     assert simulation.scheduler.groups.running == {tried, second} and trials.on_trial == {tried}
     assert simulation.scheduler.groups.preempted == [third] and plan.num_preempted == third.num_preemptions == 1
     simulation.scheduler.check_integrity()
+
+
+def test_a_step_of_who_runs_alone_takes_the_blocks_of_those_who_pause() -> None:
+    simulation, (tried, second) = with_blocks_taken([8, 8], num_blocks=2)
+    tried.lost_worker(20)
+    outputs = simulation.scheduler.schedule(simulation.waiting, 0)
+    assert outputs is not None and simulation.groups_of(outputs.rows) == {tried}
+    assert simulation.scheduler.groups.preempted == [second] and outputs.num_preempted == 1
+    simulation.scheduler.check_integrity()
+
+
+def test_a_step_that_was_never_sent_is_taken_back_and_makes_nobody_a_suspect() -> None:
+    simulation, _, (first, second, third) = lossy([], num_others=3)
+    assert simulation.send()
+    suspects = simulation.scheduler.groups.suspects = deque([second, first])
+    simulation.scheduler.take_back(simulation.in_flight.pop()[0])
+    assert simulation.scheduler.groups.suspects == suspects and third in simulation.scheduler.groups.running
+    simulation.scheduler.check_integrity()
+    assert all(group.sequences[0].num_computed_tokens == 0 for group in (first, second, third))
 
 
 def test_where_nobody_is_left_to_give_way_the_trial_is_over_and_everybody_goes_on() -> None:
