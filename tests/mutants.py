@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import gc
 import importlib
 import importlib.abc
 import importlib.util
@@ -36,7 +37,9 @@ TESTS = [
     "tests/scheduler/test_admission.py",
     "tests/scheduler/test_admitted_before.py",
     "tests/scheduler/test_adopted_blocks.py",
+    "tests/scheduler/test_answers.py",
     "tests/scheduler/test_beam_search.py",
+    "tests/scheduler/test_block_manager.py",
     "tests/scheduler/test_core_state_machine.py",
     "tests/scheduler/test_engine.py",
     "tests/scheduler/test_failures.py",
@@ -57,12 +60,14 @@ TESTS = [
     "tests/scheduler/test_router.py",
     "tests/scheduler/test_row_filler.py",
     "tests/scheduler/test_scheduler.py",
+    "tests/scheduler/test_sequence.py",
     "tests/scheduler/test_sharing.py",
     "tests/scheduler/test_stranded_groups.py",
     "tests/scheduler/test_time_limits.py",
     "tests/scheduler/test_trials.py",
     "tests/scheduler/test_waiting_queue.py",
     "tests/scheduler/test_wide_beams.py",
+    "tests/scheduler/test_withheld_blocks.py",
     "tests/worker/test_bad_words.py",
     "tests/worker/test_cached_blocks.py",
     "tests/worker/test_logit_adjustments.py",
@@ -70,6 +75,9 @@ TESTS = [
     "tests/worker/test_row_samples.py",
     "tests/worker/test_sequence_states.py",
 ]
+# Whatever takes long to import and changes with no mutant: once, and not for each.
+IMPORTED = ["numpy", "torch", "hypothesis.strategies", "structlog", "grpc", "anyio.pytest_plugin", "pytest_asyncio"]
+IMPORTED += ["pytest_timeout", "protos.inference_pb2_grpc", "protos.worker_pb2_grpc"]
 CPU_S, WALL_S = 20, 120  # of one mutant; the second for what waits for ever
 CALLS = 5000  # of a function in one test that are watched
 CHOSEN_S = 4.0  # of tests that a mutant is shown, as long as they take without it
@@ -84,13 +92,22 @@ Lines = dict[str, dict[str, set[int]]]  # of each test: by file, the lines that 
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Whatever runs and decides: no annotations, assertions, messages or defaults of a module."""
+    """Whatever runs and decides: no annotations, assertions, messages or numbers with a name."""
     for name, value in ast.iter_fields(tree):
         for node in value if isinstance(value, list) else [value]:
             is_skipped = isinstance(node, ast.Assert | ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom)
+            is_skipped |= isinstance(node, ast.Assign | ast.AnnAssign) and _is_tuned(node)
             if isinstance(node, ast.AST) and not is_skipped and name not in ("annotation", "returns", "decorator_list"):
                 yield node
                 yield from _code(node)
+
+
+def _is_tuned(node: ast.Assign | ast.AnnAssign) -> bool:
+    """Whether it gives a number its name in upper case: most of these tune, and any near it would do."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    is_named = all(isinstance(target, ast.Name) and target.id.isupper() for target in targets)
+    parts = ast.Constant | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop
+    return is_named and node.value is not None and all(isinstance(part, parts) for part in ast.walk(node.value))
 
 
 def changes(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -246,9 +263,11 @@ def _chosen(seen: dict[str, Any], file: str, line: int) -> list[str]:
 def main(number: int = 200, seed: int = 0, kept: str = "") -> None:
     """Prints every survivor, then the share that was killed."""
     os.chdir(ROOT)
-    for name in ("numpy", "torch", "hypothesis", "pytest_asyncio"):  # once, and not for each
+    for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each would look through it again
     folder = ROOT / ".pytest_cache"
     folder.mkdir(exist_ok=True)
     path = Path(kept) if kept else folder / "lines-of-tests.json"
