@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,27 +15,35 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, served
 from benchmarks.gpu_sections import correctness, figure, host_link, requirements, shapes, step_floor, streams
 from benchmarks.gpu_sections.continuous_batching import workload
 from benchmarks.gpu_sections.figure import Figure
 from benchmarks.gpu_sections.launch_gaps import gap_share, idle_share
 from benchmarks.gpu_sections.step_floor import StepOp, floor_us, operations
+from tests.forkserver import ForkedCommand
 from tests.kernels.device import IS_INTERPRETED
 
 
 def test_every_section_runs_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One in a process of its own, as on a GPU all are; others here, where most of what they import is imported."""
+    """One in a process of its own, as on a GPU all are; others here, where most of what they import is imported, and
+    with services that are forked."""
     in_a_process = gpu._in_a_process
 
+    def forked(command: list[str], *, stdout: int, env: dict[str, str]) -> ForkedCommand:
+        assert command[:3] == [sys.executable, "-m", "octavo"] and env.items() <= dict(os.environ).items()
+        return ForkedCommand(command[3:])
+
     def in_this_one(section: str, figures: Path, limit_s: float, is_dry_run: bool) -> dict[str, Any]:
-        if section == "service" or not IS_INTERPRETED:
+        if section == "kernels" or not IS_INTERPRETED:
             return in_a_process(section, figures, limit_s, is_dry_run)
         code = gpu._run_section(section, figures, is_dry_run)
         return {"ended": "well" if code == 0 else f"exit code {code}", "seconds": 0.0, "last_lines": ""}
 
+    if IS_INTERPRETED:
+        monkeypatch.setattr(served, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
     monkeypatch.setattr(gpu, "_in_a_process", in_this_one)
     monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--results", str(tmp_path)])
     code, said = gpu.main(), capsys.readouterr()
