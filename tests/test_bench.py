@@ -17,7 +17,9 @@ from octavo.bench.figures import measure, percentile, table
 from octavo.bench.simulated_worker import answer
 from octavo.cli import main
 from octavo.outputs import RequestMetrics
+from octavo.worker_process import WorkerProcess
 from protos import worker_pb2
+from tests.forked_worker import fork
 from tests.integration.fake_inference import FakeServer
 
 VOCAB = 49152
@@ -139,7 +141,10 @@ def test_bench_serve_in_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_pa
     assert all(r.sampling_params.ignore_eos and r.sampling_params.temperature == 0 for r in sent)
 
 
-def test_a_model_that_is_not_there_is_one_line_and_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_there_is_one_line_and_no_traceback(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerProcess, "_open", fork)
     assert main(["bench", "offline", "--model", "./nosuch"]) == 1
     said = capfd.readouterr().err
     assert "Traceback" not in said
