@@ -8,7 +8,8 @@ PYTHON ?= python3
 MODEL ?= smollm2-135m-instruct
 DEMO_PORT ?= 50051
 DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
-PYTEST_WORKERS ?= 2
+# One more than two cores: while a test waits for a process, a lease or a clock, another computes.
+PYTEST_WORKERS ?= 3
 BIN := .venv/bin
 
 .PHONY: setup site model demo test test-quick mutants isa lint kernels protos locks bench chaos clean
