@@ -97,6 +97,7 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
         for node in value if isinstance(value, list) else [value]:
             is_skipped = isinstance(node, ast.Assert | ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom)
             is_skipped |= isinstance(node, ast.Assign | ast.AnnAssign) and _is_tuned(node)
+            is_skipped |= isinstance(node, ast.keyword) and node.arg == "strict"  # asserts that lengths are equal
             if isinstance(node, ast.AST) and not is_skipped and name not in ("annotation", "returns", "decorator_list"):
                 yield node
                 yield from _code(node)

@@ -56,3 +56,23 @@ def test_who_gave_way_comes_back_before_those_who_are_new() -> None:
     simulation.add([3] * 3, 2)
     simulation.send()
     assert simulation.scheduler.groups.running == {stays, gave_way}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_trial_tokens", "num_slots", "leaves_room"),
+    [(20, 20, 2, True), (20, 21, 2, False), (24, 17, 2, False), (20, 20, 1, False), (41, 1, 2, False)],
+)
+def test_who_is_new_leaves_room_for_one_on_trial_before_it(
+    num_tokens: int, num_trial_tokens: int, num_slots: int, leaves_room: bool
+) -> None:
+    simulation = Simulation(num_slots=num_slots, num_blocks=10, block_size=BLOCK)
+    trial, group = simulation.add([1] * num_trial_tokens, 1), simulation.add([2] * num_tokens, 1)
+    earlier = simulation.add([3] * 40, 1)
+    simulation.waiting.remove(trial)
+    trial.lost_worker(20)
+    admission = simulation.scheduler._admission
+    assert admission._leaves_room_for_trial(group, simulation.waiting), "nobody is on trial"
+    simulation.waiting.push(trial)
+    assert admission._leaves_room_for_trial(group, simulation.waiting) is leaves_room
+    earlier.order = 0
+    assert admission._leaves_room_for_trial(earlier, simulation.waiting), "it is served before"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from tests.scheduler.simulation import Simulation
 
 
@@ -64,7 +65,7 @@ def test_a_group_that_has_just_come_back_is_not_the_next_victim(preemption_mode)
         simulation.answer()
     preemption = simulation.scheduler._preemption
     assert preemption.choose_victim() is younger
-    preemption.preempt(younger)
+    assert preemption.preempt(younger) is (preemption_mode == "swap")
     while younger not in simulation.scheduler.groups.running:
         assert simulation.send()
     assert preemption.choose_victim() is elder
@@ -182,3 +183,29 @@ def test_whoever_is_swapped_out_goes_on_from_what_it_has_whatever_its_slot(place
     assert simulation.num_computed_tokens == 3 * 16, "nothing is computed again"
     simulation.check_outputs()
     simulation.check_nothing_left()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "swaps"), [(5, True), (3, False)])
+def test_what_siblings_share_is_reckoned_once(bytes_per_s: float, swaps: bool) -> None:
+    """Two blocks there and back against eight tokens, and not against three times as many."""
+    costs = Costs(prefill_tokens_per_s=1, swap_bytes_per_s=bytes_per_s, block_bytes=8)
+    simulation = Simulation(num_slots=4, num_blocks=24, num_host_blocks=24, depth=1, costs=costs)
+    siblings = simulation.add([2] * 8, 6, eos_token_id=None, n=3)
+    simulation.send()
+    simulation.answer()
+    assert len(simulation.blocks.blocks_held(siblings)) == 2
+    assert simulation.scheduler._preemption.preempt(siblings) is swaps
+
+
+@pytest.mark.parametrize("num_running", [1, 2])
+def test_only_who_has_the_cache_alone_starts_over_where_nobody_gets_on(num_running: int) -> None:
+    simulation = Simulation(num_slots=4, num_blocks=16)
+    for number in range(num_running):
+        simulation.waiting.remove(group := simulation.add([number] * 5, 3))
+        simulation.scheduler.groups.seat(group, 1)
+    plan = StepPlan(SchedulingBudget(16, 4))
+    simulation.scheduler._preemption.start_over_if_stuck(plan)
+    is_stuck = num_running == 1
+    assert len(simulation.scheduler.groups.preempted) == plan.num_preempted == group.num_preemptions == is_stuck
+    simulation.run_to_end()
+    simulation.check_outputs()

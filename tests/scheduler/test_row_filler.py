@@ -68,13 +68,14 @@ def test_decodes_take_one_token_and_a_block_at_its_border() -> None:
         assert blocks.num_free_blocks == num_left
 
 
-def test_what_decodes_have_filled_is_found_while_they_go_on() -> None:
+def test_what_decodes_have_filled_is_found_while_they_go_on_and_at_their_end_all_of_it() -> None:
     simulation = Simulation(num_slots=4, num_blocks=40, depth=1)
-    runs = simulation.add([1] * 3, 9, eos_token_id=None)
-    for num_found in (0, 0, 1, 1, 1, 1, 2):
+    runs = simulation.add([1] * 3, 6, eos_token_id=None)
+    for num_found in (0, 0, 1, 1, 1, 2):
         simulation.send()
         simulation.answer()
         tokens = runs.sequences[0].token_ids.tolist()
         again = simulation.add([*tokens, 1], 1)
         assert len(simulation.blocks.find(again.sequences[0])) == num_found, len(tokens)
         simulation.abort(again)
+    assert runs.is_finished

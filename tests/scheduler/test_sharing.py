@@ -202,6 +202,18 @@ def test_what_was_computed_on_a_wrong_block_is_withdrawn_with_it():
     cache.check_integrity()
 
 
+def test_what_has_changed_is_told_from_the_first_look_on_and_all_that_is_there_at_that() -> None:
+    cache = PrefixCache(num_blocks=5)
+    names = [b"one", b"two", b"three"]
+    cache.publish(names[:2], np.array([0, 1], np.int32), np.array([-1, 0], np.int32))
+    changes = [cache.take_changes()]
+    cache.publish(names[1:], np.array([2, 3], np.int32), np.array([-1, -1], np.int32))
+    cache.forget([0])
+    changes += [cache.take_changes(), cache.take_changes()]
+    assert [(each.published, each.forgotten) for each in changes] == [(names[:2], []), (names[2:], names[:1]), ([], [])]
+    assert sorted(cache.hashes()) == sorted(names[1:]) and cache.hashes_of([0, 1, 2]) == [None, b"two", None]
+
+
 def test_who_found_blocks_of_a_step_that_fails_begins_anew_though_the_cache_was_flushed_meanwhile():
     simulation = Simulation(num_blocks=40, max_num_batched_tokens=40)
     first, _ = (simulation.add([1] * 12 + [number], 5, eos_token_id=None) for number in range(2))

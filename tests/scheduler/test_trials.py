@@ -51,6 +51,13 @@ def test_every_second_step_is_that_of_the_others() -> None:
     assert steps == [set(lost), set(others), set(lost), {*lost, *others}], "after two tokens it has passed"
 
 
+def test_the_step_of_the_others_is_not_for_the_next_on_trial() -> None:
+    simulation, lost, others = lossy([2, 1], num_others=1)
+    steps = [who_is_next(simulation) for _ in range(4)]
+    assert steps == [{lost[0]}, set(others), {lost[0]}, {lost[0], *others}], "after two tokens it has passed"
+    assert who_is_next(simulation) == {lost[1]}
+
+
 def test_where_nobody_else_has_anything_to_do_no_step_is_left_out() -> None:
     simulation, lost, _ = lossy([1])
     assert [who_is_next(simulation) for _ in range(2)] == [set(lost)] * 2

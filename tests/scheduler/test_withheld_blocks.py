@@ -33,6 +33,18 @@ def test_free_blocks_are_withheld_at_once_and_others_as_they_are_given_up() -> N
     pool.check_integrity()
 
 
+def test_a_pool_without_content_gives_all_that_it_has() -> None:
+    pool = BlockAllocator(4)
+    held = pool.allocate(4)
+    assert held.tolist() == [0, 1, 2, 3] and pool.num_free == 0 and pool.num_in_use(held) == 4
+    pool.free(held[1:3])
+    assert pool.allocate(2).tolist() == [2, 1], "the last one freed is the first one used"
+    pool.free(held)
+    pool.withhold(4)
+    assert pool.num_free == 0 and sorted(pool.withheld) == [0, 1, 2, 3]
+    pool.check_integrity()
+
+
 def test_content_that_nobody_uses_goes_first_where_blank_blocks_are_too_few() -> None:
     cache = PrefixCache(6)
     pool = BlockAllocator(6, cache)

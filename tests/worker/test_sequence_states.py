@@ -137,6 +137,18 @@ def test_block_operations_are_given_back() -> None:
     assert operations.copies.tolist() == [[5, 6], [5, 7]]
 
 
+def test_the_last_block_of_either_side_is_a_block() -> None:
+    for step in (
+        worker_pb2.Step(swap_out=_pairs(15, 3)),
+        worker_pb2.Step(swap_in=_pairs(3, 15)),
+        worker_pb2.Step(copies=_pairs(15, 14, 0, 13)),
+        worker_pb2.Step(swap_in=_pairs(2, 9), swap_out=_pairs(9, 3)),
+    ):
+        operations = states_of().apply_blocks(step)
+        for name in ("swap_out", "swap_in", "copies"):
+            assert u32(getattr(operations, name).ravel()) == getattr(step, name).pairs_u32
+
+
 def test_given_tokens_enter_the_history() -> None:
     states = states_of()
     run(states, beams(1, [[1, 2]], 4))
@@ -376,7 +388,13 @@ REFUSED = {
     "copy source is destination": worker_pb2.Step(copies=_pairs(1, 2, 2, 3)),
     "copied to twice": worker_pb2.Step(copies=_pairs(1, 3, 2, 3)),
     "half a copy": worker_pb2.Step(copies=_pairs(1, 2, 3)),
+    "copy of no such block": worker_pb2.Step(copies=_pairs(16, 1)),
+    "copy into no such block": worker_pb2.Step(copies=_pairs(1, 16)),
     "no such host block": worker_pb2.Step(swap_out=_pairs(1, 4)),
+    "swap out of no such block": worker_pb2.Step(swap_out=_pairs(16, 1)),
+    "swap in of no such host block": worker_pb2.Step(swap_in=_pairs(4, 1)),
+    "swap into no such block": worker_pb2.Step(swap_in=_pairs(1, 16)),
+    "half a pair": worker_pb2.Step(copies=_pairs(1)),
     "host block freed and taken": worker_pb2.Step(swap_in=_pairs(2, 9), swap_out=_pairs(1, 2)),
     "append to nothing": _append(slots_u16=slots_u16([2]), block_ids_u32=u32([9])),
     "append without block": _append(slots_u16=slots_u16([0, 1]), block_ids_u32=u32([9])),
@@ -396,6 +414,20 @@ REFUSED = {
     "given a token that it has drawn": _row(inputs_u8=GIVEN, given_token_ids_i32=u32([1])),
     "tokens nobody takes": _row(given_token_ids_i32=u32([1])),
     "child not there": _row(num_samples_u16=slots_u16([2]), child_slots_u16=slots_u16([0, 2])),
+    "child with a row of its own": rows_of(
+        slots_u16=slots_u16([0, 1]),
+        query_lens_u32=u32([1, 1]),
+        num_samples_u16=slots_u16([2, 0]),
+        child_slots_u16=slots_u16([0, 1]),
+    ),
+    "half a given token": _row(inputs_u8=GIVEN, given_token_ids_i32=b"\0\0"),
+    "a length too many": _row(query_lens_u32=u32([1, 1])),
+    "a number of samples too many": _row(num_samples_u16=slots_u16([1, 1])),
+    "an input too many": _row(inputs_u8=b"\0\0"),
+    "append with a count too many": _append(
+        slots_u16=slots_u16([0]), counts_u16=slots_u16([1, 0]), block_ids_u32=u32([9])
+    ),
+    "append with a block too many": _append(slots_u16=slots_u16([0]), block_ids_u32=u32([9, 10])),
     "children missing": _row(num_samples_u16=slots_u16([2]), child_slots_u16=slots_u16([0])),
 }
 
