@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.block_manager import AllocStatus
+from scheduler_svc.core.served_tokens import ServedTokens
 from tests.scheduler.simulation import Simulation
 
 BLOCK = 4
@@ -76,3 +77,14 @@ def test_who_is_new_leaves_room_for_one_on_trial_before_it(
     assert admission._leaves_room_for_trial(group, simulation.waiting) is leaves_room
     earlier.order = 0
     assert admission._leaves_room_for_trial(earlier, simulation.waiting), "it is served before"
+
+
+def test_a_tenant_is_charged_for_the_prompt_but_what_is_found_of_it() -> None:
+    served = ServedTokens()
+    simulation = Simulation(policy="fair", served=served, depth=1)
+    for prompt, level in (([1] * 9, 9), ([1] * 9, 9 + 1 + 1)):
+        simulation.add(prompt, 1, eos_token_id=None, tenant="tenant")
+        simulation.send()
+        assert served.level("tenant") == level
+        simulation.answer()
+    assert served.level("tenant") == 12, "and for what it was drawn"

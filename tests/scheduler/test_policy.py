@@ -54,6 +54,15 @@ def test_a_policy_says_whether_it_ever_preempts(name: str, priorities: list[int]
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "counts_tokens"), [("fcfs", False), ("priority", False), ("fair", True)])
+def test_only_fair_turns_have_somebody_charged(name: str, counts_tokens: bool) -> None:
+    served = ServedTokens()
+    simulation = Simulation(policy=name, served=served)
+    simulation.add([1] * 5, 3, eos_token_id=None, tenant="tenant")
+    simulation.run_to_end()
+    assert served.level("tenant") == (8 if counts_tokens else 0)
+
+
 def test_first_come_first_served_whatever_the_size_tenant_or_priority():
     trace = flow("a", 5, 60) + flow("b", 3, 60, priority=-5)
     playback = play(trace, "fcfs")

@@ -161,3 +161,12 @@ def test_where_nobody_is_left_to_give_way_the_trial_is_over_and_everybody_goes_o
     trials.on_trial = {tried}
     trials.make_way_for(plan, set())  # those that the step was for had to give way themselves
     assert [(chunk.sequence.group, chunk.query_len) for chunk in plan.chunks] == [(tried, 4)] and not trials.on_trial
+
+
+def test_decodes_go_on_too_where_a_trial_is_over() -> None:
+    simulation, _, others = lossy([], num_others=2)
+    assert who_is_next(simulation) == set(others)
+    plan, trials = StepPlan(SchedulingBudget(64, 4)), simulation.scheduler.trials
+    trials.on_trial = {others[0]}
+    trials.make_way_for(plan, set())
+    assert plan.decode_slots.tolist() == [0, 1] and not trials.on_trial
