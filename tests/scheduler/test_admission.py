@@ -6,6 +6,7 @@ import pytest
 
 from scheduler_svc.core.block_manager import AllocStatus
 from scheduler_svc.core.served_tokens import ServedTokens
+from scheduler_svc.core.step_plan import Chunk, SchedulingBudget, StepPlan
 from tests.scheduler.simulation import Simulation
 
 BLOCK = 4
@@ -88,3 +89,18 @@ def test_a_tenant_is_charged_for_the_prompt_but_what_is_found_of_it() -> None:
         assert served.level("tenant") == level
         simulation.answer()
     assert served.level("tenant") == 12, "and for what it was drawn"
+
+
+@pytest.mark.parametrize("enable_chunked_prefill", [True, False])
+def test_only_where_prompts_are_computed_whole_a_late_sequence_waits_for_a_step_that_takes_it(
+    enable_chunked_prefill: bool,
+) -> None:
+    simulation = Simulation(num_blocks=40, enable_chunked_prefill=enable_chunked_prefill)
+    group = simulation.add([1] * 6, 9, eos_token_id=None, n=2, resumed=[[2], [3]])
+    simulation.waiting.remove(group)
+    simulation.scheduler.groups.seat(group, 1)
+    plan = StepPlan(SchedulingBudget(6, 4), chunks=[Chunk(group.sequences[0], 3, 0)])
+    assert simulation.scheduler._admission._seat_late(plan, {group}) is enable_chunked_prefill
+    plan.budget.tokens_left += 1
+    assert simulation.scheduler._admission._seat_late(plan, {group}) is not enable_chunked_prefill, "7 fit; one is late"
+    assert all(sequence.slot >= 0 for sequence in group.sequences)

@@ -154,3 +154,16 @@ def test_while_logprobs_of_its_prompt_are_to_come_a_group_finds_nothing() -> Non
         waits = SequenceGroup("one", [1] * 9, params, max_num_tokens=20, arrival_ns=0)
         assert len(blocks.find(waits.sequences[0])) == (0 if asks else 2)
         assert blocks.num_blocks_to_take(waits) == (3 if asks else 1)
+
+
+def test_what_was_found_under_one_root_is_not_what_another_finds() -> None:
+    blocks = manager()
+    blocks.publish_all_of(seated(blocks, group([1] * 9).sequences[0]))
+    waits = group([1] * 9)
+    found = blocks.find(waits.sequences[0]).tolist()
+    assert len(found) == 2 and blocks.find(waits.sequences[0]).tolist() == found
+    root = waits.hash_root
+    waits.use_hash_root(b"another")
+    assert not len(blocks.find(waits.sequences[0]))
+    waits.use_hash_root(root)
+    assert blocks.find(waits.sequences[0]).tolist() == found

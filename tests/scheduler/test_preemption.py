@@ -209,3 +209,15 @@ def test_only_who_has_the_cache_alone_starts_over_where_nobody_gets_on(num_runni
     assert len(simulation.scheduler.groups.preempted) == plan.num_preempted == group.num_preemptions == is_stuck
     simulation.run_to_end()
     simulation.check_outputs()
+
+
+def test_beams_whose_answer_is_on_its_way_are_computed_again_and_not_swapped() -> None:
+    simulation = Simulation(num_blocks=24, num_host_blocks=24, preemption_mode="swap", depth=1)
+    beams = simulation.add([1] * 5, 6, eos_token_id=None, beam_width=2)
+    simulation.send()
+    simulation.answer()
+    simulation.send()
+    assert not simulation.scheduler._preemption.preempt(beams)
+    simulation.run_to_end()
+    simulation.check_outputs()
+    assert simulation.worker.num_swapped_out == 0

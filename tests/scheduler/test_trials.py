@@ -163,6 +163,17 @@ def test_where_nobody_is_left_to_give_way_the_trial_is_over_and_everybody_goes_o
     assert [(chunk.sequence.group, chunk.query_len) for chunk in plan.chunks] == [(tried, 4)] and not trials.on_trial
 
 
+def test_a_trial_that_has_the_cache_alone_and_cannot_get_on_starts_over() -> None:
+    simulation, (tried,) = with_blocks_taken([16], num_blocks=4)
+    tried.lost_worker(20)
+    simulation.scheduler._rows.add_chunks(StepPlan(SchedulingBudget(8, 4)), {tried}, {tried})
+    simulation.blocks.allocator.allocate(2)
+    plan, trials = StepPlan(SchedulingBudget(64, 4)), simulation.scheduler.trials
+    trials.try_after_all(plan, simulation.waiting, 0)
+    assert simulation.scheduler.groups.preempted == [tried] and not trials.on_trial
+    assert plan.num_preempted == tried.num_preemptions == 1 and not plan.has_rows
+
+
 def test_decodes_go_on_too_where_a_trial_is_over() -> None:
     simulation, _, others = lossy([], num_others=2)
     assert who_is_next(simulation) == set(others)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import decode, greedy, prefill, slots_u16, u32
 from worker_svc.errors import ProtocolError
+from worker_svc.mirror.bad_words import BadWords
 from worker_svc.mirror.sampling_columns import SamplingColumns
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.steps.input_batch import build_input_arrays
@@ -492,6 +493,21 @@ def test_integrity_check_finds_damage(column: str, place: Any, value: Any, compl
 
 
 # ---- Sampling parameters --------------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_is_cleared_forbids_no_word() -> None:
+    columns = SamplingColumns(3)
+    columns.set(1, greedy(), (), BadWords([[1, 2], [3]]))
+    columns.copy(1, 2)
+    assert columns.has_bad_words.tolist() == columns.compares_words.tolist() == [False, True, True]
+    columns.clear(1)
+    assert columns.has_bad_words.tolist() == columns.compares_words.tolist() == [False, False, True]
+    assert columns.bad_words[1] is None and columns.bad_words[2]
+
+
+def test_a_worker_that_is_told_of_no_host_blocks_has_none() -> None:
+    with pytest.raises(ProtocolError, match="out of range"):
+        SequenceStates(4, 16, 4, 16).apply(worker_pb2.Step(swap_out=_pairs(1, 0)))
 
 
 def test_parameters_that_are_not_set_have_the_defaults_of_the_public_surface() -> None:
