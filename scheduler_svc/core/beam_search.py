@@ -124,7 +124,7 @@ class BeamSearch:
         self._early_stopping = EarlyStopping(early_stopping)
         self._num_generated = 0  # tokens of each live beam
         self._live: list[_Beam | None] = [None]  # best first; None is the bare prompt
-        self._live_scores = np.zeros(1, np.float32)  # [len(_live)]
+        self._live_scores = np.zeros(1, np.float32)  # [len(_live)], while the search goes on
         self._finished: list[_Finished] = []  # best first, at most width
 
     @property
@@ -165,7 +165,7 @@ class BeamSearch:
         self._live, self._live_scores = [extended(entry) for entry in going_on], sums[going_on]
         if self._is_over():
             self.is_done = True
-            self._live, self._live_scores = [], np.zeros(0, np.float32)
+            self._live = []
             return []
         return [Continuation(int(parents[entry]), int(token_ids[entry])) for entry in going_on]
 
