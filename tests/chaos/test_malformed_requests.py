@@ -133,7 +133,7 @@ def examples(count: int, strategy: st.SearchStrategy[Any], check: Callable[[Any]
     profile(given(strategy)(check))()
 
 
-@times(150, 5000)
+@times(75, 5000)
 def test_extreme_fields_get_the_status_that_they_should(harness: Harness, count: int) -> None:
     def check(request: pb.GenerateRequest) -> None:
         answers = harness.check(f"/{GENERATE}", request.SerializeToString(), expected(request), request)

@@ -229,7 +229,7 @@ def test_every_request_is_finished_by_a_scheduler_that_comes_back(
 
 def _check_one_of_two(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
     """Each holds one worker; the other takes over what the dead one had, and gives it back when that is there again."""
-    options = ("--worker-quota=1", "--takeover-after=2")
+    options = ("--worker-quota=1", "--takeover-after=1")
     one, other = start(*options), start(*options)
     one.wait_for_workers(1)
     other.wait_for_workers(1)
@@ -249,7 +249,7 @@ def test_every_request_is_finished_by_the_other_of_two(
 def _check_standby(start: Callable[..., Scheduler], undisturbed: list[Read], seed: int) -> None:
     active = start("--worker-quota=2")
     active.wait_for_workers(2)
-    standby = start("--worker-quota=0", "--takeover-after=1")
+    standby = start("--worker-quota=0", "--takeover-after=0.5")
     addresses = [active.address, standby.address]
     moment = _moment(undisturbed, seed)
     _check(asyncio.run(_run(addresses, active.kill, moment)), undisturbed)

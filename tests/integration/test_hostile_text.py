@@ -88,7 +88,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
             yield service
 
 
-@pytest.mark.parametrize("num_requests", [6, pytest.param(128, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("num_requests", [3, pytest.param(128, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_nobody_waits_for_a_costly_request(service: Service, name: str, num_requests: int) -> None:
     """Of a mebibyte each, all at once."""
