@@ -268,15 +268,15 @@ STOPPABLE_SCHEDULER = """
 import sys, time, grpc
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import worker_pb2 as pb
-from tests.worker.fake_model import decode, prefill
 
-address, settings_id = sys.argv[1:]
+address, settings_id, *steps = sys.argv[1:]
+first, later = (pb.Step.FromString(bytes.fromhex(step)) for step in steps)
 
 def requests():
     yield pb.StepRequest(open=pb.OpenLease(settings_id=settings_id))
-    yield pb.StepRequest(epoch=1, step=prefill(1, [[3]]))
-    for step_id in range(2, 10**9):
-        yield pb.StepRequest(epoch=1, step=decode(step_id, [0]))
+    yield pb.StepRequest(epoch=1, step=first)
+    for later.step_id in range(2, 10**9):
+        yield pb.StepRequest(epoch=1, step=later)
         time.sleep(0.2)
 
 channel = grpc.insecure_channel(address, options=WORKER_CHANNEL_OPTIONS)
@@ -291,7 +291,8 @@ except grpc.RpcError as error:
 
 async def test_a_stopped_scheduler_loses_its_lease_soon_and_reaches_no_later_one(setup: Setup) -> None:
     """Though it has not noticed, and goes on with its steps when it wakes."""
-    arguments = ["-c", STOPPABLE_SCHEDULER, f"127.0.0.1:{setup.server.port}", setup.settings_id]
+    steps = (step.SerializeToString().hex() for step in (prefill(1, [[3]]), decode(2, [0])))
+    arguments = ["-c", STOPPABLE_SCHEDULER, f"127.0.0.1:{setup.server.port}", setup.settings_id, *steps]
     other = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     assert other.stdout is not None
     try:

@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import grpc
 import numpy as np
@@ -30,6 +31,7 @@ from octavo.shared.ports import BindError
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests import forkserver
+from tests.forkserver import ForkedCommand
 from tests.tiny_models import make_tiny_llama
 from tests.worker.fake_model import decode, greedy, slots_u16, tokens_of, u32
 from worker_svc import server as worker_server
@@ -301,30 +303,51 @@ sys.exit(main(["worker", *sys.argv[1:]]))
 """
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+@contextmanager
+def started(
+    *arguments: str, is_forked: bool = True
+) -> Iterator[tuple[ForkedCommand | subprocess.Popen[bytes], TextIO]]:
+    """A worker without transformers, and what it says; in an interpreter of its own, unless it `is_forked`."""
+    reader, writer = os.pipe()
+    process: ForkedCommand | subprocess.Popen[bytes]
+    with open(reader, encoding="utf-8") as said:
+        try:
+            if is_forked:
+                process = ForkedCommand(["worker", *arguments], writer, missing=("transformers",))
+            else:
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stderr=writer, env=environment)
+        finally:
+            os.close(writer)
+        try:
+            yield process, said
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
-def process(config: WorkerConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    request: pytest.FixtureRequest, config: WorkerConfig
+) -> Iterator[tuple[ForkedCommand | subprocess.Popen[bytes], str]]:
     """A worker with made-up weights, whose longest sequence is what its cache holds, and its address."""
-    process = start(
-        f"--model={config.model}", "--port=0", "--load-format=dummy", "--kv-cache-memory=0.0005", "--max-model-len=auto"
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if (event := json.loads(line))["event"] == "worker ready":
-            break
-    yield process, event["address"]
-    process.kill()
-    process.wait()
-    process.stderr.close()
+    sizes = "--kv-cache-memory=0.0005", "--max-model-len=auto"
+    arguments = f"--model={config.model}", "--port=0", "--load-format=dummy", *sizes
+    with started(*arguments, is_forked=request.param == "forked") as (process, said):
+        for line in said:
+            if (event := json.loads(line))["event"] == "worker ready":
+                break
+        yield process, event["address"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_process_serves_and_ends_promptly(process: tuple[subprocess.Popen[str], str], number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("process", "number"),
+    [("in an interpreter of its own", signal.SIGTERM), ("forked", signal.SIGINT)],
+    indirect=["process"],
+)
+def test_process_serves_and_ends_promptly(
+    process: tuple[ForkedCommand | subprocess.Popen[bytes], str], number: signal.Signals
+) -> None:
     worker, address = process
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -374,7 +397,7 @@ def test_a_process_that_measures_its_first_steps_ends_promptly(config: WorkerCon
 
 
 def test_process_says_in_one_line_why_it_cannot_start() -> None:
-    worker = start("--model=/nowhere/at/all")
-    _, said = worker.communicate(timeout=60)
-    assert worker.returncode == 1
-    assert said.count("\n") == 1 and "/nowhere/at/all" in said
+    with started("--model=/nowhere/at/all") as (worker, said):
+        text = said.read()
+        assert worker.wait(60) == 1
+    assert text.count("\n") == 1 and "/nowhere/at/all" in text
