@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +16,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.leases.worker_handle import SILENCE_LIMIT_NS
 from scheduler_svc.output.output_processor import Delivery
 from scheduler_svc.serving import Serving
+from tests.forkserver import ForkedCommand
 from tests.worker.fake_model import next_token
 from tests.worker.fake_model_process import HOLD_S, hold_interpreter
 from worker_svc.service.lease import EXPIRY_S
@@ -25,18 +25,15 @@ TIMEOUT_S = 30.0
 
 
 @pytest.fixture
-def worker() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.worker.fake_model_process"], stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.kill()
-    process.wait()
-
-
-def address_of(worker: subprocess.Popen[str]) -> str:
-    assert worker.stdout is not None
-    return f"127.0.0.1:{int(worker.stdout.readline())}"
+def worker() -> Iterator[tuple[ForkedCommand, str]]:
+    """And its address."""
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as said:
+        process = ForkedCommand([], stdout=writer, module="tests.worker.fake_model_process")
+        os.close(writer)
+        yield process, f"127.0.0.1:{int(said.readline())}"
+        process.kill()
+        process.wait()
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
@@ -47,10 +44,11 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_worker_is_found_soon(
-    worker: subprocess.Popen[str],
+    worker: tuple[ForkedCommand, str],
 ) -> None:
+    process, address = worker
     deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-    serving = Serving(SchedulerConfig(worker=(address_of(worker),)), deliveries.put)
+    serving = Serving(SchedulerConfig(worker=(address,)), deliveries.put)
     serving.start()
     try:
         wait_until(lambda: serving.is_ready and bool(serving.engine.workers), "no worker joins")
@@ -59,7 +57,7 @@ def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_work
         for _ in range(10):
             next(tokens)
         with capture_logs() as events:
-            worker.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)
             hold_interpreter()
             token_ids = list(tokens)
         assert len(token_ids) == 30, "as if nothing had been"
@@ -68,11 +66,11 @@ def test_interpreters_that_are_held_for_seconds_lose_no_lease_and_a_stopped_work
         assert handle.epoch == 1
 
         assert min(EXPIRY_S, SILENCE_LIMIT_NS / 1e9) > 2 * HOLD_S, "or it is a message's absence that tells"
-        worker.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
         wait_until(lambda: not serving.engine.workers, "a stopped worker is not found")
         assert time.monotonic() - stopped_s < 4
-        worker.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
         wait_until(lambda: bool(serving.engine.workers), "a worker that goes on does not join again")
         assert serving.engine.workers[0].epoch == 2
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +31,12 @@ def hold_interpreter() -> None:
         left_s = HOLD_S - (time.monotonic() - started_s)
 
 
-async def main() -> None:
+def main() -> None:
+    """Serves until it is killed."""
+    asyncio.run(_serve())
+
+
+async def _serve() -> None:
     log.configure("info")  # on stderr
     config = WorkerConfig(port=0, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory=0.001)
     model = FakeModel(fake_config(MAX_MODEL_LEN))
@@ -48,4 +52,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    main()
