@@ -17,7 +17,6 @@ from worker_svc.errors import ProtocolError
 Ints = npt.NDArray[np.int64]
 
 _NOTHING: Ints = np.zeros(0, np.int64)
-_NOTHING.flags.writeable = False
 _NO_PAIRS = _NOTHING.reshape(0, 2)
 _NO_TOKENS = np.frombuffer(b"", "<i4")
 
