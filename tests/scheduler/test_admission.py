@@ -104,3 +104,18 @@ def test_only_where_prompts_are_computed_whole_a_late_sequence_waits_for_a_step_
     plan.budget.tokens_left += 1
     assert simulation.scheduler._admission._seat_late(plan, {group}) is not enable_chunked_prefill, "7 fit; one is late"
     assert all(sequence.slot >= 0 for sequence in group.sequences)
+
+
+@pytest.mark.parametrize("somebody_runs", [False, True])
+def test_only_an_idle_worker_gives_its_last_blocks_to_one_on_trial_and_one_beside_it(somebody_runs: bool) -> None:
+    simulation = Simulation(num_slots=3, num_blocks=100 + somebody_runs, max_model_len=256)
+    if somebody_runs:
+        simulation.add([9] * 3, 2, eos_token_id=None)
+        assert simulation.send()
+    trial, group = simulation.add([1] * 200, 1), simulation.add([2] * 200, 1)
+    simulation.waiting.remove(trial)
+    trial.lost_worker(20)
+    simulation.waiting.push(trial)
+    admission = simulation.scheduler._admission
+    assert admission._leaves_room_for_trial(group, simulation.waiting) is not somebody_runs
+    assert simulation.blocks.num_free_blocks == 100 and simulation.blocks.watermark_blocks == 1

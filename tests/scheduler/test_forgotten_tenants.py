@@ -96,3 +96,16 @@ def test_numbers_of_tenants_that_have_left_are_used_again():
             for sequence in group.unfinished():
                 assert groups.tenants[simulation.columns.tenant[sequence.slot]] == group.tenant
     simulation.check_outputs()
+
+
+def test_of_too_many_tenants_the_least_served_that_do_not_wait_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_tokens, "MIN_REMEMBERED", 4)
+    monkeypatch.setattr(served_tokens, "MAX_REMEMBERED", 4)
+    served = ServedTokens()
+    for number in range(1, 9):
+        served.charge(str(number), 10 * number)
+    served.lift("new", 0, waiting={"1", "2", "nobody"})
+    assert len(served) == 3 + 3 and [served.level(str(number)) for number in (1, 2, 6, 7, 8)] == [10, 20, 60, 70, 80]
+    assert [served.level(name) for name in ("3", "4", "5", "another")] == [50] * 4 and served.level("nobody") == 0
+    served.lift("3", 55)
+    assert [served.level(name) for name in ("3", "6", "another")] == [55, 60, 55]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.preemption_modes import Costs
+from scheduler_svc.core.prompt_delay import PromptDelay
 from scheduler_svc.core.step_plan import SchedulingBudget, StepPlan
 from tests.scheduler.simulation import Simulation
 
@@ -136,6 +137,25 @@ def test_a_step_of_prompts_lasts_until_its_answer_also_where_another_one_is_sent
         assert (late in simulation.scheduler.groups.running) is comes
 
 
+def test_before_a_step_was_measured_no_prompt_waits() -> None:
+    delay = PromptDelay(2.0)
+    assert delay.is_over(5, 5)
+
+
+def test_a_step_of_prompts_that_fails_has_ended_too() -> None:
+    simulation = Simulation(enable_chunked_prefill=False, delay_factor=2.0, depth=1)
+    simulation.add([1] * 5, 20, eos_token_id=None)
+    simulation.now_ns = 1000
+    simulation.send(fails="before")
+    simulation.answer()
+    simulation.now_ns = 1100
+    for _ in range(2):  # that of a suspect starts no prompts, and so does not look
+        simulation.send()
+        simulation.answer()
+    delay = simulation.scheduler._delay
+    assert not delay.is_over(1000, 1199) and delay.is_over(1000, 1200), "it took 100 ns"
+
+
 def test_decodes_go_on_beside_a_long_prompt():
     simulation = Simulation(num_blocks=64, max_num_batched_tokens=16, depth=1)
     for number in range(3):
@@ -221,3 +241,18 @@ def test_beams_whose_answer_is_on_its_way_are_computed_again_and_not_swapped() -
     simulation.run_to_end()
     simulation.check_outputs()
     assert simulation.worker.num_swapped_out == 0
+
+
+@pytest.mark.parametrize("parent_ends", [False, True])
+def test_outputs_that_a_failed_step_forked_are_forked_again_where_their_parent_still_runs(parent_ends: bool) -> None:
+    simulation = Simulation(depth=1)
+    group = simulation.add([1] * 5, 6, eos_token_id=None, n=3)
+    simulation.send(fails="before")
+    if parent_ends:
+        simulation.scheduler.finish(group.sequences[0])
+    simulation.answer()
+    groups = simulation.scheduler.groups
+    assert (group in groups.preempted, group in groups.unforked) == (parent_ends, not parent_ends)
+    assert groups.num_seated(group) == (not parent_ends)
+    simulation.run_to_end()
+    simulation.check_nothing_left()

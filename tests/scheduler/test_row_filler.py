@@ -79,3 +79,42 @@ def test_what_decodes_have_filled_is_found_while_they_go_on_and_at_their_end_all
         assert len(simulation.blocks.find(again.sequences[0])) == num_found, len(tokens)
         simulation.abort(again)
     assert runs.is_finished
+
+
+def test_an_output_takes_blocks_from_a_sibling_that_is_half_computed() -> None:
+    simulation = Simulation(num_blocks=6, block_size=4, max_num_batched_tokens=64)
+    group = simulation.add([1] * 4, 20, eos_token_id=None, n=2, resumed=[[2] * 12, [3] * 12])
+    simulation.waiting.remove(group)
+    simulation.scheduler.groups.seat(group, 2)
+    first, second = group.sequences
+    simulation.scheduler._rows.add_chunk(plan_of(15), second)
+    assert len(second.block_table) == 4 and simulation.blocks.num_free_blocks == 2
+    plan = plan_of(64)
+    simulation.scheduler._rows.add_chunk(plan, first)
+    assert [chunk.query_len for chunk in plan.chunks] == [16 - 4], "what both have is found"
+    assert second.slot < 0 and plan.num_preempted == 1 and group in simulation.scheduler.groups.running
+    simulation.scheduler.check_integrity()
+
+
+def test_a_prompt_takes_blocks_from_beams_that_began_later() -> None:
+    simulation = Simulation(num_blocks=7, block_size=4, max_num_batched_tokens=64)
+    first, beams = simulation.add([1] * 24, 8), simulation.add([2] * 24, 8, beam_width=2)
+    for group in (first, beams):
+        simulation.waiting.remove(group)
+        simulation.scheduler.groups.seat(group, 2)
+    simulation.scheduler._rows.add_group(plan_of(8), beams)
+    plan = plan_of(64)
+    simulation.scheduler._rows.add_group(plan, first)
+    assert [(chunk.sequence.group, chunk.query_len) for chunk in plan.chunks] == [(first, 24)]
+    assert beams in simulation.scheduler.groups.preempted
+
+
+def test_a_step_that_takes_no_block_tells_of_none() -> None:
+    simulation = Simulation(depth=1)
+    simulation.add([1] * 5, 3, eos_token_id=None)
+    for _ in range(2):
+        simulation.send()
+        simulation.answer()
+    outputs = simulation.sent[-1][0]
+    told = (outputs.appended_slots, outputs.appended_counts, outputs.appended_blocks, outputs.copies, outputs.replaced)
+    assert [len(each) for each in told] == [0] * 5 and outputs.rows.num_decode_rows == 1
