@@ -33,7 +33,7 @@ async def test_a_loop_that_is_woken_from_a_thread_and_does_not_get_to_it_hears_t
     waking.start()
     waking.join()  # the loop is held meanwhile, and the socket that wakes it is full
     os.kill(os.getpid(), NUMBER)
-    await asyncio.wait_for(heard.wait(), 20)
+    assert await asyncio.wait_for(heard.wait(), 20)
 
 
 async def test_a_loop_that_waits_is_woken_at_each_signal() -> None:
@@ -42,7 +42,7 @@ async def test_a_loop_that_waits_is_woken_at_each_signal() -> None:
     for _ in range(3):
         sender = threading.Timer(0.01, os.kill, (os.getpid(), NUMBER))
         sender.start()
-        await asyncio.wait_for(heard.wait(), 20)
+        assert await asyncio.wait_for(heard.wait(), 20)
         sender.join()
         heard.clear()
 
