@@ -193,11 +193,12 @@ def _ended(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in it, of those that stay while one looks."""
+    """Bytes of the files in it, of those that stay while one looks: pip also removes folders meanwhile."""
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            size += path.stat().st_size
+    for inside, _, names in os.walk(folder):  # which passes over a folder that is gone, unlike `Path.rglob`
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(inside, name)).st_size
     return size
 
 

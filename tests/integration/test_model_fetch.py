@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from tokenizers.trainers import BpeTrainer
 
 from octavo.models.catalog import list_models
 from octavo.models.errors import FetchError, GGUFError, SourceUnavailable
-from octavo.models.fetch import available, convert, fetch
+from octavo.models.fetch import _size, available, convert, fetch
 from octavo.models.hub_cache import served_name
 from octavo.models.known_models import KNOWN_MODELS
 from octavo.models.resolve import ModelNotFound, resolve_model
@@ -501,6 +502,24 @@ def test_two_processes_at_once_make_one_folder(pypi: Path, cache: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert {out.strip() for out, _ in outputs} == {str(cache / "models" / NAME)}
     assert sum("Converting" in log for _, log in outputs) == 1
+
+
+def test_a_folder_that_goes_while_its_bytes_are_counted_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip unpacks into folders of its own and removes them."""
+    (tmp_path / "whole.whl").write_bytes(bytes(7))
+    (tmp_path / "gone").mkdir()
+    scandir = os.scandir
+
+    def removed_first(path: Any) -> Any:
+        if Path(path).name == "gone":
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed_first)
+    assert _size(tmp_path) == 7
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_killed_fetch_does_not_stop_the_next(pypi: Path, cache: Path) -> None:

@@ -8,6 +8,7 @@ import itertools
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from octavo.shared.connection_shares import ConnectionShares
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_CHANNEL_OPTIONS
 from protos import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.fuzz import http2_frames
@@ -141,7 +143,9 @@ async def test_two_steps_in_flight_are_answered_in_order(setup: Setup) -> None:
 async def test_who_holds_all_connections_keeps_no_other_host_out_and_whoever_has_the_lease_keeps_it(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where both are of one host."""
+    """Also where both are of one host. No look at the connections is taken before all are."""
+    look, all_are_taken = ConnectionShares.look, False
+    monkeypatch.setattr(ConnectionShares, "look", lambda shares: look(shares) if all_are_taken else Counter())
     stream = await setup.open()
     address = f"127.0.0.1:{setup.server.port}"
     with ExitStack() as stack:
@@ -157,6 +161,7 @@ async def test_who_holds_all_connections_keeps_no_other_host_out_and_whoever_has
             return False
 
         assert not await gets_in(), "all are taken"
+        all_are_taken = True
         await eventually(gets_in)
         assert tokens_of(await stream.run(prefill(1, [[3]]))) == [next_token(3, 0)]
 
