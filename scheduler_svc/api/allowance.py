@@ -17,6 +17,13 @@ class Allowance:
 
     def spend(self, now_s: float) -> bool:
         """Once; False where it was used up before."""
-        left = min(AT_ONCE, self._left + (now_s - self.used_s) * PER_S) - 1
+        left = self._left_at(now_s) - 1
         self._left, self.used_s = max(0.0, left), now_s
         return left >= 0
+
+    def is_used_up(self, now_s: float) -> bool:
+        """Whether nothing could be spent."""
+        return self._left_at(now_s) < 1
+
+    def _left_at(self, now_s: float) -> float:
+        return min(AT_ONCE, self._left + (now_s - self.used_s) * PER_S)

@@ -147,6 +147,9 @@ class ManyRequests:
         if len(self._live) >= MAX_REQUESTS:
             self._refuse(key, QueueFull(f"{MAX_REQUESTS} requests of this call are live", RETRY_AFTER_S))
             return
+        if self._given_up.is_used_up(time.monotonic()):  # one of its clients does that; the others keep theirs
+            self._refuse(key, QueueFull("requests of this call are begun and given up", RETRY_AFTER_S))
+            return
         one = self._live[key] = _OfMany(key, self, self._mailboxes)
         task = asyncio.create_task(self._run_one(one, data))
         one.task = task
@@ -158,8 +161,8 @@ class ManyRequests:
         assert one.task is not None
         one.task.cancel()
         now_s = time.monotonic()
-        if now_s - one.began_s < QUICK_S and not self._given_up.spend(now_s):
-            raise QueueFull("requests are begun and given up", RETRY_AFTER_S)
+        if now_s - one.began_s < QUICK_S:
+            self._given_up.spend(now_s)
 
     async def _run_one(self, one: _OfMany, data: bytes) -> None:
         try:

@@ -281,15 +281,22 @@ async def test_live_requests_and_the_size_of_a_message_are_bounded(call: Call, m
     await call.until(lambda: len(call.messages) == num_messages + 8)
 
 
-async def test_a_client_that_begins_and_gives_up_too_often_loses_the_call(
+async def test_where_requests_are_begun_and_given_up_too_often_new_ones_are_refused_and_no_other_is_lost(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allowance, "AT_ONCE", 0)
+    monkeypatch.setattr(allowance, "AT_ONCE", 2)
     monkeypatch.setattr(allowance, "PER_S", 0)
     monkeypatch.setattr(many_requests, "QUICK_S", 3600.0)
-    left = call.core.forgotten
-    for number in range(2000):
-        call.ask(number + 1, f"r{number}")
-        call.send(number + 1, cancel=True)
-    await call.until(call.task.done)
-    assert call.status is not None and call.status[0] is grpc.StatusCode.RESOURCE_EXHAUSTED and not left
+    call.ask(1, "stays")
+    await call.begun("stays")
+    for key in (2, 3):
+        call.ask(key, f"r{key}")
+        call.send(key, cancel=True)
+    call.ask(4, "late")
+    await call.until(lambda: 4 in call.told())
+    assert call.told()[4][0].ending.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    monkeypatch.setattr(allowance, "PER_S", 1_000_000)
+    call.ask(5, "later")
+    await call.begun("later")
+    call.core.say({"stays": "x"})
+    await call.until(lambda: call.texts(1) == ["x"])
