@@ -25,6 +25,7 @@ from scheduler_svc.output.request_stream import RequestStream
 MAX_REQUESTS = 1024  # at once over one call
 MAX_PARTS_A_MESSAGE = 64  # about a millisecond of the event loop
 MAX_BYTES_A_MESSAGE = 262_144  # beyond them the next part is for the next message: plain clients take 4 MiB
+MAX_NEWS = 4 * MAX_REQUESTS  # to be written; beyond, nothing more is read from a client that does not read either
 IDLE_S = 30.0  # without a request, after which the call ends
 QUICK_S = 0.25  # a request that its client gives up earlier has had no use of it
 RETRY_AFTER_S = 1.0
@@ -61,6 +62,7 @@ class ManyRequests:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: deque[_OfMany | pb.GenerateManyResponse.Part] = deque()  # to be written, the oldest first
         self._woken = asyncio.Event()
+        self._has_room = asyncio.Event()  # for news
         self._given_up = Allowance(time.monotonic())
         self._failure: Exception | None = None
         self._takes_more = True
@@ -114,6 +116,8 @@ class ManyRequests:
             else:
                 message.parts.append(news)
             num_bytes += message.parts[-1].ByteSize()
+        if len(self._news) < MAX_NEWS:
+            self._has_room.set()
         return message
 
     # ---- what the client sends --------------------------------------------------------------------------------------
@@ -122,6 +126,9 @@ class ManyRequests:
         try:
             async for request in requests:
                 self._take(request)
+                if len(self._news) >= MAX_NEWS:
+                    self._has_room.clear()
+                    await self._has_room.wait()
         except Exception as error:
             self._failure = error
         self.drain()

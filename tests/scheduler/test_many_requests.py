@@ -300,3 +300,22 @@ async def test_where_requests_are_begun_and_given_up_too_often_new_ones_are_refu
     await call.begun("later")
     call.core.say({"stays": "x"})
     await call.until(lambda: call.texts(1) == ["x"])
+
+
+async def test_what_a_client_sends_and_does_not_read_the_answers_of_is_left_unread(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of its messages would leave something in memory."""
+    monkeypatch.setattr(many_requests, "MAX_NEWS", 20)
+    monkeypatch.setattr(many_requests, "MAX_REQUESTS", 0)
+    call.may_write.clear()
+    for key in range(1, 501):
+        call.ask(key, f"r{key}")
+    await call.until(lambda: call.service._shared_calls)
+    (many,) = call.service._shared_calls
+    await call.until(lambda: len(many._news) == 20)
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert len(many._news) == 20 and call._requests.qsize() > 300
+    call.may_write.set()
+    await call.until(lambda: len(call.told()) == 500)
