@@ -74,7 +74,7 @@ kernels: setup
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protos/inference.proto protos/worker.proto protos/frontend.proto protos/shards.proto
+	  protos/*.proto
 
 # docs/ as pages of HTML in site/; `.venv/bin/zensical serve` shows them while they are written.
 site: setup

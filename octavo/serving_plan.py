@@ -66,9 +66,11 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     ports = [free_port() for _ in range(serve.workers)]
     cores = _cores_to_pin(worker)
     available = min(available_cores(), len(cores)) if cores else available_cores()
-    threads = worker.num_threads or max(1, available // serve.workers)
-    if cores and len(cores) < threads * serve.workers:
-        raise PlanError(f"cpu_pinning: {len(cores)} cores for {serve.workers} workers of {threads} threads")
+    num_ranks = worker.tensor_parallel_size
+    threads = worker.num_threads or max(1, available // (serve.workers * num_ranks))
+    if cores and len(cores) < threads * num_ranks * serve.workers:
+        of_ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
+        raise PlanError(f"cpu_pinning: {len(cores)} cores for {serve.workers} workers{of_ranks} of {threads} threads")
     worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(
         scheduler,
@@ -84,10 +86,10 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     for index, worker_port in enumerate(ports):
         name = "worker" if serve.workers == 1 else f"worker {index}"
         config = dataclasses.replace(
-            worker, host=LOOPBACK, port=worker_port, device=device_of(index, serve.workers, worker.device)
+            worker, host=LOOPBACK, port=worker_port, device=device_of(index, serve.workers, worker.device, num_ranks)
         )
         if cores:
-            own = cores[index * threads : (index + 1) * threads]
+            own = cores[index * num_ranks * threads : (index + 1) * num_ranks * threads]
             config = dataclasses.replace(config, cpu_pinning=",".join(map(str, own)))
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
     return address, children
@@ -139,9 +141,10 @@ def waiting_threads() -> dict[str, str]:
     return {} if is_set else {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
-def device_of(index: int, num_workers: int, asked: str) -> str:
-    """The device of one worker: with `cuda`, several workers have a GPU each; a GPU that is named is shared."""
-    return f"cuda:{index}" if asked == "cuda" and num_workers > 1 else asked
+def device_of(index: int, num_workers: int, asked: str, num_ranks: int = 1) -> str:
+    """The first device of one worker: with `cuda`, several workers have a GPU each, or as many as they have ranks; a
+    GPU that is named is shared."""
+    return f"cuda:{index * num_ranks}" if asked == "cuda" and num_workers > 1 else asked
 
 
 def computes_on_host(device: str) -> bool:

@@ -23,7 +23,8 @@ SAME_NAMES = (
     "model tokenizer tokenizer_mode trust_remote_code download_dir load_format dtype quantization kv_cache_dtype seed "
     "max_model_len max_num_seqs max_num_batched_tokens max_logprobs block_size enable_prefix_caching "
     "enable_chunked_prefill gpu_memory_utilization swap_space enforce_eager scheduling_policy scheduler_delay_factor "
-    "preemption_mode served_model_name model_impl device max_loras log_level disable_log_stats"
+    "preemption_mode served_model_name model_impl device max_loras log_level disable_log_stats tensor_parallel_size "
+    "enable_expert_parallel"
 )
 # And what stands for one that Octavo has not.
 INSTEAD = {
@@ -57,21 +58,21 @@ class Elsewhere(NamedTuple):
 
 OF_LLM = (
     Elsewhere(
-        "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes prefill_context_parallel_size "
-        "decode_context_parallel_size",
-        "a worker is one device; `octavo serve --workers N` serves from several",
+        "pipeline_parallel_size data_parallel_size nnodes prefill_context_parallel_size decode_context_parallel_size",
+        "a worker is the ranks of one tensor-parallel group; `octavo serve --workers N` serves from several",
         asks_for_nothing=(1, "1"),
     ),
     Elsewhere(
         "data_parallel_* node_rank master_* device_ids numa_bind* "
-        "enable_expert_parallel enable_eplb eplb_config enable_elastic_ep elastic_ep_* enable_dbo ubatch_size dbo_* "
+        "enable_eplb eplb_config enable_elastic_ep elastic_ep_* enable_dbo ubatch_size dbo_* "
         "enable_batch_sharded_sampling enable_hc_sp enable_ep_weight_filter expert_placement_strategy dcp_* cp_* "
         "dp_sync_interval disable_nccl_for_dp_synchronization enable_fault_tolerance fault_tolerance_config",
-        "a worker is one device; `octavo serve --workers N` serves from several, and cpu_pinning chooses cores",
+        "a worker's ranks are of one machine here; `octavo serve --workers N` serves from several, and cpu_pinning "
+        "chooses cores",
     ),
     Elsewhere(
         "distributed_executor_backend worker_use_ray engine_use_ray",
-        "the worker is one process of this machine",
+        "the worker is one process of this machine, or one for each rank",
         asks_for_nothing=("mp", "uni"),
     ),
     Elsewhere(

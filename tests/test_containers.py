@@ -24,7 +24,7 @@ from worker_svc.config import WorkerConfig
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("scheduler", "worker", "gateway")
-COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml", "compose.shards.yaml")
+COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml", "compose.ranks.yaml", "compose.shards.yaml")
 LOCKS = {
     "scheduler": "scheduler",
     "gateway": "gateway",
@@ -197,7 +197,21 @@ def test_the_gpu_file_reserves_one_and_builds_both_users_of_the_image_alike() ->
     assert set(services) == {"fetch", "worker"}
     assert services["fetch"]["build"] == services["worker"]["build"]
     (device,) = services["worker"]["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "count": "${GPUS:-1}", "capabilities": ["gpu"]}
+
+
+def test_the_file_with_ranks_gives_the_worker_options_that_it_takes_and_room_for_them() -> None:
+    (worker,) = compose("compose.ranks.yaml")["services"].values()
+    alone = compose()["services"]["worker"]
+    flags = [re.sub(r"\$\{\w+:-([\w.-]+)\}", r"\1", word) for word in worker["command"]]
+    parser = Parser(prog="octavo worker")
+    add_arguments(parser, WorkerConfig)
+    config = from_namespace(WorkerConfig, parser.parse_args(flags))
+    assert worker["command"][:2] == alone["command"] and config.tensor_parallel_size == 3
+    assert worker["shm_size"] == "${SHARED_MEMORY:-1g}"
+    for limit in ("mem_limit", "cpus"):
+        name = re.match(r"\$\{(\w+):-", worker[limit])[1]  # type: ignore[index]  # None fails
+        assert alone[limit].startswith(f"${{{name}:-"), "whoever has set it means both"
 
 
 def test_the_file_with_shards_gives_the_scheduler_options_that_it_takes_and_room_for_them() -> None:

@@ -61,7 +61,8 @@ def test_a_model_has_a_name() -> None:
         ({"max_num_sequences": 3}, "no option is called max_num_sequences; did you mean max_num_seqs?"),
         ({"xyzzy": 3}, "no option is called xyzzy"),
         ({"port": 3}, "port: an LLM starts a worker of its own"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: got 2; a worker is one device; `octavo serve"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, at least 1 is accepted"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2; a worker is the ranks of one tensor-"),
     ],
     ids=str,
 )

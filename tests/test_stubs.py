@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PROTOS = ("protos/inference.proto", "protos/worker.proto", "protos/frontend.proto", "protos/shards.proto")
+PROTOS = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "protos").glob("*.proto")))
 
 
 def test_stubs_have_not_drifted_from_the_protos(tmp_path: Path) -> None:

@@ -107,7 +107,9 @@ class WorkerConfig:
         1.0, "GiB for CUDA graphs; with too little, fewer batch sizes get one", group=MEMORY, metavar="GIB"
     )
 
-    num_threads: int = option(0, "threads that compute; 0: OMP_NUM_THREADS, or one for each core", group=COMPUTE)
+    num_threads: int = option(
+        0, "threads that compute, of each rank; 0: OMP_NUM_THREADS, or one for each core", group=COMPUTE
+    )
     cpu_pinning: str = option(
         "none",
         "cores to keep these threads on, such as 0-3,8; auto: a core each; none: any core",
@@ -118,6 +120,10 @@ class WorkerConfig:
         False, "logits do not depend on the batch, bit for bit, on a GPU too (on a CPU they never do)", group=COMPUTE
     )
     enforce_eager: bool = option(False, "do not capture CUDA graphs of decode steps", group=COMPUTE)
+    tensor_parallel_size: int = option(
+        1, "ranks that the model is split over, each with a GPU, or a share of the cores, of its own", group=COMPUTE
+    )
+    enable_expert_parallel: bool = option(False, "give each rank whole experts, not a part of every one", group=COMPUTE)
     max_loras: int = option(0, "most adapters in one step", hidden=True)  # none can be loaded yet
 
     finish_timeout: float = option(
@@ -131,7 +137,7 @@ class WorkerConfig:
             raise ValueError(f"device is {self.device!r}; auto, cpu, cuda and cuda:N are accepted")
         if self.kv_cache_dtype == "fp8" and self.device == "cpu":
             raise ValueError("kv_cache_dtype fp8 is for GPUs, not for device cpu")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
         if self.max_num_seqs > min(self.max_num_batched_tokens, 65536):

@@ -29,12 +29,18 @@ from octavo.shared.signals import on_signal
 from protos import worker_pb2_grpc
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
+from worker_svc.follower import follow
 from worker_svc.host.compute_threads import set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.models import ModelConfig
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
+from worker_svc.models.parts import ModelPart
+from worker_svc.parallel.group import ParallelGroup, end_group, meet
+from worker_svc.parallel.membership import membership_of
+from worker_svc.parallel.ranks import OnlyRank
+from worker_svc.parallel.started_ranks import StartedRanks, inherited_channel
 from worker_svc.service.devices import cache_dtype, choose_device
 from worker_svc.service.message_guard import MessageGuard
 from worker_svc.service.worker_service import WorkerService
@@ -51,6 +57,7 @@ log = structlog.get_logger()
 
 SERVICE_NAME = "octavo.v1.Worker"
 DRAIN_LIMIT_S = 4.0  # for answers to what was received; then the process ends all the same
+ENDING_S = 2.0  # for other ranks, once they were told to end
 SWITCH_INTERVAL_S = 0.001  # the model thread yields to the event loop this often where it runs Python code
 
 
@@ -105,21 +112,44 @@ def main(config: WorkerConfig) -> int:
 
     Raises ModelNotFound, ModelError, StartupError, BindError.
     """
-    logging.configure(config.log_level)
+    is_rank = config.tensor_parallel_size > 1 and "RANK" in os.environ
+    logging.configure(config.log_level, **({"rank": os.environ["RANK"]} if is_rank else {}))
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     compiling = _follow_compiler(config)
     try:
+        group, started = _join_group(config) if config.tensor_parallel_size > 1 else (None, None)
+        if group is not None:  # ranks of one machine have its memory together
+            config = dataclasses.replace(config, memory_share=config.memory_share / group.member.local_size)
         thread = ModelThread()
         # Loaded before the event loop takes over signals: until then they end the process at once.
-        runner, files = thread.call(lambda: load(config)).result()
-        return asyncio.run(_serve(config, runner, files, thread, started_s, compiling))
+        runner, files = thread.call(lambda: load(config, group)).result()
+        if group is not None and not group.is_first:
+            return follow(Worker(runner, config, thread, group=group), group)
+        code = asyncio.run(_serve(config, runner, files, thread, started_s, compiling, group))
+        if group is not None:
+            group.leave()
+        if started is not None:
+            started.expect_end(ENDING_S)
+        return code
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise StartupError("too little memory to load the model") from error
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _join_group(config: WorkerConfig) -> tuple[ParallelGroup, StartedRanks | None]:
+    """The group of this process, and the ranks that it has started where nobody else has. To be called on a thread
+    that lives as long as they are to. Raises StartupError."""
+    started, member = None, membership_of(config.tensor_parallel_size, os.environ)
+    if member is None:
+        started = StartedRanks(config, config.tensor_parallel_size, end_group)
+        member = started.membership
+    channel = started.channel if started else inherited_channel(member.rank)
+    device = choose_device(config.device, member.local_rank)
+    return meet(member, device, channel, is_ordered=config.batch_invariant), started
 
 
 def _follow_compiler(config: WorkerConfig) -> CompileProgress | None:
@@ -133,16 +163,17 @@ def _follow_compiler(config: WorkerConfig) -> CompileProgress | None:
     return progress
 
 
-def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
-    """The model of `config`, its weights loaded. Raises ModelNotFound, FetchError, ModelError,
-    StartupError.
+def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[ModelRunner, TokenizerFiles]:
+    """The model of `config`, its weights loaded, or the part of it that this rank of `group` has. Raises ModelNotFound,
+    FetchError, ModelError, StartupError.
 
     To be called on the thread that will run the model. Every thread that computes gets an OpenMP pool of its own, and
     with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
     SmolLM2 on two cores then takes 30 ms instead of 16.
     """
-    device = choose_device(config.device)
-    set_threads(config, device)
+    local_rank, local_size = (group.member.local_rank, group.member.local_size) if group else (0, 1)
+    device = choose_device(config.device, local_rank)
+    set_threads(config, device, local_rank, local_size)
     of_cache = cache_dtype(config.kv_cache_dtype, device)
     asked, started_s = config.max_model_len, time.monotonic()
     path = available(config.model, load_format=config.load_format, download_dir=config.download_dir or None)
@@ -159,13 +190,24 @@ def load(config: WorkerConfig) -> tuple[ModelRunner, TokenizerFiles]:
         )
         if name := served_name(config.model, path):
             model_config = dataclasses.replace(model_config, model_name=name)
-        model = load_model(folder, model_config, device, config.load_format, config.seed, config.trust_remote_code)
+        if group is not None:
+            group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
+        part = ModelPart.of(
+            model_config, group.ranks if group else OnlyRank(), is_expert_parallel=config.enable_expert_parallel
+        )
+        model = load_model(folder, part, device, config.load_format, config.seed, config.trust_remote_code)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
     backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None
-    return ModelRunner(model, model_config, config.block_size, device, of_cache, graph_backend=backend), files
+    return ModelRunner(model, part.own, config.block_size, device, of_cache, graph_backend=backend), files
+
+
+def _shared_settings(config: WorkerConfig, model: ModelConfig) -> str:
+    """Whatever a step of all ranks depends on."""
+    of_worker = "max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager enable_expert_parallel"
+    return f"{model!r}" + "".join(f" {name}={getattr(config, name)}" for name in of_worker.split())
 
 
 def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:
@@ -184,6 +226,7 @@ async def _serve(
     thread: ModelThread,
     started_s: float,
     compiling: CompileProgress | None,
+    group: ParallelGroup | None,
 ) -> int:
     stopped, urgent = asyncio.Event(), asyncio.Event()
 
@@ -194,13 +237,15 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         on_signal(number, stop, number)
-    worker = Worker(runner, config, thread)
+    worker = Worker(runner, config, thread, group=group)
     server = WorkerServer(worker, runner.config, files)
     if not await _unless(stopped, server.start()):
         log.info("worker stopped before it was ready")
         _leave()
     if compiling is not None:
         compiling.finish()
+    if group is not None:
+        group.ready()
     gc.freeze()  # the model is for life: no collection has to look at it again
     gc.enable()
     seconds = round(time.monotonic() - started_s, 2)

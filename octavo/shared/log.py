@@ -17,12 +17,17 @@ TERMINAL = "OCTAVO_TERMINAL"  # set for a child whose standard error is a pipe t
 NOT_SENT = 'Failed "execute_batch"'  # so grpc's error begins where the other end of a call is gone
 
 
-def configure(level: str = "info") -> None:
-    """Sets up logging of this process, once, before its first line. Raises ValueError for a level that is not one."""
+def configure(level: str = "info", **fields: object) -> None:
+    """Sets up logging of this process, once, before its first line. Raises ValueError for a level that is not one.
+
+    `fields` are on every line.
+    """
     number = _number_of(level)
     import structlog  # here: options name the levels, and a command line is parsed sooner without it
 
     shared, rendering = _processors()
+    if fields:
+        shared.insert(0, lambda logger, method, line: fields | line)
     _configure_structlog(number, [*shared, *rendering])
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -41,6 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "swap, lock-step, nothing cached": {
         "preemption_mode": "swap", "steps_in_flight": 1, "enable_prefix_caching": False, **SMALL_CACHE, **HOST
     },
+    "two ranks": {"tensor_parallel_size": 2},
     "recompute": {"preemption_mode": "recompute", **SMALL_CACHE},
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), intermediate_size=158)  # for two ranks
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-all": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-one-head": ("Qwen3Config", {"head_dim": 16, "num_key_value_heads": 1}),
     "qwen3-biased": ("Qwen3Config", {"head_dim": 10, "attention_bias": True}),
     "phi3": ("Phi3Config", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 192}),
     "phi3-partial": (

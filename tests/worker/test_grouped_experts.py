@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 
 import pytest
@@ -16,32 +15,31 @@ from worker_svc.models.decoder_layer import _take_mlp
 from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import GroupedExperts
 from worker_svc.models.names import MIXTRAL
+from worker_svc.models.parts import ModelPart
 from worker_svc.models.style import DecoderStyle, ExpertStyle
 from worker_svc.models.weights import DummyWeights
+from worker_svc.parallel.ranks import OnlyRank
 
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 
 class NamedWeights(DummyWeights):
-    """Random numbers that follow from a tensor's name, whenever and for whatever device it is taken."""
+    """The same numbers for every device."""
 
     def __init__(self, device: str) -> None:
         super().__init__(torch.float32, torch.device("cpu"), 0)
         self.is_batch_invariant = True  # the router, too
         self._device = torch.device(device)
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        self._generator.manual_seed(zlib.crc32(name.encode()))
-        return super().take(name, *shape)
-
 
 def mixtures(num_chosen: int, is_normalized: bool) -> tuple[Experts, GroupedExperts]:
     """Of the same weights."""
     experts = ExpertStyle(5, num_chosen, 18, is_normalized, is_sparse=(True,) * 3)
     config = replace(CONFIG, style=DecoderStyle(names=MIXTRAL, experts=experts))
-    one_by_one = _take_mlp(config, NamedWeights("cpu"), "layer.", 0, cpu)
-    grouped = _take_mlp(config, NamedWeights(DEVICE), "layer.", 0, gpu)
+    part = ModelPart.of(config, OnlyRank())
+    one_by_one = _take_mlp(part, NamedWeights("cpu"), "layer.", 0, cpu)
+    grouped = _take_mlp(part, NamedWeights(DEVICE), "layer.", 0, gpu)
     assert isinstance(one_by_one, Experts) and isinstance(grouped, GroupedExperts)
     return one_by_one, grouped
 

@@ -12,16 +12,21 @@ from worker_svc.errors import StartupError
 log = structlog.get_logger()
 
 
-def set_threads(config: WorkerConfig, device: torch.device) -> None:
-    """Sets how many threads compute, and where. Call it on the thread that will run the model. Raises StartupError."""
+def set_threads(config: WorkerConfig, device: torch.device, local_rank: int = 0, local_size: int = 1) -> None:
+    """Sets how many threads compute, and where. Call it on the thread that will run the model. Raises StartupError.
+
+    The ranks of one machine, `local_size` of them, share its cores.
+    """
     cores: list[int] | None = None
     if config.cpu_pinning != "none" and device.type == "cpu":
         cores = allowed_cores() if config.cpu_pinning == AUTO else parse_cores(config.cpu_pinning)
     # torch counts the cores of its affinity and OMP_NUM_THREADS, but not what a control group pays for.
-    num_threads = config.num_threads or min(torch.get_num_threads(), available_cores(), len(cores or allowed_cores()))
+    most = min(available_cores(), len(cores or allowed_cores())) // local_size
+    num_threads = config.num_threads or max(min(torch.get_num_threads(), most), 1)
     torch.set_num_threads(num_threads)
     if cores is None:
         return
+    cores = cores[local_rank * num_threads :]
     if len(cores) < num_threads:
         raise StartupError(f"cpu_pinning: {num_threads} threads, and {len(cores)} cores that this process may use")
     from kernels.cpu.pinning import pin_threads

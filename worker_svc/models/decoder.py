@@ -12,13 +12,13 @@ from torch.nn import functional
 from kernels.select import kernels_for
 from worker_svc.models.alibi import alibi_slopes
 from worker_svc.models.attention import AttentionMetadata
-from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer, StepTensors
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
 from worker_svc.models.norm import NoNorm, Norm, take_norm
+from worker_svc.models.parts import ModelPart, vocabulary_part
 from worker_svc.models.post_norm import PostNormLayer
 from worker_svc.models.rope import rotary_table
 from worker_svc.models.weights import Weights
@@ -27,14 +27,18 @@ from worker_svc.models.weights import Weights
 class Decoder:
     """The whole model; see `worker_svc.models.loader.Model` for its contract."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, part: ModelPart, weights: Weights, device: torch.device) -> None:
+        config = part.whole
+        self.config, self.device, self._ranks = part.own, device, part.ranks
         style, names, hidden = config.style, config.style.names, config.hidden_size
         kernels = kernels_for(device)
         # Older files lack the first base: the one under which the embedding is found is that of all.
         base = next((base for base in names.bases if weights.has(f"{base}{names.embedding}.weight")), names.bases[0])
         width = style.embedding_size or hidden
-        self._embedding = weights.take(f"{base}{names.embedding}.weight", config.vocab_size, width)
+        self._token_ids, self._most_token_ids = vocabulary_part(part.ranks, config.vocab_size)
+        self._embedding = weights.take_parts(
+            [f"{base}{names.embedding}.weight"], [config.vocab_size], width, rows=[self._token_ids]
+        )
         self._project_in, self._project_out = None, None
         if style.embedding_size:
             self._project_in = take_linear(weights, [base + names.project_in], [hidden], width)
@@ -46,7 +50,9 @@ class Decoder:
         self._embedding_norm = None
         if names.embedding_norm:
             self._embedding_norm = take_norm(config, weights, base + names.embedding_norm, hidden, kernels)
-        slopes = alibi_slopes(config.num_heads, device) if style.positions == "alibi" else None
+        slopes = None
+        if style.positions == "alibi":
+            slopes = alibi_slopes(config.num_heads, device)[part.heads.start : part.heads.stop].contiguous()
         self._rotary_tables = [rotary_table(rope, config.max_model_len, device) for rope in style.ropes]
         self._layers: list[DecoderLayer] = []
         layer_class = PostNormLayer if style.are_norms_behind else DecoderLayer
@@ -54,8 +60,8 @@ class Decoder:
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
-            self._layers.append(layer_class(config, weights, prefix, i, cos_sin, slopes, kernels))
-        is_fused = FusedLayers.is_for(config, self._layers, kernels)
+            self._layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels))
+        is_fused = part.ranks.size == 1 and FusedLayers.is_for(config, self._layers, kernels)
         self._fused = FusedLayers(config, self._layers) if is_fused else None
         self._norm: Norm = NoNorm()
         if names.final_norm:
@@ -64,7 +70,8 @@ class Decoder:
             weights.ignore(f"{names.head}.weight")
             self._head = tied_linear(weights, names.head, self._embedding)
         else:
-            self._head = take_linear(weights, [names.head], [config.vocab_size], width)
+            vocab_size = config.vocab_size
+            self._head = take_linear(weights, [names.head], [vocab_size], width, outputs=[self._token_ids])
         # A GPU's library takes other code for one row than for two, which then round differently.
         self._least_rows = 2 if isinstance(self._head, FloatLinear) else 1
 
@@ -139,7 +146,7 @@ class Decoder:
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[rows, hidden], the first residual."""
         style = self.config.style
-        embedded = functional.embedding(token_ids, self._embedding)
+        embedded = self._embedding_of(token_ids)
         if style.embedding_scale != 1.0:  # rounded to the model's type first, as it was in training
             embedded *= torch.tensor(style.embedding_scale, dtype=embedded.dtype)
         if self._project_in is not None:
@@ -150,6 +157,25 @@ class Decoder:
             self._embedding_norm(embedded, embedded)
         return embedded
 
+    def _embedding_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[rows, embedding size]."""
+        if self._ranks.size == 1:
+            return functional.embedding(token_ids, self._embedding)
+        own = token_ids - self._token_ids.start
+        is_foreign = (own < 0) | (own >= len(self._token_ids))
+        if not self._token_ids:
+            embedded = self._embedding.new_zeros(*token_ids.shape, self._embedding.shape[1])
+            return self._ranks.add_up(embedded)
+        embedded = functional.embedding(own.masked_fill(is_foreign, 0), self._embedding)
+        return self._ranks.add_up(embedded.masked_fill(is_foreign[:, None], 0))
+
+    def _of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, vocab_size] of every rank's [R, its tokens]."""
+        if self._ranks.size == 1:
+            return logits
+        padded = functional.pad(logits, (0, self._most_token_ids - logits.shape[1]))
+        return self._ranks.side_by_side(padded)[:, : self.config.vocab_size]
+
     def _logits(self, residual: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """f32[R, vocab_size] of R rows, whose residual is overwritten."""
         num_rows = residual.shape[0]
@@ -159,7 +185,7 @@ class Decoder:
         self._norm(hidden, update, residual=residual)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        logits = self._head(hidden)[:num_rows].float()
+        logits = self._of_all_tokens(self._head(hidden)[:num_rows]).float()
         if cap := self.config.style.logit_soft_cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

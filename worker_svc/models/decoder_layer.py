@@ -10,18 +10,20 @@ families norm it once more before that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from worker_svc.models.attention import AttentionMetadata
-from worker_svc.models.config import ModelConfig
 from worker_svc.models.experts import Experts
-from worker_svc.models.grouped_experts import GroupedExperts, take_grouped_experts
-from worker_svc.models.linear import take_linear
+from worker_svc.models.grouped_experts import take_grouped_experts
+from worker_svc.models.linear import Linear, take_linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import Norm, take_norm
+from worker_svc.models.parts import ModelPart
+from worker_svc.models.summed import Layer, summed
 from worker_svc.models.weights import Weights
 
 
@@ -42,7 +44,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        config: ModelConfig,
+        part: ModelPart,
         weights: Weights,
         prefix: str,
         index: int,
@@ -50,9 +52,11 @@ class DecoderLayer:
         alibi_slopes: torch.Tensor | None,
         kernels: ModuleType,
     ) -> None:
+        config, whole = part.own, part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
         self._config, self._kernels, self.cos_sin = config, kernels, cos_sin
-        self._part_sizes = [heads * config.head_size for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+        own_outputs = part.outputs_of_heads
+        self._part_sizes = [len(outputs) for outputs in own_outputs]
         scale = config.head_size**-0.5 if style.attention_scale is None else style.attention_scale
         self.attention_options: dict[str, Any] = {
             "scale": scale / (index + 1) if style.is_scaled_by_layer else scale,
@@ -68,26 +72,29 @@ class DecoderLayer:
         self.qkv = take_linear(
             weights,
             [prefix + name for name in names.qkv],
-            self._part_sizes,
+            [heads * whole.head_size for heads in (whole.num_heads, *[whole.num_kv_heads] * 2)],
             hidden,
+            outputs=own_outputs,
             is_biased=style.qkv_bias,
             is_transposed=names.is_transposed,
-            num_turns=config.num_heads if names.has_heads_in_turn else 1,
+            num_turns=whole.num_heads if names.has_heads_in_turn else 1,
         )
         self._head_norms = [
             norm(name, config.head_size) for name in (names.query_norm, names.key_norm) if style.has_head_norms
         ]
-        self.attention_out = take_linear(
+        attention_out = take_linear(
             weights,
             [prefix + names.attention_out],
             [hidden],
-            self._part_sizes[0],
+            whole.num_heads * whole.head_size,
+            inputs=own_outputs[0],
             is_biased=style.attention_out_bias,
             is_transposed=names.is_transposed,
         )
+        self.attention_out = summed(attention_out, part.ranks)
         self._attention_post_norm = norm(names.attention_post_norm) if names.attention_post_norm else None
         self.mlp_norm = norm(names.mlp_norm)
-        self.mlp = _take_mlp(config, weights, prefix, index, kernels)
+        self.mlp = _take_mlp(part, weights, prefix, index, kernels)
         self._mlp_post_norm = norm(names.mlp_post_norm) if names.mlp_post_norm else None
         for name in names.ignored:
             weights.ignore(prefix + name)
@@ -141,35 +148,39 @@ class DecoderLayer:
         )
 
 
-def _take_mlp(
-    config: ModelConfig, weights: Weights, prefix: str, index: int, kernels: ModuleType
-) -> Mlp | Experts | GroupedExperts:
+def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernels: ModuleType) -> Layer:
+    config = part.whole
     style, names, hidden = config.style, config.style.names, config.hidden_size
+    take = partial(take_linear, weights, is_biased=style.mlp_bias, is_transposed=names.is_transposed)
 
-    def mlp(prefix: str, inner: tuple[str, ...], outer: str, size: int) -> Mlp:
-        sizes = [size] * (2 if style.is_gated else 1)
-        options = {"is_biased": style.mlp_bias, "is_transposed": names.is_transposed}
-        return Mlp(
-            take_linear(weights, [prefix + name for name in inner], sizes, hidden, **options),
-            take_linear(weights, [prefix + outer], [hidden], size, **options),
-            style,
-            kernels,
-        )
+    def products(into: tuple[str, ...], out_of: str, size: int, neurons: range) -> tuple[Linear, Linear]:
+        """Into and out of these neurons of an MLP of `size`."""
+        num_parts = 2 if style.is_gated else 1
+        inner = take([prefix + name for name in into], [size] * num_parts, hidden, outputs=[neurons] * num_parts)
+        return inner, take([prefix + out_of], [hidden], size, inputs=neurons)
 
-    if style.experts is None or not style.experts.is_sparse[index]:
-        return mlp(prefix, names.mlp_in, names.mlp_out, config.intermediate_size)
-    router = take_linear(weights, [prefix + names.router], [style.experts.num_experts], hidden, is_exact=True)
+    experts = style.experts
+    if experts is None or not experts.is_sparse[index]:
+        size = config.intermediate_size
+        inner, outer = products(names.mlp_in, names.mlp_out, size, part.neurons(size))
+        return Mlp(inner, summed(outer, part.ranks), style, kernels)
+    router = take_linear(weights, [prefix + names.router], [experts.num_experts], hidden, is_exact=True)
     if "grouped_matmul" in kernels.__all__:
-        return take_grouped_experts(config, weights, prefix, router, style.experts, kernels)
-    experts = [
-        mlp(prefix + names.expert.format(i), names.expert_in, names.expert_out, style.experts.intermediate_size)
-        for i in range(style.experts.num_experts)
-    ]
-    return Experts(router, experts, style.experts)
+        return summed(take_grouped_experts(part, weights, prefix, router, kernels), part.ranks)
+    neurons, own = part.neurons(experts.intermediate_size, of_experts=True), []
+    for number in range(experts.num_experts):
+        expert = names.expert.format(number)
+        into, out_of = tuple(expert + name for name in names.expert_in), expert + names.expert_out
+        if number in part.experts:
+            own.append(Mlp(*products(into, out_of, experts.intermediate_size, neurons), style, kernels))
+        else:
+            for name in (*into, out_of):
+                weights.ignore(f"{prefix}{name}.weight")
+    return summed(Experts(router, own, experts, part.experts), part.ranks)
 
 
 def _normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     """Each head of x [rows, heads, head_size] normed by itself."""
-    heads = x.reshape(-1, x.shape[-1])  # a copy: part of a fused product
+    heads = x.reshape(-1, x.shape[-1]).contiguous()  # a copy: part of a fused product
     norm(heads, heads)
     return heads.view(x.shape)

@@ -15,13 +15,14 @@ from worker_svc.models.style import ExpertStyle
 class Experts:
     """Calls map x [T, hidden] to [T, hidden]; every expert computes its rows in one product."""
 
-    def __init__(self, router: Linear, experts: list[Mlp], style: ExpertStyle) -> None:
-        self._router, self._experts, self._style = router, experts, style
+    def __init__(self, router: Linear, experts: list[Mlp], style: ExpertStyle, numbers: range) -> None:
+        """`experts` are those of these `numbers`; what the router sends to others adds nothing."""
+        self._router, self._experts, self._style = router, dict(zip(numbers, experts, strict=True)), style
 
     @property
     def weight_bytes(self) -> int:
-        """Router and all experts, chosen or not."""
-        return self._router.weight_bytes + sum(expert.weight_bytes for expert in self._experts)
+        """Router and experts, chosen or not."""
+        return self._router.weight_bytes + sum(expert.weight_bytes for expert in self._experts.values())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the dtype of `x`; shares of experts are computed in float32."""
@@ -31,6 +32,8 @@ class Experts:
         shares = shares.to(x.dtype)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():  # in order, so that a row's sum does not depend on others
+            if expert not in self._experts:
+                continue
             rows, places = torch.where(chosen == expert)
             out[rows] += self._experts[expert](x[rows]) * shares[rows, places, None]
         return out

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import torch
 
-from worker_svc.models.config import ModelConfig
 from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import activation
-from worker_svc.models.style import DecoderStyle, ExpertStyle
+from worker_svc.models.parts import ModelPart
+from worker_svc.models.style import DecoderStyle
 from worker_svc.models.weights import Weights
 
 
@@ -20,18 +20,26 @@ class GroupedExperts:
     """Calls map x [T, hidden] to [T, hidden]."""
 
     def __init__(
-        self, router: Linear, inner: torch.Tensor, outer: torch.Tensor, style: DecoderStyle, kernels: ModuleType
+        self,
+        router: Linear,
+        inner: torch.Tensor,
+        outer: torch.Tensor,
+        style: DecoderStyle,
+        kernels: ModuleType,
+        numbers: range,
     ) -> None:
-        """`inner` [num_experts, 2 n, hidden], gates and then ups, or without gates [num_experts, n, hidden]; `outer`
-        [num_experts, hidden, n]. The style is one with experts."""
+        """`inner` [experts, 2 n, hidden], gates and then ups, or without gates [experts, n, hidden]; `outer`
+        [experts, hidden, n]: of the experts of these `numbers`; what the router sends to others adds nothing. The style
+        is one with experts."""
         assert style.experts is not None
         self._router, self._inner, self._outer, self._style = router, inner, outer, style.experts
         self._activate, self._multiply = activation(style, kernels), kernels.grouped_matmul
-        self._edges = torch.arange(inner.shape[0] + 1, device=inner.device)
+        self._edges = torch.arange(numbers.start, numbers.stop + 1, device=inner.device)
+        self._has_all = len(numbers) == style.experts.num_experts
 
     @property
     def weight_bytes(self) -> int:
-        """Router and all experts, chosen or not."""
+        """Router and experts, chosen or not."""
         return self._router.weight_bytes + self._inner.nbytes + self._outer.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +54,8 @@ class GroupedExperts:
         self._multiply(inner, x, self._inner, starts, order // num_chosen)
         activated = inner.new_empty(inner.shape[0], self._outer.shape[2])
         self._activate(activated, inner)
-        sorted_rows = x.new_empty(order.numel(), x.shape[1])
+        # Rows of experts that are elsewhere stay as they are made.
+        sorted_rows = (x.new_empty if self._has_all else x.new_zeros)(order.numel(), x.shape[1])
         self._multiply(sorted_rows, activated, self._outer, starts)
         rows = torch.empty_like(sorted_rows)
         rows[order] = sorted_rows
@@ -59,18 +68,32 @@ class GroupedExperts:
 
 
 def take_grouped_experts(
-    config: ModelConfig, weights: Weights, prefix: str, router: Linear, experts: ExpertStyle, kernels: ModuleType
+    part: ModelPart, weights: Weights, prefix: str, router: Linear, kernels: ModuleType
 ) -> GroupedExperts:
-    """Every expert's weights, read into two tensors."""
-    style, names, count = config.style, config.style.names, experts.num_experts
-    num_inner = experts.intermediate_size * (2 if style.is_gated else 1)
+    """The weights of this rank's experts, read into two tensors."""
+    config, style, names = part.whole, part.whole.style, part.whole.style.names
+    assert style.experts is not None
+    count, own, size = style.experts.num_experts, part.experts, style.experts.intermediate_size
+    neurons = part.neurons(size, of_experts=True)
 
-    def take(parts: tuple[str, ...], num_outputs: int, size: int) -> torch.Tensor:
-        expert_names = [prefix + names.expert.format(index) for index in range(count)]
-        tensors = [f"{name}{part}.weight" for name in expert_names for part in parts]
-        whole = weights.take_parts(tensors, [num_outputs // len(parts)] * len(tensors), size)
-        return whole.view(count, -1, *whole.shape[1:])
+    def take(products: tuple[str, ...], num_outputs: int, outputs: range, size: int, inputs: range) -> torch.Tensor:
+        """[experts, products * outputs, inputs]."""
+        tensors: list[str] = []
+        rows: list[range] = []
+        for number in range(count):
+            for product in products:
+                name = f"{prefix}{names.expert.format(number)}{product}.weight"
+                if number in own:
+                    start = len(tensors) * num_outputs
+                    tensors.append(name)
+                    rows.append(range(start + outputs.start, start + outputs.stop))
+                else:
+                    weights.ignore(name)
+        sizes = [num_outputs] * len(tensors)
+        taken = weights.take_parts(tensors, sizes, size, rows=rows, columns=[inputs])
+        return taken.view(len(own), -1, *taken.shape[1:])
 
-    inner = take(names.expert_in, num_inner, config.hidden_size)
-    outer = take((names.expert_out,), config.hidden_size, experts.intermediate_size)
-    return GroupedExperts(router, inner, outer, style, kernels)
+    hidden = config.hidden_size
+    inner = take(names.expert_in, size, neurons, hidden, range(hidden))
+    outer = take((names.expert_out,), hidden, range(hidden), size, neurons)
+    return GroupedExperts(router, inner, outer, style, kernels, own)

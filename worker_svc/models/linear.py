@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -28,6 +29,8 @@ def take_linear(
     sizes: Sequence[int],
     in_features: int,
     *,
+    outputs: Sequence[range] | None = None,
+    inputs: range | None = None,
     is_biased: bool = False,
     is_transposed: bool = False,
     num_turns: int = 1,
@@ -35,10 +38,18 @@ def take_linear(
 ) -> Linear:
     """One product whose outputs are parts of these sizes: the checkpoint has each under its name, or all under one.
 
+    `outputs`: of each part, those that are wanted (default: all). `inputs`: those that are (default: all); the bias
+    goes with the first of them, for this product is then one of several to be summed.
     `is_transposed`: stored [in, out], all under one name. `num_turns`: stored as so many equal shares of the first
     part, the second, ..., and again, as one head's query, key and value may lie before the next one's. `is_exact`:
     never quantised.
     """
+    outputs = [range(size) for size in sizes] if outputs is None else outputs
+    inputs = range(in_features) if inputs is None else inputs
+    if is_biased and inputs.start > 0:
+        is_biased = False
+        for name in names:
+            weights.ignore(f"{name}.bias")
     store = weights.int8
     if store is not None and (found := store.find(names[0], sum(sizes), in_features)) is not None:
         for name in names:
@@ -46,23 +57,38 @@ def take_linear(
             weights.ignore(f"{name}.bias")
         return found
     whole = [sum(sizes)] if len(names) == 1 else sizes
+    rows = _stored_rows(sizes, outputs, num_turns)
 
     def in_order(x: torch.Tensor) -> torch.Tensor:
         if num_turns == 1:
             return x
-        turns = x.unflatten(0, (num_turns, -1)).split([size // num_turns for size in sizes], dim=1)
+        turn_sizes = [size // num_turns for size in sizes]
+        turns = x.unflatten(0, (-1, sum(turn_sizes))).split(turn_sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in turns])
 
     if is_transposed:
         (name,), (size,) = names, whole
-        weight = weights.take(f"{name}.weight", in_features, size).t()
+        weight = weights.take_parts([f"{name}.weight"], [in_features], size, rows=[inputs], columns=rows).t()
     else:
-        weight = weights.take_parts([f"{name}.weight" for name in names], whole, in_features)
-    bias = in_order(weights.take_parts([f"{name}.bias" for name in names], whole)) if is_biased else None
+        stored = [f"{name}.weight" for name in names]
+        weight = weights.take_parts(stored, whole, in_features, rows=rows, columns=[inputs])
+    bias = in_order(weights.take_parts([f"{name}.bias" for name in names], whole, rows=rows)) if is_biased else None
     weight = in_order(weight)
     if store is not None and not is_exact:
         return store.make(names[0], weight, bias)
     return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
+
+
+def _stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int) -> list[range]:
+    """Where the wanted outputs are stored, of all parts one after the other; with turns these have whole ones of all
+    parts."""
+    if num_turns > 1:
+        turn_size, of_first = sum(sizes) // num_turns, sizes[0] // num_turns
+        return [range(*(edge // of_first * turn_size for edge in (outputs[0].start, outputs[0].stop)))]
+    starts = [0, *accumulate(sizes)]
+    return [
+        range(start + part.start, start + part.stop) for start, part in zip(starts, outputs, strict=False) if len(part)
+    ]
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:

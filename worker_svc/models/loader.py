@@ -15,7 +15,9 @@ from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.logit_reader import LogitReader
+from worker_svc.models.parts import ModelPart
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
+from worker_svc.parallel.ranks import OnlyRank
 
 
 class Model(Protocol):
@@ -52,7 +54,7 @@ class Model(Protocol):
 
 def load_model(
     folder: str | Path,
-    config: ModelConfig,
+    config: ModelConfig | ModelPart,
     device: str | torch.device,
     load_format: str = "auto",
     seed: int = 0,
@@ -60,16 +62,21 @@ def load_model(
 ) -> Model:
     """Load weights from `folder`, or make them up from `seed` (`load_format` dummy).
 
+    `config` is that of a model that this process has all of, or its part of one: nothing else is read then.
+
     Raises `ModelError` with a line that names the file or tensor when the checkpoint cannot be read, lacks a tensor,
     has one too many or one of another shape, or when memory does not suffice.
     """
     device = torch.device(device)
+    part = config if isinstance(config, ModelPart) else ModelPart.of(config, OnlyRank())
+    config = part.whole
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     # Asked before, because Linux promises memory that it does not have and then kills the process that touches it.
-    if device.type == "cpu" and config.weights_bytes > (free_bytes := available_bytes()):
+    needed_bytes = config.weights_bytes // part.ranks.size
+    if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
         raise ModelError(
-            f"too little memory for {config.model_name}: its weights take {config.weights_bytes / GIB:.3g} GiB, "
+            f"too little memory for {config.model_name}: its weights take {needed_bytes / GIB:.3g} GiB, "
             f"{free_bytes / GIB:.3g} GiB are free"
         )
     if config.quantization:
@@ -87,11 +94,11 @@ def load_model(
     if load_format == "dummy":
         weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
     else:
-        weights = _checkpoint(Path(folder), config, device, load_format)
+        weights = _checkpoint(Path(folder), part, device, load_format)
     weights.is_batch_invariant = config.is_batch_invariant
     try:
         with torch.inference_mode():
-            model = Decoder(config, weights, device)
+            model = Decoder(part, weights, device)
     except torch.OutOfMemoryError:
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
@@ -111,10 +118,11 @@ def check_quantization(config: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _checkpoint(folder: Path, config: ModelConfig, device: torch.device, load_format: str) -> CheckpointWeights:
+def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format: str) -> CheckpointWeights:
     if load_format == "auto":
         load_format = detect_format(folder)
-    paths = checkpoint_paths(folder, load_format)
-    progress = ByteBar(f"loading {config.model_name}", sum(path.stat().st_size for path in paths))
+    config, paths = part.whole, checkpoint_paths(folder, load_format)
+    num_bytes = sum(path.stat().st_size for path in paths) // part.ranks.size
+    progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = Int8Store.of_model(config) if config.quantization else None
     return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)

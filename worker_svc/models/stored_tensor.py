@@ -26,8 +26,10 @@ class StoredTensor(Protocol):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read_into(self, out: torch.Tensor) -> None:
-        """Fills `out`, contiguous and of this shape, of any type, on any device. Raises ModelError."""
+    def read_into(self, out: torch.Tensor, rows: range, columns: range) -> None:
+        """Fills `out`, of any type, on any device, with these rows, and of the last dimension these columns: out
+        [len(rows), ..., len(columns)], contiguous where all columns are wanted. Of a tensor with one dimension, these
+        are its rows. Raises ModelError."""
 
 
 class OpenFile:
@@ -54,18 +56,35 @@ class FileTensor:
     def __init__(self, file: OpenFile, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype, self._file, self._offset = shape, dtype, file, offset
 
-    def read_into(self, out: torch.Tensor) -> None:
-        """See `StoredTensor`; other types and devices take a piece of _PIECE_BYTES beside it."""
-        flat = out.view(-1)
-        if out.dtype == self.dtype and out.device.type == "cpu":
-            self._read(flat, 0)
-            return
-        size = max(min(_PIECE_BYTES // self.dtype.itemsize, flat.numel()), 1)
+    def read_into(self, out: torch.Tensor, rows: range, columns: range) -> None:
+        """See `StoredTensor`; reads nothing else. Other types and devices, and columns, take a piece of _PIECE_BYTES
+        beside it."""
+        row_size = math.prod(self.shape[1:])
+        if len(self.shape) > 1 and len(columns) < self.shape[-1]:
+            self._read_columns(out, rows, columns)
+        elif out.dtype == self.dtype and out.device.type == "cpu":
+            self._read(out.view(-1), rows.start * row_size)
+        else:
+            self._convert(out.view(-1), rows.start * row_size)
+
+    def _convert(self, out: torch.Tensor, first: int) -> None:
+        size = max(min(_PIECE_BYTES // self.dtype.itemsize, out.numel()), 1)
         piece = torch.empty(size, dtype=self.dtype)
-        for start in range(0, flat.numel(), size):
-            part = piece[: min(size, flat.numel() - start)]
-            self._read(part, start)
-            flat[start : start + part.numel()].copy_(part)
+        for start in range(0, out.numel(), size):
+            part = piece[: min(size, out.numel() - start)]
+            self._read(part, first + start)
+            out[start : start + part.numel()].copy_(part)
+
+    def _read_columns(self, out: torch.Tensor, rows: range, columns: range) -> None:
+        """Row by row, of a tensor [rows, columns]."""
+        row_size = self.shape[1]
+        most = max(_PIECE_BYTES // (self.dtype.itemsize * max(len(columns), 1)), 1)
+        piece = torch.empty(min(most, len(rows)), len(columns), dtype=self.dtype)
+        for start in range(0, len(rows), most):
+            part = piece[: len(rows) - start]
+            for index, row in enumerate(part):
+                self._read(row, (rows.start + start + index) * row_size + columns.start)
+            out[start : start + len(part)].copy_(part)
 
     def _read(self, out: torch.Tensor, start: int) -> None:
         """Elements from number `start` on."""
@@ -78,11 +97,7 @@ class MadeTensor:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> None:
         self.shape, self.dtype, self._make = shape, dtype, make
 
-    def read_into(self, out: torch.Tensor) -> None:
+    def read_into(self, out: torch.Tensor, rows: range, columns: range) -> None:
         """See `StoredTensor`; makes the whole tensor first."""
-        out.copy_(self._make())
-
-
-def num_bytes(tensor: StoredTensor) -> int:
-    """What it takes as it is stored, or is made as."""
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
+        made = self._make()[rows.start : rows.stop]
+        out.copy_(made if made.dim() == 1 else made[..., columns.start : columns.stop])

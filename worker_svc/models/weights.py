@@ -6,7 +6,10 @@ checkpoint is understood whole or refused.
 
 from __future__ import annotations
 
+import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +20,7 @@ from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.int8_store import Int8Store
-from worker_svc.models.stored_tensor import StoredTensor, num_bytes
+from worker_svc.models.stored_tensor import StoredTensor
 
 
 class Weights(Protocol):
@@ -33,8 +36,19 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor, in the model's dtype and on its device; raises `ModelError` if missing or of another shape."""
 
-    def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
-        """The tensors [size, *rest] of these names, one after the other in one; raises `ModelError` as `take` does."""
+    def take_parts(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        *rest: int,
+        rows: Sequence[range] | None = None,
+        columns: Sequence[range] | None = None,
+    ) -> torch.Tensor:
+        """The tensors [size, *rest] of these names, one after the other in one; raises `ModelError` as `take` does.
+
+        `rows`, `columns`: which of that one are wanted, in this order (default: all); a range of rows is within one
+        tensor. Columns are of tensors with two dimensions.
+        """
 
     def ignore(self, name: str) -> None:
         """This tensor may exist and is not needed."""
@@ -69,14 +83,30 @@ class CheckpointWeights:
         """See `Weights`; reads the file now."""
         return self.take_parts([name], shape[:1], *shape[1:])
 
-    def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
-        """See `Weights`; every part is read straight into its place."""
+    def take_parts(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        *rest: int,
+        rows: Sequence[range] | None = None,
+        columns: Sequence[range] | None = None,
+    ) -> torch.Tensor:
+        """See `Weights`; every part is read straight into its place, and nothing else."""
         # All are checked before memory is allocated for them.
         stored = [self._pop(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)]
-        out = torch.empty(sum(sizes), *rest, dtype=self._dtype, device=self._device)
-        for part, tensor in zip(out.split(list(sizes)), stored, strict=True):
-            tensor.read_into(part)
-            self._progress.add(num_bytes(tensor))
+        starts = [0, *accumulate(sizes)]
+        wanted = list(map(range, starts, starts[1:])) if rows is None else rows
+        across = [range(rest[-1] if rest else 1)] if columns is None else columns
+        width = [sum(map(len, across))] if rest else []
+        out = torch.empty(sum(map(len, wanted)), *rest[:-1], *width, dtype=self._dtype, device=self._device)
+        for part, of_whole in zip(out.split([len(each) for each in wanted]), wanted, strict=True):
+            index = bisect_right(starts, of_whole.start) - 1 if of_whole else 0
+            own = range(of_whole.start - starts[index], of_whole.stop - starts[index])
+            first = 0
+            for some in across:
+                stored[index].read_into(part[..., first : first + len(some)] if len(across) > 1 else part, own, some)
+                first += len(some)
+            self._progress.add(part.numel() * stored[index].dtype.itemsize)
         return out
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -114,7 +144,7 @@ class DummyWeights:
         self.int8, self.memory = int8, HugePages()
         self._dtype, self._device = dtype, device
         self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
-        self._generator = torch.Generator(self._drawn_on).manual_seed(seed)
+        self._seed, self._generator = seed, torch.Generator(self._drawn_on)
 
     def has(self, name: str) -> bool:
         """Always: random numbers have every name."""
@@ -124,13 +154,27 @@ class DummyWeights:
         """Ones for a norm, else uniform in +-1/sqrt(last dimension)."""
         if len(shape) == 1 and name.endswith(".weight"):  # of a norm
             return torch.ones(shape, dtype=self._dtype, device=self._device)
+        # By its name, so that a rank which leaves tensors out has the others alike.
+        self._generator.manual_seed(zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF))
         numbers = torch.empty(shape, device=self._drawn_on).uniform_(-1, 1, generator=self._generator)
         scaled: torch.Tensor = numbers / shape[-1] ** 0.5
         return scaled.to(device=self._device, dtype=self._dtype)
 
-    def take_parts(self, names: Sequence[str], sizes: Sequence[int], *rest: int) -> torch.Tensor:
-        """See `Weights`; part after part, as `take` draws them."""
-        return torch.cat([self.take(name, size, *rest) for name, size in zip(names, sizes, strict=True)])
+    def take_parts(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        *rest: int,
+        rows: Sequence[range] | None = None,
+        columns: Sequence[range] | None = None,
+    ) -> torch.Tensor:
+        """See `Weights`; part after part, as `take` draws them, wanted or not: ranks have parts of one model."""
+        whole = torch.cat([self.take(name, size, *rest) for name, size in zip(names, sizes, strict=True)])
+        if rows is not None:
+            whole = torch.cat([whole[some.start : some.stop] for some in rows])
+        if columns is not None:
+            whole = torch.cat([whole[..., some.start : some.stop] for some in columns], dim=-1)
+        return whole
 
     def ignore(self, name: str) -> None:
         """Nothing is stored that could be left."""

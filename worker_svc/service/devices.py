@@ -11,16 +11,18 @@ LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in its matrix units, and asynchr
 _FP8_CAPABILITY = (8, 9)  # conversions from and to 8 bits
 
 
-def choose_device(asked: str) -> torch.device:
+def choose_device(asked: str, local_rank: int = 0) -> torch.device:
     """The device, made current where it is a GPU. Raises StartupError where it cannot be used, and says why.
 
-    auto is the first GPU where there is one that can be used, else the CPU.
+    auto is the first GPU where there is one that can be used, else the CPU. Ranks of one machine have GPUs one after
+    the other.
     """
     if asked == "cpu" or (asked == "auto" and _why_not(0)):
         return torch.device("cpu")
-    index = torch.device(asked).index or 0 if asked != "auto" else 0
+    index = local_rank if asked == "auto" else (torch.device(asked).index or 0) + local_rank
     if why := _why_not(index):
-        raise StartupError(f"device {asked} cannot be used: {why}")
+        of_rank = f" by rank {local_rank} of this machine" if local_rank else ""
+        raise StartupError(f"device {asked} cannot be used{of_rank}: {why}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

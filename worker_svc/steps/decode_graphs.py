@@ -14,7 +14,7 @@ largest is captured first, so that the others find theirs in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +105,10 @@ class DecodeGraphs:
                 del step  # a smaller one may fit
                 continue
             self._steps.insert(0, step)
+
+    def keep(self, sizes: Collection[int]) -> None:
+        """Gives up the graphs of other batch sizes."""
+        self._steps = [step for step in self._steps if step.num_rows in sizes]
 
     def suits(self, arrays: InputArrays) -> bool:
         """Whether this is a decode step, of no more rows than the largest graph, all of which sample."""

@@ -5,7 +5,7 @@ Decides nothing and keeps nothing of a step but what `SequenceStates` records. U
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,6 +118,11 @@ class ModelRunner:
         )
         self._graphs.capture(most_bytes)
         return self._graphs.sizes
+
+    def keep_graphs(self, sizes: Collection[int]) -> None:
+        """Of the captured ones, those of these batch sizes."""
+        if self._graphs is not None:
+            self._graphs.keep(sizes)
 
     def operate(self, operations: BlockOperations) -> None:
         """Swaps and copies of a step, in the protocol's order."""

@@ -76,6 +76,7 @@ class StepPipeline:
         give_back_memory: Callable[[], None],
         end_process: Callable[[], None],
         cached_blocks: CachedBlocks | None = None,
+        is_fatal: Callable[[Exception], bool] = is_device_lost,
     ) -> None:
         """
         Args:
@@ -83,12 +84,13 @@ class StepPipeline:
             cached_blocks: what the cache holds from earlier leases; None: nothing.
             when_here: has a function called, on the model thread, when a launched step's outputs are on the host.
             give_back_memory: called when memory has run out.
-            end_process: called when the device is lost; nothing is answered after that.
+            end_process: called after a failure that `is_fatal`; nothing is answered after that.
         """
         self._runner, self.states = runner, states
         self._cached = CachedBlocks(states.num_device_blocks) if cached_blocks is None else cached_blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._when_here, self._give_back_memory, self._end_process = when_here, give_back_memory, end_process
+        self._is_fatal = is_fatal
         self._flights: deque[_Flight] = deque()
         self._running: tuple[int, int] | None = None  # the first flight: its id, and since when it is the first, in ns
         self._last_step_id = 0
@@ -229,7 +231,7 @@ class StepPipeline:
         else:
             log.error("step failed", step=failed.step_id, exc_info=error)
         flights = list(self._flights)
-        if is_device_lost(error):
+        if self._is_fatal(error):
             self._flights.clear()
             self._end_process()
             return

@@ -14,20 +14,26 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import structlog
 import torch
 
 from octavo.shared.terminal_row import TerminalRow
-from protos import worker_pb2
+from protos import ranks_pb2, worker_pb2
 from worker_svc.cache.cache_engine import STAGING_BYTES
-from worker_svc.cache.cache_sizing import Limits, size_cache
+from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.cache.cached_blocks import CachedBlocks
 from worker_svc.config import WorkerConfig
+from worker_svc.errors import ProtocolError, StartupError
 from worker_svc.host.device_memory import memory_of
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.host.touch_ahead import TouchAhead
 from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.parallel.group import ParallelGroup
+from worker_svc.steps.failures import is_device_lost
 from worker_svc.steps.giving_way import GivingWay, may_give_way
 from worker_svc.steps.launched_step import LaunchedStep
 from worker_svc.steps.model_runner import ModelRunner
@@ -49,11 +55,14 @@ class Worker:
         config: WorkerConfig,
         thread: ModelThread | None = None,
         end_process: Callable[[], None] | None = None,
+        group: ParallelGroup | None = None,
     ) -> None:
         """
         Args:
             thread: the one that loaded the model, where it was loaded on one (`server.load` says why).
             end_process: called when the device is lost; None: the process ends at once.
+            group: the ranks that have the other parts of the model. Rank 0 is told what to do by `initialize`, `begin`
+                and `submit`, the others by `follow`.
         """
         self.config = config
         self.thread = thread or ModelThread()
@@ -70,6 +79,7 @@ class Worker:
         self._requests = RecentRequests(max(1024, 4 * config.max_num_seqs))
         self._waiter: ModelThread | None = None  # for outputs that come later
         self._end_process = end_process or _end_process
+        self._group = group
         self._num_submitted = 0  # steps
         self._touching: TouchAhead | None = None  # the cache
         self._giving_way: GivingWay | None = None  # to neighbours
@@ -112,12 +122,19 @@ class Worker:
         """`row` says what takes time."""
         if self._sizes is not None and self._limits == limits:
             return self._sizes
+        self._tell(
+            initialize=worker_pb2.InitializeRequest(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+            )
+        )
         runner = self._runner
         self._limits, self._sizes = None, None
         if self._profile is None:
             row.draw("warming up: the first steps")
             self._profile = self._profiler.measure(self.bounds)
-            if may_give_way(self.config, runner.config, runner.device):
+            if self._group is None and may_give_way(self.config, runner.config, runner.device):
                 self._giving_way = GivingWay()
         if self._touching is not None:
             self._touching.stop()
@@ -125,13 +142,16 @@ class Worker:
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
         staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
-        sizes = size_cache(
-            self.config,
-            limits,
-            runner.block_bytes,
-            self._memory.available_bytes(),
-            self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes,
-            None if self._memory.is_host else available_bytes(),
+        sizes = self._least(
+            partial(
+                size_cache,
+                self.config,
+                limits,
+                runner.block_bytes,
+                self._memory.available_bytes(),
+                self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes,
+                None if self._memory.is_host else available_bytes(),
+            )
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
         self._cached_blocks, self._pipeline = CachedBlocks(sizes.num_device_blocks), None
@@ -146,6 +166,8 @@ class Worker:
             row.draw("warming up: decode graphs")
             started_s = time.monotonic()
             captured = runner.capture_graphs(sizes.limits.max_num_seqs, sizes.limits.max_model_len, graph_bytes)
+            if self._group is not None:
+                captured = self._captured_by_all(captured)
             log.info("decode graphs captured", batch_sizes=captured, seconds=round(time.monotonic() - started_s, 2))
         row.draw("warming up: copies of cache blocks")
         self._sizes = worker_pb2.InitializeResponse(
@@ -163,6 +185,36 @@ class Worker:
         if self._memory.is_host:
             self._touching = TouchAhead(runner.cache.store, self._num_steps)
         return self._sizes
+
+    def _least(self, size: Callable[[], CacheSizes]) -> CacheSizes:
+        """The cache that every rank has room for. Raises StartupError on all where one has none."""
+        if self._group is None:
+            return size()
+        own, mine = None, ranks_pb2.RankSizes()
+        try:
+            own = size()
+            mine.num_device_blocks, mine.num_host_blocks = own.num_device_blocks, own.num_host_blocks
+            mine.max_model_len = own.limits.max_model_len
+        except StartupError as error:
+            mine.error = str(error)
+        everyones = self._group.exchange(mine)
+        for rank, sizes in enumerate(everyones):
+            if sizes.error:
+                raise StartupError(f"rank {rank}: {sizes.error}")
+        assert own is not None, "an error of its own is among all"
+        return CacheSizes(
+            min(sizes.num_device_blocks for sizes in everyones),
+            min(sizes.num_host_blocks for sizes in everyones),
+            replace(own.limits, max_model_len=min(sizes.max_model_len for sizes in everyones)),
+        )
+
+    def _captured_by_all(self, batch_sizes: list[int]) -> list[int]:
+        """Keeps the graphs that every rank has: a collective within one waits for the others' replay."""
+        assert self._group is not None
+        everyones = self._group.exchange(ranks_pb2.RankGraphs(batch_sizes=batch_sizes))
+        common = set.intersection(*(set(graphs.batch_sizes) for graphs in everyones))
+        self._runner.keep_graphs(common)
+        return sorted(common)
 
     # ---- Leases -----------------------------------------------------------------------------------------------------
 
@@ -186,6 +238,7 @@ class Worker:
 
     def _reset(self) -> worker_pb2.LeaseGranted:
         assert self._sizes is not None, "a lease before Initialize"
+        self._tell(begin_lease=ranks_pb2.BeginLease())
         self._settle()
         cached_blocks = self._cached_blocks.told(None if self._pipeline is None else self._pipeline.states)
         states = SequenceStates(
@@ -203,6 +256,7 @@ class Worker:
             self._memory.give_back,
             self._end_process,
             self._cached_blocks,
+            is_device_lost if self._group is None else _is_fatal_to_a_group,
         )
         return worker_pb2.LeaseGranted(cached_blocks=cached_blocks, request_ids=self._requests.all())
 
@@ -227,10 +281,33 @@ class Worker:
         if epoch != self._epoch:
             return  # of a lease that has ended
         assert self._pipeline is not None, "a step before a lease"
+        self._tell(step=step)
         if self._giving_way is not None:
             self._giving_way.adapt()
         self._requests.take(step)
         self._pipeline.take(step, StepTimer(arrived_ns), deliver)
+
+    def _tell(self, **kind: Any) -> None:
+        """Has the other ranks begin what this one begins."""
+        if self._group is not None and self._group.is_first:
+            self._group.tell(ranks_pb2.RankCommand(**kind))
+
+    def follow(self, command: ranks_pb2.RankCommand) -> None:
+        """Begins what rank 0 has begun; on the model thread. Nothing is answered: all ranks compute the same answer."""
+        match command.WhichOneof("kind"):
+            case "initialize":
+                asked = command.initialize
+                with contextlib.suppress(StartupError):  # of all ranks, and rank 0 answers it
+                    limits = Limits(asked.max_num_seqs, asked.max_num_batched_tokens, asked.max_model_len)
+                    self._initialize(limits)
+            case "begin_lease":
+                self._reset()
+            case "step":
+                assert self._pipeline is not None, "a step before a lease"
+                self._num_submitted += 1
+                self._pipeline.take(command.step, StepTimer(time.perf_counter_ns()), lambda result: None)
+            case kind:
+                raise ProtocolError(f"rank 0 tells of {kind}, which this rank does not know")
 
     def _when_here(self, launched: LaunchedStep, then: Callable[[], None]) -> None:
         """Waits on a thread of its own, so that the model thread can launch what comes next."""
@@ -247,8 +324,13 @@ class Worker:
         self._waiter.submit(wait)
 
 
+def _is_fatal_to_a_group(error: Exception) -> bool:
+    """What is wrong with a message all ranks find; after anything else they may stand at different places."""
+    return not isinstance(error, ProtocolError)
+
+
 def _end_process() -> None:
     """Nothing can be computed any more: the parent of this process starts another."""
-    log.critical("the device is lost")
+    log.critical("the device is lost, or a rank of the group has failed")
     sys.stderr.flush()
     os._exit(1)

@@ -1,0 +1,124 @@
+"""A worker of several ranks over the scheduler service: it answers as one does, and is lost and started as one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from octavo import AsyncClient, SamplingParams
+from octavo.shared.ports import free_port
+from tests.chaos.worker_process import WorkerProcess
+from tests.forkserver import ForkedCommand
+from tests.integration.scheduler_process import Service, scheduler
+from tests.oracle import GreedyOracle
+from tests.processes import is_alive
+from tests.tiny_models import make_tiny_llama
+from worker_svc.parallel.membership import Membership
+
+SIZES = ["--max-model-len=1024", "--max-num-seqs=8", "--kv-cache-memory=0.01", "--swap-space=0", "--num-threads=1"]
+PROMPT = list(b"|a prompt of several blocks, and of ranks")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", intermediate_size=158)
+
+
+@contextmanager
+def ranks_by_hand(
+    folders: tuple[Path, Path], logs: Path, *other_flags: str
+) -> Iterator[tuple[str, list[ForkedCommand]]]:
+    """Two ranks as torchrun starts them on two machines; rank 1 with other flags as well."""
+    port, meeting = free_port(), free_port()
+    ranks = []
+    for rank, (folder, flags) in enumerate(zip(folders, ((), other_flags), strict=True)):
+        member = Membership(rank, 2, local_rank=0, local_size=1, address="127.0.0.1", port=meeting)
+        arguments = ["worker", str(folder), f"--port={port}", "--tensor-parallel-size=2", *SIZES, *flags]
+        with (logs / f"rank-{rank}.log").open("w") as log:
+            environment = os.environ | member.variables()
+            ranks.append(ForkedCommand(arguments, log.fileno(), environment=environment, forks_children=False))
+    try:
+        yield f"127.0.0.1:{port}", ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(10)
+
+
+def said(logs: Path) -> list[str]:
+    return [(logs / f"rank-{rank}.log").read_text() for rank in range(2)]
+
+
+async def generate(service: Service, max_tokens: int, begun: asyncio.Event | None = None) -> list[int]:
+    """Greedily; `begun` is set with the first tokens."""
+    token_ids: list[int] = []
+    async with AsyncClient(service.address) as client:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        async for delta in client.generate(prompt_token_ids=PROMPT, sampling_params=params):
+            token_ids.extend(token for output in delta.outputs for token in output.token_ids)
+            if token_ids and begun is not None:
+                begun.set()
+    return token_ids
+
+
+async def test_ranks_of_several_machines_answer_as_one_model_and_end_as_one(folder: Path, tmp_path: Path) -> None:
+    oracle = GreedyOracle(folder)
+    expected = oracle.generate(PROMPT, 40, eos_token_id=None)
+    with ranks_by_hand((folder, folder), tmp_path) as (address, ranks), scheduler(f"--worker={address}") as service:
+        service.wait_until_ready()
+        oracle.check(PROMPT, expected, await generate(service, 40), "two ranks")
+        for rank in reversed(ranks):  # torchrun tells all of them at once
+            rank.terminate()
+        assert [rank.wait(20) for rank in ranks] == [0, 0], said(tmp_path)
+
+
+def test_a_rank_with_another_model_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
+    other = make_tiny_llama(tmp_path / "tiny", intermediate_size=158, seed=1)
+    with ranks_by_hand((folder, other), tmp_path) as (_, ranks):
+        assert [rank.wait(30) for rank in ranks] == [1, 1]
+    for line in said(tmp_path):
+        assert "rank 1 has model hash" in line and "Traceback" not in line
+
+
+def test_a_rank_with_other_options_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
+    with ranks_by_hand((folder, folder), tmp_path, "--block-size=8") as (_, ranks):
+        assert [rank.wait(30) for rank in ranks] == [1, 1]
+    for line in said(tmp_path):
+        assert "rank 1 has settings" in line and "Traceback" not in line
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
+async def test_a_lost_rank_ends_its_worker_and_no_request(how: signal.Signals, folder: Path, tmp_path: Path) -> None:
+    oracle, num_tokens = GreedyOracle(folder), 300
+    expected = oracle.generate(PROMPT, num_tokens, eos_token_id=None)
+    with ExitStack() as stack:
+        worker = WorkerProcess([str(folder), "--tensor-parallel-size=2", *SIZES], tmp_path / "ranks.log")
+        stack.callback(worker.end)
+        worker.wait_until_ready()
+        (rank,) = psutil.Process(worker.pid).children()
+        later = free_port()
+        addresses = [f"--worker=127.0.0.1:{port}" for port in (worker.port, later)]
+        service = stack.enter_context(scheduler("--max-workers=2", *addresses))
+        service.wait_until_ready()
+        begun = asyncio.Event()
+        requests = [asyncio.create_task(generate(service, num_tokens, begun)) for _ in range(3)]
+        await begun.wait()
+        lost_s = time.monotonic()
+        rank.send_signal(how)
+        await asyncio.to_thread(worker.wait_for_end)
+        assert time.monotonic() - lost_s < 4.0  # 2 s, and a busy machine
+        assert "the parallel group ends" in worker.log.read_text()
+        assert not any(request.done() for request in requests)
+        spare = WorkerProcess([str(folder), f"--port={later}", *SIZES], tmp_path / "spare.log")
+        stack.callback(spare.end)
+        for got in await asyncio.gather(*requests):
+            oracle.check(PROMPT, expected, got, "after a lost rank")
+        assert not is_alive(rank)

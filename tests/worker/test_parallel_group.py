@@ -1,0 +1,160 @@
+"""What holds a parallel group together: who is which rank, what rank 0 passes on, sums, and the watch over all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+
+from worker_svc.errors import StartupError
+from worker_svc.parallel import step_channel
+from worker_svc.parallel.membership import Membership, membership_of
+from worker_svc.parallel.step_channel import SharedMemoryChannel
+from worker_svc.parallel.watch import BEAT_S, SILENCE_S, STARTING_SILENCE_S, Watch, count_key
+
+
+def test_a_rank_reads_its_place_from_the_variables_of_torchrun() -> None:
+    member = Membership(rank=3, size=4, local_rank=1, local_size=2, address="host-0", port=29500)
+    assert membership_of(4, member.variables()) == member
+    assert membership_of(4, {}) is None  # nobody has started a group: this process is to
+    assert membership_of(1, member.variables()) is None  # of some other program's group
+    alone = {name: value for name, value in member.variables().items() if not name.startswith("LOCAL")}
+    assert membership_of(4, alone) == Membership(3, 4, local_rank=0, local_size=1, address="host-0", port=29500)
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but the model is to be split over 4 ranks"),
+        ({"RANK": "4"}, "RANK is 4, not below WORLD_SIZE, 4"),
+        ({"RANK": "one"}, "RANK is 'one', not a number"),
+        ({"MASTER_ADDR": None}, "RANK is set, as for a rank of a parallel group, but not MASTER_ADDR"),
+    ],
+)
+def test_variables_that_contradict_themselves_are_refused(changed: dict[str, str | None], complaint: str) -> None:
+    variables = Membership(0, 4, 0, 4, "127.0.0.1", 29500).variables() | changed
+    given = {name: value for name, value in variables.items() if value is not None}
+    with pytest.raises(StartupError, match=complaint):
+        membership_of(4, given)
+
+
+def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a ring so small that messages wrap around its end, and that the writer waits for the slower reader."""
+    monkeypatch.setattr(step_channel, "_RING_BYTES", 5000)
+    writer = SharedMemoryChannel.create(3)
+    readers = [
+        SharedMemoryChannel.inherited(",".join(map(str, map(os.dup, writer.descriptors))), rank) for rank in (1, 2)
+    ]
+    messages = [bytes([number % 251]) * (number * 37 % 1500) for number in range(400)]
+    got: list[list[bytes]] = [[], []]
+
+    def read(reader: SharedMemoryChannel, into: list[bytes]) -> None:
+        into.extend(reader.receive() for _ in messages)
+
+    threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in zip(readers, got, strict=True)]
+    threads[0].start()
+    later = threading.Timer(0.05, threads[1].start)
+    later.start()
+    for message in messages:
+        writer.send(message)
+    later.join()
+    for thread in threads:
+        thread.join(10)
+    assert got == [messages, messages]
+    for channel in (writer, *readers):
+        channel.close()
+
+
+class FakeStore:
+    """What all ranks see; a rank that was lost takes it along."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.timeout = timedelta()
+        self.is_gone = False
+
+    def set(self, key: str, value: str) -> None:
+        self._check()
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        return self.values[key].encode()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def _check(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("Connection reset by peer\n(of many lines)")
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def watches(size: int) -> tuple[list[Watch], FakeStore, Clock]:
+    store, clock = FakeStore(), Clock()
+    store.values |= {count_key(rank): "0" for rank in range(size)}
+    return [Watch(store, rank, size, pytest.fail, clock) for rank in range(size)], store, clock
+
+
+def looked(all_watches: list[Watch], clock: Clock, seconds: float, but: int) -> list[str]:
+    """What the watches say in `seconds` in which rank `but` does nothing."""
+    said: list[str] = []
+    for _ in range(round(seconds / BEAT_S)):
+        clock.now_s += BEAT_S
+        said += [why for rank, watch in enumerate(all_watches) if rank != but and (why := watch.look())]
+    return said
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_rank_that_is_silent_is_lost_within_two_seconds(silent: int) -> None:
+    all_watches, _, clock = watches(3)
+    assert looked(all_watches, clock, 60, but=-1) == []
+    for watch in all_watches:
+        watch.ready()
+    assert looked(all_watches, clock, 60, but=-1) == []
+    assert looked(all_watches, clock, SILENCE_S, but=silent) == []
+    said = looked(all_watches, clock, 2.0 - SILENCE_S, but=silent)
+    assert said and said[0].startswith(f"rank {silent} has been silent for 1.")
+
+
+def test_a_rank_that_still_starts_may_be_silent_for_longer() -> None:
+    all_watches, store, clock = watches(2)
+    assert looked(all_watches, clock, STARTING_SILENCE_S, but=1) == []
+    assert looked(all_watches, clock, 2 * BEAT_S, but=1)[0].startswith("rank 1 has been silent for 30.")
+    assert store.timeout.total_seconds() == STARTING_SILENCE_S  # a call may wait as long
+    all_watches[1].ready()
+    assert store.timeout.total_seconds() == SILENCE_S
+
+
+def test_the_end_of_the_store_is_that_of_rank_0() -> None:
+    (_, watch), store, _ = watches(2)
+    store.is_gone = True
+    assert watch.look() == "rank 0 cannot be reached: Connection reset by peer (of many lines)"
+
+
+def test_the_thread_ends_the_group_once_and_not_after_stop() -> None:
+    store, ends, ended = FakeStore(), list[str](), threading.Event()
+    store.values = {count_key(0): "0", count_key(1): "0"}
+
+    def end(why: str) -> None:
+        ends.append(why)
+        ended.set()
+
+    stopped = Watch(store, 1, 2, end)
+    stopped.start()
+    stopped.stop()
+    watch = Watch(store, 1, 2, end)
+    watch.start()
+    store.is_gone = True
+    assert ended.wait(5)
+    watch._thread.join(5)
+    stopped._thread.join(5)
+    assert len(ends) == 1 and ends[0].startswith("rank 0 cannot be reached")

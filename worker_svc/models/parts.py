@@ -1,0 +1,109 @@
+"""Which part of a model each rank of a tensor-parallel group has.
+
+    q, k, v, gate, up, head of the vocabulary     rows of their outputs: whole heads, whole neurons, whole tokens
+    o, down                                       columns of their inputs, and the sum over ranks behind them
+    embedding                                     its tokens' rows, and the sum: a rank gives zeros for foreign tokens
+    norms, router, positions                      all of them
+
+(Shoeybi et al. 2019, arXiv:1909.08053.) A key/value head is on several ranks where there are fewer than ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from worker_svc.models.config import ModelConfig
+from worker_svc.models.errors import ModelError
+from worker_svc.parallel.ranks import Ranks
+
+_VOCABULARY_MULTIPLE = 64  # token ids of a rank: full tiles
+
+
+def part_of(ranks: Ranks, count: int, size: int = 1) -> range:
+    """The rows of this rank, of `count` things of `size` rows each, whose number divides that of ranks or the reverse:
+    ranks are given the same thing where there are fewer."""
+    each = max(count // ranks.size, 1)
+    first = ranks.rank * count // ranks.size
+    return range(first * size, (first + each) * size)
+
+
+def vocabulary_part(ranks: Ranks, vocab_size: int) -> tuple[range, int]:
+    """Token ids of this rank, and the most that a rank has; the last ranks may have fewer."""
+    if ranks.size == 1:
+        return range(vocab_size), vocab_size
+    each = -(-vocab_size // (ranks.size * _VOCABULARY_MULTIPLE)) * _VOCABULARY_MULTIPLE
+    first, last = (min(rank * each, vocab_size) for rank in (ranks.rank, ranks.rank + 1))
+    return range(first, last), each
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One rank's part of a model. `whole` says what the checkpoint holds, `own` what this rank computes with: its heads
+    and neurons; vocabulary, hidden size and layers are those of the model."""
+
+    whole: ModelConfig
+    own: ModelConfig
+    ranks: Ranks
+    is_expert_parallel: bool  # whether experts are dealt out whole
+
+    @classmethod
+    def of(cls, config: ModelConfig, ranks: Ranks, *, is_expert_parallel: bool = False) -> ModelPart:
+        """Raises ModelError for a model that the ranks cannot share."""
+        if ranks.size == 1:
+            return cls(config, config, ranks, False)
+        _check(config, ranks.size, is_expert_parallel)
+        style = config.style
+        if style.experts is not None and not is_expert_parallel:
+            inner = style.experts.intermediate_size // ranks.size
+            style = replace(style, experts=replace(style.experts, intermediate_size=inner))
+        own = replace(
+            config,
+            num_heads=config.num_heads // ranks.size,
+            num_kv_heads=max(config.num_kv_heads // ranks.size, 1),
+            intermediate_size=config.intermediate_size // ranks.size,
+            style=style,
+        )
+        return cls(config, own, ranks, is_expert_parallel)
+
+    @property
+    def heads(self) -> range:
+        """Those whose queries this rank has."""
+        return part_of(self.ranks, self.whole.num_heads)
+
+    @property
+    def outputs_of_heads(self) -> list[range]:
+        """Of the products that give queries, keys and values: their rows for this rank's heads."""
+        config = self.whole
+        counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        return [part_of(self.ranks, count, config.head_size) for count in counts]
+
+    @property
+    def experts(self) -> range:
+        """Those that this rank has, whole or in part."""
+        assert self.whole.style.experts is not None
+        count = self.whole.style.experts.num_experts
+        return part_of(self.ranks, count) if self.is_expert_parallel else range(count)
+
+    def neurons(self, count: int, *, of_experts: bool = False) -> range:
+        """Of the `count` inner ones of an MLP."""
+        return range(count) if of_experts and self.is_expert_parallel else part_of(self.ranks, count)
+
+
+def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
+    refused = f"tensor_parallel_size {size}"
+    if config.impl != "octavo":
+        raise ModelError(f"{refused}: {config.architecture} is computed by transformers, on one rank alone")
+    if config.quantization:
+        raise ModelError(f"{refused}: quantization {config.quantization} is computed on one rank alone")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise ModelError(f"{refused}: {config.num_kv_heads} key/value heads and so many ranks do not divide each other")
+    experts, shared = config.style.experts, [(config.num_heads, "attention heads")]
+    if experts is None or not all(experts.is_sparse):
+        shared.append((config.intermediate_size, "neurons of an MLP"))
+    if experts is not None and is_expert_parallel:
+        shared.append((experts.num_experts, "experts"))
+    elif experts is not None:
+        shared.append((experts.intermediate_size, "neurons of an expert"))
+    for count, what in shared:
+        if count % size:
+            raise ModelError(f"{refused}: {count} {what} do not divide among so many ranks")

@@ -1,0 +1,161 @@
+"""A worker's parallel group: its ranks, met and found to be alike, and what they tell each other.
+
+Rank 0 serves. It tells the others what it begins, in order; they do the same with their part of the model, and answer
+nobody. Tensors go from rank to rank within that work (`ranks`). A rank that ends, hangs or fails ends the group.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import structlog
+import torch
+import torch.distributed as dist
+from google.protobuf.message import Message
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from protos import ranks_pb2
+from worker_svc.errors import StartupError
+from worker_svc.parallel.membership import Membership
+from worker_svc.parallel.process_ranks import ProcessRanks
+from worker_svc.parallel.step_channel import GroupChannel, StepChannel
+from worker_svc.parallel.watch import Watch, count_key
+
+log = structlog.get_logger()
+
+MEETING_S = 300.0  # pods of one group start when there is room for each
+_FOR_EVER = timedelta(days=365)  # it is `Watch` that ends a group; an idle one waits for its next step
+
+M = TypeVar("M", bound=Message)
+
+
+class ParallelGroup:
+    """One rank's view; `meet` makes it."""
+
+    def __init__(self, member: Membership, ranks: ProcessRanks, channel: StepChannel, watch: Watch) -> None:
+        self.member, self.ranks = member, ranks
+        self._channel, self._watch = channel, watch
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank serves."""
+        return self.member.rank == 0
+
+    def tell(self, command: ranks_pb2.RankCommand) -> None:
+        """On rank 0: the others begin the same after what they were told before."""
+        self._channel.send(command.SerializeToString())
+
+    def commands(self) -> Iterator[ranks_pb2.RankCommand]:
+        """On the others: what rank 0 begins, until it ends the group."""
+        while not (command := ranks_pb2.RankCommand.FromString(self._channel.receive())).HasField("end_group"):
+            yield command
+
+    def exchange(self, message: M) -> list[M]:
+        """The message that each rank gives, in the order of ranks. All of them have to call this together."""
+        data = message.SerializeToString()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.member.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(max(map(int, lengths)), 1)
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(parts, padded)
+        return [
+            type(message).FromString(part[: int(length)].numpy().tobytes())
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def ready(self) -> None:
+        """From now on a rank that is silent ends the group within 2 s."""
+        self._watch.ready()
+
+    def leave(self) -> None:
+        """Rank 0 has served: the others end, which is no failure now."""
+        self._watch.stop()
+        if self.is_first:
+            self.tell(ranks_pb2.RankCommand(end_group=ranks_pb2.EndGroup()))
+
+    def check_alike(self, model_hash: str, settings: str) -> None:
+        """Raises StartupError on every rank where one has another model, other versions, options or kernels."""
+        own = ranks_pb2.RankIdentity(
+            octavo_version=_octavo_version(),
+            torch_version=str(torch.__version__),
+            model_hash=model_hash,
+            settings=settings,
+            processor=_processor(),
+        )
+        first, *others = self.exchange(own)
+        for rank, other in enumerate(others, 1):
+            for field in ranks_pb2.RankIdentity.DESCRIPTOR.fields:
+                mine, theirs = getattr(first, field.name), getattr(other, field.name)
+                if mine != theirs:
+                    what = field.name.replace("_", " ")
+                    raise StartupError(f"rank {rank} has {what} {theirs!r}, rank 0 has {mine!r}")
+
+
+def meet(
+    member: Membership,
+    device: torch.device,
+    channel: StepChannel | None = None,
+    *,
+    is_ordered: bool,
+    end_process: Callable[[str], None] | None = None,
+) -> ParallelGroup:
+    """Waits for all ranks of the group. Raises StartupError where one does not come.
+
+    Args:
+        device: where this rank computes, made current.
+        channel: how rank 0 tells the others; None: through the process group, as on several machines.
+        is_ordered: see `ProcessRanks`; CPUs have it so always.
+        end_process: called with why when another rank is lost; None: the process ends at once.
+    """
+    where = f"{member.address}:{member.port}"
+    log.info("meeting the other ranks", rank=member.rank, of=member.size, at=where)
+    if member.local_size == member.size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        has_store = member.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun
+        store = _store(member, is_master=has_store)
+        store.set(count_key(member.rank), "0")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        meeting = PrefixStore("octavo", store)
+        dist.init_process_group(backend, store=meeting, rank=member.rank, world_size=member.size, timeout=_FOR_EVER)
+        if channel is None:
+            channel = GroupChannel(dist.new_group(backend="gloo", timeout=_FOR_EVER))
+        watch = Watch(_store(member, is_master=False), member.rank, member.size, end_process or end_group)
+    except (RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise StartupError(f"rank {member.rank} of {member.size} has not met the others at {where}: {why}") from None
+    watch.start()
+    ranks = ProcessRanks(member.rank, member.size, is_ordered=is_ordered or device.type == "cpu")
+    return ParallelGroup(member, ranks, channel, watch)
+
+
+def end_group(why: str) -> None:
+    """Ends this process under whatever it waits for; the other ranks follow."""
+    log.critical("the parallel group ends", why=why)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _store(member: Membership, *, is_master: bool) -> TCPStore:
+    """A connection to where the ranks meet; the master has it in this process."""
+    timeout = timedelta(seconds=MEETING_S)
+    return TCPStore(member.address, member.port, None, is_master, timeout=timeout, wait_for_workers=False)
+
+
+def _octavo_version() -> str:
+    from importlib.metadata import version
+
+    return version("octavo")
+
+
+def _processor() -> str:
+    """Which kernels compute: machine and widest vectors, or the GPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
