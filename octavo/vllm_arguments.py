@@ -24,7 +24,7 @@ SAME_NAMES = (
     "max_model_len max_num_seqs max_num_batched_tokens max_logprobs block_size enable_prefix_caching "
     "enable_chunked_prefill gpu_memory_utilization swap_space enforce_eager scheduling_policy scheduler_delay_factor "
     "preemption_mode served_model_name model_impl device max_loras log_level disable_log_stats tensor_parallel_size "
-    "enable_expert_parallel"
+    "enable_expert_parallel enable_lora max_lora_rank max_cpu_loras"
 )
 # And what stands for one that Octavo has not.
 INSTEAD = {
@@ -76,12 +76,12 @@ OF_LLM = (
         asks_for_nothing=("mp", "uni"),
     ),
     Elsewhere(
-        "enable_lora max_lora_rank max_cpu_loras lora_* default_mm_loras fully_sharded_loras enable_lora_bias "
+        "lora_* default_mm_loras fully_sharded_loras enable_lora_bias "
         "long_lora_scaling_factors enable_prompt_adapter max_prompt_adapter* qlora_adapter_name_or_path "
         "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
         "max_lora_cls_labels",
-        "workers cannot compute adapters yet: merge them into the model's weights",
-        asks_for_nothing=(16, 256),
+        "adapters are LoRA's, of attention and MLP, in the model's type or float32",
+        asks_for_nothing=(256,),
     ),
     Elsewhere(
         "speculative_* spec_* num_speculative_tokens ngram_prompt_lookup_* typical_acceptance_sampler_* "
@@ -251,9 +251,9 @@ def refused(name: str, value: Any, table: tuple[Elsewhere, ...]) -> str | None:
 
     Raises KeyError for a name that no entry speaks of.
 
-    >>> refused("enable_lora", False, OF_LLM)
-    >>> refused("enable_lora", True, OF_LLM)
-    "enable_lora: got True; workers cannot compute adapters yet: merge them into the model's weights"
+    >>> refused("enable_lora_bias", False, OF_LLM)
+    >>> refused("enable_lora_bias", True, OF_LLM)
+    "enable_lora_bias: got True; adapters are LoRA's, of attention and MLP, in the model's type or float32"
     """
     found = next((each for each in table if each.holds(name)), None)
     if found is None:

@@ -56,6 +56,7 @@ ROOMS = {
         "host",
         "parallel",
         "models",
+        "adapters",
         "tokenizers",
         "cache",
         "sampling",

@@ -84,7 +84,7 @@ def test_a_revision_is_a_part_of_the_models_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_lora": True}, "enable_lora: got True; workers cannot compute adapters yet: merge them"),
+        ({"enable_lora_bias": True}, "enable_lora_bias: got True; adapters are LoRA's, of attention and MLP"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config: got {'method': 'ngram'}; there is no spec"),
         ({"quantization": "awq"}, "quantization: got 'awq'; checkpoints quantised so cannot be read: 'int8'"),
         ({"hf_token": "secret"}, "hf_token: got a str; set the variable HF_TOKEN"),

@@ -14,7 +14,7 @@ from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, option
 
 AUTO: Literal["auto"] = "auto"
-MODEL_FILES, MEMORY, COMPUTE = "model files", "memory", "computing"  # groups of options
+MODEL_FILES, MEMORY, COMPUTE, ADAPTERS = "model files", "memory", "computing", "adapters"  # groups of options
 
 MAX_FINISH_TIMEOUT_S = 86_400.0  # a message says it in milliseconds of 32 bits
 
@@ -124,7 +124,11 @@ class WorkerConfig:
         1, "ranks that the model is split over, each with a GPU, or a share of the cores, of its own", group=COMPUTE
     )
     enable_expert_parallel: bool = option(False, "give each rank whole experts, not a part of every one", group=COMPUTE)
-    max_loras: int = option(0, "most adapters in one step", hidden=True)  # none can be loaded yet
+
+    enable_lora: bool = option(False, "take low-rank adapters", group=ADAPTERS)
+    max_loras: int = option(1, "most adapters in one step", group=ADAPTERS)
+    max_lora_rank: int = option(16, "largest rank of an adapter, up to 256", group=ADAPTERS)
+    max_cpu_loras: int = option(32, "most adapters that are loaded at a time", group=ADAPTERS)
 
     finish_timeout: float = option(
         20.0, "seconds after SIGTERM to finish requests that no other worker can take over", group=COMMON
@@ -166,8 +170,14 @@ class WorkerConfig:
         if not 0 <= self.finish_timeout <= MAX_FINISH_TIMEOUT_S:
             accepted = f"0 to {MAX_FINISH_TIMEOUT_S:g} are accepted"
             raise ValueError(f"finish_timeout is {self.finish_timeout} s, {accepted}")
-        if self.max_loras:
-            raise ValueError(f"max_loras {self.max_loras} is not supported yet, only 0: adapters cannot be loaded")
+        if not 1 <= self.max_lora_rank <= 256:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank}, not within 1 and 256")
+        if not 1 <= self.max_loras <= self.max_cpu_loras:
+            raise ValueError(f"max_loras is {self.max_loras}, not within 1 and max_cpu_loras, {self.max_cpu_loras}")
+        if self.enable_lora and self.model_impl == "transformers":
+            raise ValueError(
+                "enable_lora is for the families that Octavo computes itself, not for those of transformers"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, not within (0, 1]")
         if self.cuda_graph_memory < 0:

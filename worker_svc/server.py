@@ -27,6 +27,7 @@ from octavo.shared.connection_shares import ConnectionShares, watch
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from octavo.shared.signals import on_signal
 from protos import worker_pb2_grpc
+from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.follower import follow
@@ -34,6 +35,7 @@ from worker_svc.host.compute_threads import set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.models import ModelConfig
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
@@ -201,12 +203,23 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
     backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None
-    return ModelRunner(model, part.own, config.block_size, device, of_cache, graph_backend=backend), files
+    adapters = None
+    if config.enable_lora:
+        if not isinstance(model, Decoder):
+            raise StartupError(
+                f"enable_lora: {model_config.architecture} is computed by transformers, without adapters"
+            )
+        adapters = AdapterSet(model, part, config.max_loras, config.max_lora_rank, config.max_cpu_loras)
+    of_runner = model, part.own, config.block_size, device, of_cache
+    return ModelRunner(*of_runner, graph_backend=backend, adapters=adapters), files
 
 
 def _shared_settings(config: WorkerConfig, model: ModelConfig) -> str:
     """Whatever a step of all ranks depends on."""
-    of_worker = "max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager enable_expert_parallel"
+    of_worker = """
+        max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager enable_expert_parallel
+        enable_lora max_loras max_lora_rank max_cpu_loras
+    """
     return f"{model!r}" + "".join(f" {name}={getattr(config, name)}" for name in of_worker.split())
 
 

@@ -86,12 +86,12 @@ class SimulatedWorker:
     def load_adapter(self, name: str, generation: int = 1) -> None:
         """Groups of that adapter may come from now on."""
         self._generations[name] = generation
-        self.states.loaded_adapters.add(name)
+        self.states.loaded_adapters[name] = len(self.states.loaded_adapters)
 
     def unload_adapter(self, name: str) -> None:
         """Groups of that adapter are refused from now on."""
         del self._generations[name]
-        self.states.loaded_adapters.remove(name)
+        del self.states.loaded_adapters[name]
         assert name not in self.states.adapters, f"adapter {name!r} is unloaded while a slot uses it"
 
     def run(self, step: worker_pb2.Step, fails: str | None = None) -> worker_pb2.StepResult:

@@ -61,7 +61,7 @@ def logits_of(model: Decoder) -> list[torch.Tensor]:
 
 def test_a_later_start_finds_the_same_weights(folder: Path, cache: Path) -> None:
     model, kinds = load(folder), []
-    for layer in model._layers:
+    for layer in model.layers:
         assert isinstance(layer.mlp, Mlp)
         products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
         kinds.append([type(product) for product in products])
@@ -120,4 +120,4 @@ def test_a_damaged_file_is_made_again(folder: Path, cache: Path) -> None:
 
 
 def test_a_weight_that_was_rounded_to_bfloat16_takes_eight_bits(folder: Path) -> None:
-    assert all(isinstance(layer.qkv, Int8Linear) for layer in load(folder, "bfloat16")._layers)
+    assert all(isinstance(layer.qkv, Int8Linear) for layer in load(folder, "bfloat16").layers)

@@ -87,7 +87,7 @@ def test_whole_experts_on_each_rank(name: str, tmp_path: Path) -> None:
 
     def work(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
         model = load(folder, ranks, is_expert_parallel=True)
-        mixture = model._layers[0].mlp
+        mixture = model.layers[0].mlp
         assert isinstance(mixture, Summed)
         return logits_of(model, sequences), len(mixture.layer._experts)
 
@@ -133,7 +133,7 @@ def test_a_rank_reads_its_part_of_the_file_alone(tmp_path: Path, monkeypatch: py
     part = load(folder, ThreadRank(1, 2))
     rotary = part._rotary_tables[0].nbytes  # made, not read
     norms = part._norm.weight_bytes + sum(
-        layer.input_norm.weight_bytes + layer.mlp_norm.weight_bytes for layer in part._layers
+        layer.input_norm.weight_bytes + layer.mlp_norm.weight_bytes for layer in part.layers
     )
     padding = (vocabulary_part(ThreadRank(0, 2), VOCAB_SIZE)[1] - VOCAB_SIZE / 2) * 120 * 4
     halves = (of_whole - norms) / 2

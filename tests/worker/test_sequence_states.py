@@ -245,7 +245,7 @@ def test_adapter_stays_with_slot_and_children_until_released() -> None:
     step.groups[0].adapter = "french"
     with pytest.raises(ProtocolError, match="adapter 'french' is not loaded"):
         states.apply(step)
-    states.loaded_adapters.add("french")
+    states.loaded_adapters["french"] = 0
     run(states, step)
     run(states, forks([0, 2, 1]))
     assert states.adapters == ["french", "", "french", ""]

@@ -285,7 +285,11 @@ def test_port_in_use(quiet: None, config: WorkerConfig) -> None:
         dict(block_size=0),
         dict(kv_cache_memory=0.0),
         dict(swap_space=-1.0),
-        dict(max_loras=2),
+        dict(max_loras=0),
+        dict(max_loras=40),
+        dict(max_lora_rank=257),
+        dict(tensor_parallel_size=0),
+        dict(enable_lora=True, model_impl="transformers"),
     ],
 )
 def test_options_that_contradict(options: dict[str, Any]) -> None:

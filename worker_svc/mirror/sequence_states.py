@@ -182,6 +182,7 @@ class SequenceStates(SlotColumns):
         self.num_tokens[slots] = 0
         self.num_computed_tokens[slots] = 0
         self.num_blocks[slots] = 0
+        self.adapter_numbers[slots] = -1
         for slot in slots.tolist():
             self.sampling.clear(slot)
             self.adapters[slot] = ""
@@ -200,6 +201,7 @@ class SequenceStates(SlotColumns):
         self.tenancy[child] += 1
         self.sampling.copy(parent, child)
         self.adapters[child] = self.adapters[parent]
+        self.adapter_numbers[child] = self.adapter_numbers[parent]
         self.request_ids[child] = self.request_ids[parent]
         self.sampling_params[child] = self.sampling_params[parent]
 
@@ -216,6 +218,7 @@ class SequenceStates(SlotColumns):
         self.tenancy[slot] += 1
         self.sampling.set(slot, sequence.params, sequence.stop_token_ids, sequence.bad_words)
         self.adapters[slot] = sequence.adapter
+        self.adapter_numbers[slot] = self.loaded_adapters[sequence.adapter] if sequence.adapter else -1
         self.request_ids[slot] = sequence.request_id
         self.sampling_params[slot] = sequence.params
 

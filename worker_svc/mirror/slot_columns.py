@@ -36,7 +36,8 @@ class SlotColumns:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)  # [slots]
         self.tenancy = np.zeros(max_num_seqs, np.int64)  # [slots], another number for every sequence that a slot had
         self.sampling = SamplingColumns(max_num_seqs)
-        self.loaded_adapters: set[str] = set()  # names; the code that loads them maintains this
+        self.loaded_adapters: dict[str, int] = {}  # their numbers by name; the code that loads them maintains this
         self.adapters: list[str] = [""] * max_num_seqs  # by slot; "": none
+        self.adapter_numbers = np.full(max_num_seqs, -1)  # [slots], of the same; -1: none
         self.request_ids: list[str | None] = [None] * max_num_seqs
         self.sampling_params: list[inference_pb2.SamplingParams | None] = [None] * max_num_seqs

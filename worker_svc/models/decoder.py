@@ -21,6 +21,7 @@ from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.parts import ModelPart, vocabulary_part
 from worker_svc.models.post_norm import PostNormLayer
 from worker_svc.models.rope import rotary_table
+from worker_svc.models.step_adapters import StepAdapters
 from worker_svc.models.weights import Weights
 
 
@@ -54,15 +55,16 @@ class Decoder:
         if style.positions == "alibi":
             slopes = alibi_slopes(config.num_heads, device)[part.heads.start : part.heads.stop].contiguous()
         self._rotary_tables = [rotary_table(rope, config.max_model_len, device) for rope in style.ropes]
-        self._layers: list[DecoderLayer] = []
+        self.step_adapters = StepAdapters(device)
+        self.layers: list[DecoderLayer] = []
         layer_class = PostNormLayer if style.are_norms_behind else DecoderLayer
         for i in range(config.num_layers):
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
-            self._layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels))
-        is_fused = part.ranks.size == 1 and FusedLayers.is_for(config, self._layers, kernels)
-        self._fused = FusedLayers(config, self._layers) if is_fused else None
+            self.layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels))
+        is_fused = part.ranks.size == 1 and FusedLayers.is_for(config, self.layers, kernels)
+        self._fused = FusedLayers(config, self.layers) if is_fused else None
         self._norm: Norm = NoNorm()
         if names.final_norm:
             self._norm = take_norm(config, weights, base + names.final_norm, hidden, kernels)
@@ -84,7 +86,7 @@ class Decoder:
             sum(tensor.nbytes for tensor in tensors)
             + sum(part.weight_bytes for part in parts if part is not None)
             + self._head.weight_bytes
-            + sum(layer.weights_bytes for layer in self._layers)
+            + sum(layer.weights_bytes for layer in self.layers)
         )
 
     @property
@@ -114,7 +116,7 @@ class Decoder:
         residual = self._embed(token_ids, positions)
         wanted = logits_rows if reader is None else torch.cat((reader.rows, logits_rows))
         step = positions, attention, caches
-        if self._fused is not None:
+        if self._fused is not None and not self.step_adapters.is_used:
             residual, update = self._fused(residual, *step, wanted)
         else:
             residual, update = self._run_layers(residual, *step, wanted, num_tokens)
@@ -139,7 +141,7 @@ class Decoder:
         attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
         step = StepTensors(num_tokens, positions, attention, residual, torch.empty_like(residual), attended)
         update = torch.zeros_like(residual)
-        for layer, (key_cache, value_cache) in zip(self._layers, caches, strict=True):
+        for layer, (key_cache, value_cache) in zip(self.layers, caches, strict=True):
             update = layer(update, key_cache, value_cache, step)
         return residual[wanted], update[wanted]
 

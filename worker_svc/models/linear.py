@@ -57,29 +57,21 @@ def take_linear(
             weights.ignore(f"{name}.bias")
         return found
     whole = [sum(sizes)] if len(names) == 1 else sizes
-    rows = _stored_rows(sizes, outputs, num_turns)
-
-    def in_order(x: torch.Tensor) -> torch.Tensor:
-        if num_turns == 1:
-            return x
-        turn_sizes = [size // num_turns for size in sizes]
-        turns = x.unflatten(0, (-1, sum(turn_sizes))).split(turn_sizes, dim=1)
-        return torch.cat([part.flatten(0, 1) for part in turns])
-
+    rows = stored_rows(sizes, outputs, num_turns)
     if is_transposed:
         (name,), (size,) = names, whole
         weight = weights.take_parts([f"{name}.weight"], [in_features], size, rows=[inputs], columns=rows).t()
     else:
         stored = [f"{name}.weight" for name in names]
         weight = weights.take_parts(stored, whole, in_features, rows=rows, columns=[inputs])
-    bias = in_order(weights.take_parts([f"{name}.bias" for name in names], whole, rows=rows)) if is_biased else None
-    weight = in_order(weight)
+    bias = weights.take_parts([f"{name}.bias" for name in names], whole, rows=rows) if is_biased else None
+    weight, bias = in_order(weight, sizes, num_turns), None if bias is None else in_order(bias, sizes, num_turns)
     if store is not None and not is_exact:
         return store.make(names[0], weight, bias)
     return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
 
 
-def _stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int) -> list[range]:
+def stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int) -> list[range]:
     """Where the wanted outputs are stored, of all parts one after the other; with turns these have whole ones of all
     parts."""
     if num_turns > 1:
@@ -89,6 +81,15 @@ def _stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int)
     return [
         range(start + part.start, start + part.stop) for start, part in zip(starts, outputs, strict=False) if len(part)
     ]
+
+
+def in_order(x: torch.Tensor, sizes: Sequence[int], num_turns: int) -> torch.Tensor:
+    """Outputs [n, ...] as they are stored, in so many turns of parts of these sizes, part after part."""
+    if num_turns == 1:
+        return x
+    turn_sizes = [size // num_turns for size in sizes]
+    turns = x.unflatten(0, (-1, sum(turn_sizes))).split(turn_sizes, dim=1)
+    return torch.cat([part.flatten(0, 1) for part in turns])
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:

@@ -81,6 +81,12 @@ class StepSession:
         """Tells the scheduler, answers what has been received, and ends the stream."""
         self._draining.set()
 
+    def tell_adapter(self, epoch: int, name: str, generation: int) -> None:
+        """An adapter has been loaded under the lease of this epoch."""
+        if epoch == self._lease.epoch:
+            loaded = worker_pb2.AdapterState(name=name, generation=generation)
+            self._say(notice=worker_pb2.Notice(adapter_loaded=loaded))
+
     def tell_wanted(self) -> None:
         """Another scheduler wants the lease; at most one message of it waits to be written for each heartbeat."""
         if self._outbox.qsize() <= MAX_UNWRITTEN:

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
+from worker_svc.adapters.errors import AdapterError
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.config import AUTO
 from worker_svc.errors import StartupError
@@ -30,6 +31,8 @@ OPEN_TIMEOUT_S = 5.0  # until the first message of a stream
 MAX_STREAMS = 16  # of `Execute`; one of them can hold the lease
 MAX_INITIALIZING = 16  # schedulers that wait for the model thread
 MAX_TOKENIZER_CALLS = 8
+MAX_LOADING = 64  # adapters, of which a few are read at a time
+_NO_ADAPTERS = "this worker takes no adapters: start it with --enable-lora"
 UNUSED_S = 2.0  # after which an ending worker assumes that no scheduler has requests to finish here
 TOKENIZER_TIMEOUT_S = 60.0  # as long as a scheduler waits for the files
 
@@ -48,6 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._settling: set[asyncio.Task[None]] = set()
         self._streams = CallLimit("open streams", MAX_STREAMS)
         self._initializing = CallLimit("calls of Initialize that wait", MAX_INITIALIZING)
+        self._loading = CallLimit("adapters that are read", MAX_LOADING)
         self._tokenizer_calls = CallLimit("calls of GetTokenizer", MAX_TOKENIZER_CALLS)
 
     # ---- Handshake --------------------------------------------------------------------------------------------------
@@ -77,9 +81,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             tokenizer_sha256=self._files.sha256,
             eos_token_ids=config.eos_token_ids,
             max_logprobs=config.vocab_size,
+            max_loras=0 if self._worker.adapters is None else self._worker.adapters.max_loras,
+            adapters=self._adapters(),
             kv_cache_dtype=self._cache_dtype(),
             quantization=config.quantization,
         )
+
+    def _adapters(self) -> list[worker_pb2.AdapterState]:
+        generations = {} if self._worker.adapters is None else self._worker.adapters.generations
+        return [worker_pb2.AdapterState(name=name, generation=number) for name, number in generations.items()]
 
     def _cache_dtype(self) -> str:
         asked = self._worker.config.kv_cache_dtype
@@ -128,14 +138,34 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.LoadAdapterResponse:
-        """Refuses with UNIMPLEMENTED: no model here computes adapters."""
-        await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
+        """Reads an adapter while steps run on, and returns when groups may use it. FAILED_PRECONDITION where it cannot
+        be loaded, with a line that says why; UNIMPLEMENTED without --enable-lora."""
+        adapters = self._worker.adapters
+        if adapters is None:
+            await refuse(context, grpc.StatusCode.UNIMPLEMENTED, _NO_ADAPTERS)
+        async with self._loading.admit(context):
+            try:
+                adapter = await asyncio.to_thread(adapters.read, request.path)
+                await asyncio.wrap_future(self._worker.load_adapter(request, adapter))
+            except AdapterError as error:
+                await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        log.info("adapter loaded", adapter=request.name, path=request.path, generation=request.generation)
+        if self._session is not None:
+            self._session.tell_adapter(request.epoch, request.name, request.generation)
+        return worker_pb2.LoadAdapterResponse()
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.UnloadAdapterResponse:
-        """Refuses with UNIMPLEMENTED: there are none."""
-        await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "this worker serves no adapters")
+        """FAILED_PRECONDITION for one that is in use, or not here."""
+        if self._worker.adapters is None:
+            await refuse(context, grpc.StatusCode.UNIMPLEMENTED, _NO_ADAPTERS)
+        try:
+            await asyncio.wrap_future(self._worker.unload_adapter(request))
+        except AdapterError as error:
+            await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        log.info("adapter unloaded", adapter=request.name)
+        return worker_pb2.UnloadAdapterResponse()
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Decides nothing and keeps nothing of a step but what `SequenceStates` records. U
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from worker_svc.host.graph_backend import GraphBackend
 from worker_svc.host.output_copies import OutputCopies, output_copies
 from worker_svc.host.uploads import upload
 from worker_svc.mirror.sequence_states import UNKNOWN, AppliedRows, SequenceStates
-from worker_svc.mirror.step_columns import BlockOperations
+from worker_svc.mirror.step_columns import BlockOperations, Ints
 from worker_svc.models import ModelConfig
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.logit_reader import LogitReader
@@ -31,6 +32,7 @@ from worker_svc.steps.launched_step import LaunchedStep
 from worker_svc.steps.step_timer import StepTimer
 
 if TYPE_CHECKING:
+    from worker_svc.adapters.adapter_set import AdapterSet
     from worker_svc.models.loader import Model
 
 
@@ -46,18 +48,20 @@ class ModelRunner:
         cache_dtype: torch.dtype | None = None,
         outputs: OutputCopies | None = None,
         graph_backend: Callable[[torch.device], GraphBackend] | None = None,
+        adapters: AdapterSet | None = None,
     ) -> None:
         """
         Args:
             cache_dtype: of keys and values; None: that of the model.
             outputs: how they come to the host; None: as the device has it.
             graph_backend: makes what captures decode steps; None: nothing does.
+            adapters: what rows may use beside the model; None: there are none.
         """
         self.config = config
         self.block_size = block_size
         self.device = torch.device(device)
         self._cache_dtype = cache_dtype or config.dtype
-        self._model = model
+        self._model, self.adapters = model, adapters
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._graphs: DecodeGraphs | None = None  # over the cache
@@ -162,7 +166,8 @@ class ModelRunner:
         marks = DeviceMarks(self.device) if self.device.type == "cuda" else None
         timer.end_phase("prepare_ns")
         _mark(marks)
-        logits = self._forward(arrays, None if of_prompts is None else of_prompts.reader(self.device))
+        reader = None if of_prompts is None else of_prompts.reader(self.device)
+        logits = self._forward(arrays, reader, states.adapter_numbers[rows.slots].repeat(rows.query_lens))
         _mark(marks)
         timer.end_phase("forward_ns")
         drawn = self._draw(logits, states, rows) if rows.sample_rows.size else None
@@ -189,13 +194,16 @@ class ModelRunner:
         adjusted = self._adjustments.apply(logits, states, slots, keeps_logits=keeps_logits)
         return draw_rows(adjusted, sampling, rows, raw_logits=logits)
 
-    def _forward(self, arrays: InputArrays, reader: LogitReader | None) -> torch.Tensor:
-        if self._graphs is not None and reader is None and self._graphs.suits(arrays):
+    def _forward(self, arrays: InputArrays, reader: LogitReader | None, adapters: Ints) -> torch.Tensor:
+        """`adapters` [T]: the number of each token's adapter; -1: none. Graphs have none."""
+        is_adapted = self.adapters is not None and bool((adapters >= 0).any())
+        if self._graphs is not None and reader is None and not is_adapted and self._graphs.suits(arrays):
             return self._graphs.run(arrays)
         batch = arrays.to_device(self.device, self._last_tokens)
-        return self._model.forward(
-            batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader
-        )
+        with self.adapters.step(adapters) if self.adapters and is_adapted else nullcontext():
+            return self._model.forward(
+                batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader
+            )
 
 
 def _mark(marks: DeviceMarks | None) -> None:

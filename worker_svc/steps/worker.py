@@ -18,11 +18,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 
 from octavo.shared.terminal_row import TerminalRow
 from protos import ranks_pb2, worker_pb2
+from worker_svc.adapters.adapter_folder import Adapter
+from worker_svc.adapters.adapter_set import AdapterSet
+from worker_svc.adapters.errors import AdapterError
 from worker_svc.cache.cache_engine import STAGING_BYTES
 from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.cache.cached_blocks import CachedBlocks
@@ -141,6 +145,8 @@ class Worker:
             self._touching = None
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
+        adapters = runner.adapters
+        adapter_bytes = adapters.most_bytes if adapters is not None and self._memory.is_host else 0
         staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
         sizes = self._least(
             partial(
@@ -149,7 +155,7 @@ class Worker:
                 limits,
                 runner.block_bytes,
                 self._memory.available_bytes(),
-                self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes,
+                self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes + adapter_bytes,
                 None if self._memory.is_host else available_bytes(),
             )
         )
@@ -240,6 +246,8 @@ class Worker:
         assert self._sizes is not None, "a lease before Initialize"
         self._tell(begin_lease=ranks_pb2.BeginLease())
         self._settle()
+        if self._runner.adapters is not None:
+            self._runner.adapters.clear()
         cached_blocks = self._cached_blocks.told(None if self._pipeline is None else self._pipeline.states)
         states = SequenceStates(
             self._sizes.max_num_seqs,
@@ -259,6 +267,57 @@ class Worker:
             is_device_lost if self._group is None else _is_fatal_to_a_group,
         )
         return worker_pb2.LeaseGranted(cached_blocks=cached_blocks, request_ids=self._requests.all())
+
+    # ---- Adapters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> AdapterSet | None:
+        """What requests may use beside the model; None: this worker takes none."""
+        return self._runner.adapters
+
+    def load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter) -> Future[None]:
+        """Groups of later steps may use it. The future may hold an AdapterError."""
+        return self.thread.call(lambda: self._load_adapter(request, adapter))
+
+    def _load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter | None) -> None:
+        """None: it has yet to be read, by a rank that does not serve."""
+        assert self._runner.adapters is not None and self._pipeline is not None
+        self._check_epoch(request.epoch)
+        self._tell(load_adapter=request)
+        error = ""
+        try:
+            adapter = adapter or self._runner.adapters.read(request.path)
+        except AdapterError as own:
+            error = str(own)
+        if self._group is not None:
+            for rank, answer in enumerate(self._group.exchange(ranks_pb2.RankAdapter(error=error))):
+                if answer.error:
+                    raise AdapterError(f"rank {rank}: {answer.error}")
+        assert adapter is not None
+        self._runner.adapters.load(request.name, request.generation, adapter)
+        self._pipeline.states.loaded_adapters = self._runner.adapters.names
+
+    def unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> Future[None]:
+        """Nobody uses it any more. The future may hold an AdapterError."""
+        return self.thread.call(lambda: self._unload_adapter(request))
+
+    def _unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> None:
+        assert self._runner.adapters is not None and self._pipeline is not None
+        self._check_epoch(request.epoch)
+        self._tell(unload_adapter=request)
+        states = self._pipeline.states
+        number = self._runner.adapters.names.get(request.name, -1)
+        if number >= 0 and (using := np.flatnonzero(states.adapter_numbers == number)).size:
+            raise AdapterError(f"adapter {request.name!r} is used by {using.size} sequences")
+        self._pipeline.settle()  # a step on its way may read it
+        self._runner.adapters.unload(request.name)
+        states.loaded_adapters = self._runner.adapters.names
+
+    def _check_epoch(self, epoch: int) -> None:
+        if self._group is not None and not self._group.is_first:
+            return  # rank 0 has looked
+        if epoch != self._epoch:
+            raise AdapterError(f"epoch {epoch} is not that of the lease, {self._epoch or 'there is none'}")
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
 
@@ -306,6 +365,12 @@ class Worker:
                 assert self._pipeline is not None, "a step before a lease"
                 self._num_submitted += 1
                 self._pipeline.take(command.step, StepTimer(time.perf_counter_ns()), lambda result: None)
+            case "load_adapter":
+                with contextlib.suppress(AdapterError):  # likewise
+                    self._load_adapter(command.load_adapter, None)
+            case "unload_adapter":
+                with contextlib.suppress(AdapterError):
+                    self._unload_adapter(command.unload_adapter)
             case kind:
                 raise ProtocolError(f"rank 0 tells of {kind}, which this rank does not know")
 

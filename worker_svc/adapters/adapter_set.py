@@ -1,0 +1,179 @@
+"""The adapters that a model has loaded, by name, and where each is.
+
+    on a CPU     every adapter is with the products, under its number
+    on a GPU     every adapter is in host memory; the products have as many slots as a step may have adapters, and a
+                 step that needs one puts it into the slot that was used longest ago
+
+Belongs to the model thread, but for `read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+
+from worker_svc.adapters.adapted_linear import AdaptedLinear, PackedAdaptedLinear, SlottedAdaptedLinear
+from worker_svc.adapters.adapter_folder import Adapter, read_adapter
+from worker_svc.adapters.errors import AdapterError
+from worker_svc.adapters.sites import ATTENTION_OUT, MLP_IN, MLP_OUT, QKV, Site, sites_of
+from worker_svc.errors import ProtocolError
+from worker_svc.models.decoder import Decoder
+from worker_svc.models.linear import Linear
+from worker_svc.models.mlp import Mlp
+from worker_svc.models.parts import ModelPart
+from worker_svc.models.summed import Summed
+
+log = structlog.get_logger()
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Loaded:
+    number: int
+    generation: int
+    adapter: Adapter
+
+
+class AdapterSet:
+    """Of one decoder, whose products it adapts at construction."""
+
+    def __init__(self, decoder: Decoder, part: ModelPart, max_loras: int, max_rank: int, max_loaded: int) -> None:
+        """At most `max_loras` different ones in a step, `max_loaded` at a time, of ranks up to `max_rank`."""
+        self._decoder, self._max_rank, self._max_loras, self._max_loaded = decoder, max_rank, max_loras, max_loaded
+        self._sites = list(sites_of(part))
+        self._is_host = decoder.device.type == "cpu"
+        self._loaded: dict[str, _Loaded] = {}
+        self._slots: dict[int, int] = {}  # on a GPU, slot by number, the one used longest ago first
+        self._products = {(site.layer, site.kind): _adapt(decoder, site, max_loras, max_rank) for site in self._sites}
+        self._model_name = part.whole.model_name
+
+    @property
+    def max_loras(self) -> int:
+        """Most different adapters in a step."""
+        return self._max_loras
+
+    @property
+    def names(self) -> dict[str, int]:
+        """Numbers of the loaded ones by name."""
+        return {name: loaded.number for name, loaded in self._loaded.items()}
+
+    @property
+    def generations(self) -> dict[str, int]:
+        """Of the loaded ones by name."""
+        return {name: loaded.generation for name, loaded in self._loaded.items()}
+
+    @property
+    def most_bytes(self) -> int:
+        """Of host memory, for as many adapters as a step has, at the largest rank."""
+        of_one = sum(self._max_rank * (len(site.inputs) * len(site.modules) + site.size) for site in self._sites)
+        return 4 * of_one * self._max_loras * (2 if self._is_host else 1)  # as read, and packed
+
+    def read(self, path: str) -> Adapter:
+        """An adapter from its folder; on any thread. Raises AdapterError."""
+        adapter = read_adapter(Path(path).expanduser(), self._sites, self._max_rank)
+        base = adapter.base.rstrip("/").rpartition("/")[2]
+        if base and base.lower() != self._model_name.rpartition("/")[2].lower():
+            log.warning("adapter of another base", adapter=path, base=adapter.base, model=self._model_name)
+        return adapter if self._is_host else adapter.pinned()
+
+    def load(self, name: str, generation: int, adapter: Adapter) -> None:
+        """Rows may use it from now on. Raises AdapterError."""
+        if (loaded := self._loaded.get(name)) is not None:
+            if loaded.generation == generation:
+                return
+            raise AdapterError(f"adapter {name!r} is loaded as generation {loaded.generation}; unload it first")
+        if len(self._loaded) >= self._max_loaded:
+            raise AdapterError(f"{self._max_loaded} adapters are loaded, as many as --max-cpu-loras allows")
+        taken = {each.number for each in self._loaded.values()}
+        number = next(number for number in range(self._max_loaded) if number not in taken)
+        self._loaded[name] = _Loaded(number, generation, adapter)
+        if self._is_host:
+            self._put(number, adapter)
+
+    def unload(self, name: str) -> None:
+        """Nothing may use it any more. Raises AdapterError."""
+        if name not in self._loaded:
+            raise AdapterError(f"adapter {name!r} is not loaded; loaded: {', '.join(self._loaded) or 'none'}")
+        loaded = self._loaded.pop(name)
+        if self._is_host:
+            self._put(loaded.number, None)
+        self._slots.pop(loaded.number, None)
+
+    def clear(self) -> None:
+        """Unloads all."""
+        for name in list(self._loaded):
+            self.unload(name)
+
+    @contextmanager
+    def step(self, numbers: Ints) -> Iterator[None]:
+        """For a pass whose rows have the adapters of these numbers [T]; -1: none. Raises ProtocolError for too many."""
+        present = [number for number in np.unique(numbers).tolist() if number >= 0]
+        if len(present) > self._max_loras:
+            raise ProtocolError(f"step with {len(present)} adapters, more than {self._max_loras}")
+        if not self._is_host:
+            self._use_slots(present)
+            slots = np.full(self._max_loaded + 1, -1)  # the last one is that of -1
+            slots[list(self._slots)] = list(self._slots.values())
+            numbers = slots[numbers]
+        with self._decoder.step_adapters.step(torch.from_numpy(np.ascontiguousarray(numbers))):
+            yield
+
+    def _use_slots(self, present: list[int]) -> None:
+        """Has these in slots, and marks them as used last."""
+        adapters = {loaded.number: loaded.adapter for loaded in self._loaded.values()}
+        for number in present:
+            if number in self._slots:
+                self._slots[number] = self._slots.pop(number)
+        for number in present:
+            if number not in self._slots:
+                free = set(range(self._max_loras)) - set(self._slots.values())
+                if not free:
+                    longest_ago = next(other for other in self._slots if other not in present)
+                    free = {self._slots.pop(longest_ago)}
+                slot = min(free)
+                self._put(slot, adapters[number])
+                self._slots[number] = slot
+
+    def _put(self, number: int, adapter: Adapter | None) -> None:
+        for place, product in self._products.items():
+            product.put(number, () if adapter is None else adapter.parts.get(place, ()))
+
+
+def _adapt(decoder: Decoder, site: Site, num_slots: int, max_rank: int) -> AdaptedLinear:
+    """Puts an adapted product in the place of the one at this site."""
+    layer, step = decoder.layers[site.layer], decoder.step_adapters
+
+    def adapted(base: Linear) -> AdaptedLinear:
+        if decoder.device.type == "cpu":
+            return PackedAdaptedLinear(base, step)
+        like = torch.empty(0, dtype=decoder.config.dtype, device=decoder.device)
+        return SlottedAdaptedLinear(base, step, site, num_slots, max_rank, like)
+
+    def within(product: Linear) -> tuple[Linear, AdaptedLinear]:
+        """Below the sum over ranks, where there is one."""
+        if isinstance(product, Summed):
+            product.layer = adapted(product.layer)
+            return product, product.layer
+        of_all = adapted(product)
+        return of_all, of_all
+
+    if site.kind == QKV:
+        layer.qkv, found = within(layer.qkv)
+    elif site.kind == ATTENTION_OUT:
+        layer.attention_out, found = within(layer.attention_out)
+    else:
+        assert isinstance(layer.mlp, Mlp)
+        if site.kind == MLP_IN:
+            layer.mlp.inner, found = within(layer.mlp.inner)
+        else:
+            assert site.kind == MLP_OUT
+            layer.mlp.outer, found = within(layer.mlp.outer)
+    return found

@@ -1,0 +1,102 @@
+"""An adapter's `adapter_config.json` as PEFT writes it: ranks and scales, and a refusal by name of all other kinds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker_svc.adapters.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+
+# What changes the result and is not computed, unless it has one of these values.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": ([],),
+    "target_parameters": ([],),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    "use_qalora": (False,),
+    "use_bdlora": (False,),
+    "arrow_config": (),
+    "trainable_token_indices": ([], {}),
+    "corda_config": (),
+    "eva_config": (),
+    "megatron_config": (),
+    # Others start from another base than the checkpoint's; gaussian and orthogonal ones from zero.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """A low-rank adapter's numbers (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool  # rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+    base: str  # name of the model that it was trained for
+
+    @classmethod
+    def read(cls, folder: Path) -> PeftConfig:
+        """Raises AdapterError."""
+        path = folder / CONFIG_FILE
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise AdapterError(f"{folder} has no {CONFIG_FILE}") from None
+        except (OSError, ValueError) as error:
+            raise AdapterError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+        if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
+            kind = raw.get("peft_type") if isinstance(raw, dict) else raw
+            raise AdapterError(f"{path}: peft_type {kind!r} is not supported, only 'LORA'")
+        for key, harmless in _REFUSED.items():
+            if (value := raw.get(key)) is not None and value not in harmless:
+                raise AdapterError(f"{path}: {key} {value!r} is not supported: merge this adapter into its model")
+        try:
+            return cls(
+                rank=_rank(raw["r"]),
+                alpha=float(raw["lora_alpha"]),
+                is_rank_stabilized=bool(raw.get("use_rslora", False)),
+                rank_pattern={str(key): _rank(value) for key, value in (raw.get("rank_pattern") or {}).items()},
+                alpha_pattern={str(key): float(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+                base=str(raw.get("base_model_name_or_path") or ""),
+            )
+        except KeyError as error:
+            raise AdapterError(f"{path} has no {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise AdapterError(f"{path}: {error}") from None
+
+    def rank_of(self, module: str) -> int:
+        """Of one module, by its name in the model."""
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What B A x is multiplied by."""
+        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def _rank(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"rank {value!r} is no number from 1 on")
+    return value
+
+
+def _matching(patterns: dict[str, Any], module: str, default: float) -> float:
+    """The first pattern that the end of the dotted name matches decides."""
+    for pattern, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+        except re.error:
+            raise AdapterError(f"{pattern!r} in rank_pattern or alpha_pattern is no regular expression") from None
+    return default
