@@ -129,6 +129,10 @@ def test_numbers_of_any_type_are_converted_piece_by_piece(
         out = torch.full(stored.shape, torch.nan, dtype=wanted)
         stored.read_into(out, range(1031), range(60))
         assert torch.equal(out, written.to(wanted))
+        some = torch.full((902, 20), torch.nan, dtype=wanted)
+        stored.read_into(some, [range(1), range(130, 1031)], [range(7, 15), range(48, 60)])
+        expected = torch.cat([written[:1], written[130:]])
+        assert torch.equal(some, torch.cat([expected[:, 7:15], expected[:, 48:]], dim=1).to(wanted))
 
 
 def test_a_checkpoint_is_closed_when_it_is_loaded(folder: Path) -> None:

@@ -77,13 +77,15 @@ class FileTensor:
 
     def _read_columns(self, out: torch.Tensor, rows: range, columns: range) -> None:
         """Row by row, of a tensor [rows, columns]."""
-        row_size = self.shape[1]
-        most = max(_PIECE_BYTES // (self.dtype.itemsize * max(len(columns), 1)), 1)
+        row_bytes, num_bytes = self.shape[1] * self.dtype.itemsize, len(columns) * self.dtype.itemsize
+        most = max(_PIECE_BYTES // max(num_bytes, 1), 1)
         piece = torch.empty(min(most, len(rows)), len(columns), dtype=self.dtype)
+        data = piece.view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(rows), most):
             part = piece[: len(rows) - start]
-            for index, row in enumerate(part):
-                self._read(row, (rows.start + start + index) * row_size + columns.start)
+            offset = self._offset + (rows.start + start) * row_bytes + columns.start * self.dtype.itemsize
+            for index in range(len(part)):
+                self._file.read_into(data[index * num_bytes : (index + 1) * num_bytes], offset + index * row_bytes)
             out[start : start + len(part)].copy_(part)
 
     def _read(self, out: torch.Tensor, start: int) -> None:
