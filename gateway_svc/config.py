@@ -45,6 +45,11 @@ class GatewayConfig:
     allow_origin: tuple[str, ...] = option(
         (), "a web page's origin that may call from a browser, * for all; repeatable", group=REQUESTS, metavar="ORIGIN"
     )
+    lora_updates: bool = option(
+        False,
+        "let clients load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter",
+        group=REQUESTS,
+    )
     drain_timeout: float = option(20.0, "seconds that requests get to finish after SIGTERM", group=REQUESTS)
 
     page: bool = option(True, "a playground for browsers, at /", group=PAGE)

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "complete a text, streamed to the terminal",
     "chat": "talk with the model",
     "model": "fetch, list, show or remove models",
+    "adapter": "load, list or unload low-rank adapters of a server",
     "top": "watch a server: models, workers, queues and blocks",
     "completion": "let a shell complete commands and options with Tab",
     "health": "ask a server whether it is ready, by exit code",

@@ -39,6 +39,13 @@ class SchedulerConfig:
         metavar="NAME",
     )
 
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "NAME=PATH of an adapter that workers load as they join, PATH as they see it; repeatable",
+        group=COMMON,
+        metavar="NAME=PATH",
+    )
+
     scheduling_policy: str = option(
         "fcfs", "order in which waiting requests are served", group=SCHEDULING, choices=tuple(POLICIES)
     )
@@ -155,6 +162,7 @@ class SchedulerConfig:
         check_metadata_field(self.tenant_metadata)
         self.weights()  # raises for what is none
         self.model_names()  # likewise
+        self.adapters()  # likewise
         if self.scheduler_delay_factor < 0:
             raise ValueError(f"scheduler_delay_factor is {self.scheduler_delay_factor}, at least 0 is accepted")
         if not self.worker_wait_timeout >= 0:
@@ -232,6 +240,18 @@ class SchedulerConfig:
     def model_names(self) -> ModelNames:
         """Of `served_model_name`. Raises ValueError."""
         return ModelNames.parse(self.served_model_name)
+
+    def adapters(self) -> dict[str, str]:
+        """Of `lora_modules`, paths by name. Raises ValueError."""
+        paths: dict[str, str] = {}
+        for entry in self.lora_modules:
+            name, _, path = entry.partition("=")
+            if not name or not path:
+                raise ValueError(f"lora_modules has {entry!r}; NAME=PATH is accepted")
+            if name in paths:
+                raise ValueError(f"lora_modules has {name!r} twice")
+            paths[name] = path
+        return paths
 
     def weights(self) -> dict[str, float]:
         """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""

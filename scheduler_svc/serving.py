@@ -58,6 +58,7 @@ class Serving:
                 max_waiting_tokens=config.max_waiting_tokens,
                 worker_wait_timeout_s=config.worker_wait_timeout,
                 max_worker_losses=config.max_worker_losses,
+                adapters=config.adapters(),
             ),
             self.outputs,
             self.vital,

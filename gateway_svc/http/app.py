@@ -44,6 +44,7 @@ _ASKING = {
     "/detokenize": ("POST", asking.detokenize),
     "/version": ("GET", asking.version),
 }
+_UPDATING = {"/v1/load_lora_adapter": asking.load_adapter, "/v1/unload_lora_adapter": asking.unload_adapter}
 
 
 def new_app(service: Service, config: GatewayConfig) -> Starlette:
@@ -65,6 +66,9 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
             routes.append(
                 Route(WITHHOLD, AskingEndpoint(WITHHOLD, service, withholding(is_local=local)), methods=["POST"])
             )
+    if config.lora_updates:
+        for path, ask in _UPDATING.items():
+            routes.append(Route(path, AskingEndpoint(path, service, ask), methods=["POST"]))
     middleware = []
     if config.allow_origin:
         allowed = ["authorization", "content-type", "x-request-id"]

@@ -62,7 +62,11 @@ async def list_models(service: Service, request: Request, body: Any, metadata: M
     for state in states:
         if state.name not in found or state.is_current:
             found[state.name] = state
-    return {"object": "list", "data": [_model(state) for state in found.values()]}
+    data = [_model(state) for state in found.values()]
+    for base in [state for state in states if state.is_default]:
+        adapters = await service.schedulers.list_adapters(metadata)
+        data += [_adapter(name, base) for name in adapters if name not in found]
+    return {"object": "list", "data": data}
 
 
 async def get_model(service: Service, request: Request, body: Any, metadata: Metadata) -> Mapping[str, Any]:
@@ -90,9 +94,33 @@ def _model(state: pb.ModelState) -> dict[str, Any]:
     }
 
 
+def _adapter(name: str, base: pb.ModelState) -> dict[str, Any]:
+    return _model(base) | {"id": name, "root": name, "parent": base.name}
+
+
+async def load_adapter(service: Service, request: Request, body: Any, metadata: Metadata) -> Mapping[str, Any]:
+    """Into all workers that take adapters, from a path as they see it."""
+    fields = Fields(body)
+    name, path = fields.text("lora_name"), fields.text("lora_path")
+    fields.finish()
+    await service.schedulers.load_adapter(name or "", path or "", metadata)
+    return {"status": "loaded", "lora_name": name}
+
+
+async def unload_adapter(service: Service, request: Request, body: Any, metadata: Metadata) -> Mapping[str, Any]:
+    """Answers when no request uses it any more."""
+    fields = Fields(body)
+    name = fields.text("lora_name")
+    fields.take("lora_int_id")  # of clients that number their adapters
+    fields.finish()
+    await service.schedulers.unload_adapter(name or "", metadata)
+    return {"status": "unloaded", "lora_name": name}
+
+
 async def tokenize(service: Service, request: Request, body: Any, metadata: Metadata) -> Mapping[str, Any]:
     """Ids of a text's tokens, or of a conversation's."""
     asked = read_tokenize(Fields(body))
+    await service.schedulers.find_adapter(asked.request, metadata)
     answer = await service.schedulers.tokenize(asked.request, metadata)
     return {
         "count": len(answer.token_ids),

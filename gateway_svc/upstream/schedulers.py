@@ -5,7 +5,7 @@ A scheduler that goes away is a pause: `octavo.client` holds what has come and g
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ class Schedulers:
         self._passed = frozenset(name.encode("ascii") for name in pass_headers)
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
+        self._model_names: set[str] = set()  # as they were last asked for
 
     def metadata(self, headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
         """Of a call with these headers, as ASGI has them. What is no text of ASCII stays behind: gRPC takes none."""
@@ -45,14 +46,44 @@ class Schedulers:
     async def generate(
         self, request: pb.GenerateRequest, metadata: Metadata
     ) -> AsyncGenerator[AsyncGenerator[pb.GenerateResponse, None], None]:
-        """The messages of `octavo.AsyncClient.stream`; leaving it ends the request."""
+        """The messages of `octavo.AsyncClient.stream`; leaving it ends the request.
+
+        A `model` that is an adapter's name asks for that adapter, and is the model that the answer names.
+        """
+        named = request.model
+        await self.find_adapter(request, metadata)
         place = self._place()
         self._num_streams[place] += 1
         try:
             async with aclosing(self._clients[place].stream(request, metadata=metadata)) as messages:
-                yield messages
+                yield messages if request.model == named else _of_model(messages, named)
         finally:
             self._num_streams[place] -= 1
+
+    async def find_adapter(self, request: pb.GenerateRequest | pb.TokenizeRequest, metadata: Metadata) -> None:
+        """Makes a request whose model is an adapter's name one of the adapter. Names of models are remembered; for any
+        other the scheduler is asked. Raises RequestFailed."""
+        name = request.model
+        if not name or name in self._model_names:
+            return
+        self._model_names = {model.name for model in (await self.list_models(metadata)).models}
+        if name not in self._model_names and name in await self.list_adapters(metadata):
+            request.model = ""
+            if isinstance(request, pb.GenerateRequest):
+                request.adapter = name
+
+    async def list_adapters(self, metadata: Metadata) -> list[str]:
+        """Names of those that are loaded. Raises RequestFailed."""
+        info: pb.ModelInfo = await self._call("GetModelInfo", pb.GetModelInfoRequest(), metadata)
+        return list(info.adapters)
+
+    async def load_adapter(self, name: str, path: str, metadata: Metadata) -> None:
+        """Into all workers that take adapters. Raises RequestFailed."""
+        await self._call("LoadAdapter", pb.ControlLoadAdapterRequest(name=name, path=path), metadata, of_control=True)
+
+    async def unload_adapter(self, name: str, metadata: Metadata) -> None:
+        """Returns when nothing uses it any more. Raises RequestFailed."""
+        await self._call("UnloadAdapter", pb.ControlUnloadAdapterRequest(name=name), metadata, of_control=True)
 
     async def list_models(self, metadata: Metadata) -> pb.ListModelsResponse:
         """Raises RequestFailed, like the next two."""
@@ -111,3 +142,13 @@ class Schedulers:
         )
         self._num_streams.append(0)
         return len(self._clients) - 1
+
+
+async def _of_model(
+    messages: AsyncIterable[pb.GenerateResponse], name: str
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """The same messages; the first one names this model."""
+    async for response in messages:
+        if response.HasField("admission"):
+            response.model = name
+        yield response

@@ -42,9 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             system = [{"role": "system", "content": arguments.system}] if arguments.system else []
             messages = [*system, {"role": "user", "content": question}]
-            return print_json(client.complete(None, params, messages=messages, model=arguments.model))
+            named = {"model": arguments.model, "adapter": arguments.adapter}
+            return print_json(client.complete(None, params, messages=messages, **named))
         if question is not None:
-            _ask(Conversation(client, params, arguments.system, model=arguments.model), question, arguments.stats)
+            named = {"model": arguments.model, "adapter": arguments.adapter}
+            _ask(Conversation(client, params, arguments.system, **named), question, arguments.stats)
         else:
             _converse(client, params, arguments)
     return 0
@@ -63,7 +65,8 @@ def _converse(client: Client, params: SamplingParams, arguments: argparse.Namesp
     from octavo.commands.line_reader import LineReader
 
     info = client.model_info(arguments.model)
-    conversation = Conversation(client, params, arguments.system, info.max_model_len, arguments.model)
+    lengths_and_names = info.max_model_len, arguments.model, arguments.adapter
+    conversation = Conversation(client, params, arguments.system, *lengths_and_names)
     commands = ChatCommands(conversation, client, with_figures=arguments.stats)
     print(f"{info.model} at {arguments.address}. /help says more, /bye leaves.", file=sys.stderr)
     with LineReader(commands.names, keeps_history=not arguments.no_history) as reader:

@@ -24,12 +24,18 @@ class Conversation:
     """
 
     def __init__(
-        self, client: Client, params: SamplingParams, system: str | None, max_model_len: int = 0, model: str = ""
+        self,
+        client: Client,
+        params: SamplingParams,
+        system: str | None,
+        max_model_len: int = 0,
+        model: str = "",
+        adapter: str = "",
     ) -> None:
         self._client = client
         self.params = params
         self.system = system or ""
-        self.max_model_len, self.model = max_model_len, model
+        self.max_model_len, self.model, self._adapter = max_model_len, model, adapter
         self._turns: list[list[Message]] = []  # question and answer, the oldest first
 
     def ask(self, question: str) -> Answer:
@@ -37,7 +43,10 @@ class Conversation:
         asked = {"role": "user", "content": question}
         self._make_room(asked)
         answer = Answer()
-        stream = self._client.generate(messages=self._messages(asked), sampling_params=self.params, model=self.model)
+        messages, params = self._messages(asked), self.params
+        stream = self._client.generate(
+            messages=messages, sampling_params=params, model=self.model, adapter=self._adapter
+        )
         try:
             answer.show(stream)
         finally:

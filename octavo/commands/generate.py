@@ -34,7 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments.prompt)
     if not prompt:
         raise OptionError("a prompt is wanted, as an argument or through a pipe")
-    options = {"model": arguments.model, "priority": arguments.priority, "cache_salt": arguments.cache_salt}
+    options = {
+        "model": arguments.model,
+        "adapter": arguments.adapter,
+        "priority": arguments.priority,
+        "cache_salt": arguments.cache_salt,
+    }
     if arguments.chat:
         options["messages"] = [{"role": "user", "content": prompt}]
         prompt = None

@@ -24,12 +24,15 @@ _NUMBERS = (
 
 
 def add_model(group: argparse._ActionsContainer) -> None:
-    """The model to use; empty: the server's default."""
+    """The model to use, and the adapter; empty: the server's default, and none."""
     group.add_argument(
         "--model",
         default="",
         metavar="NAME",
         help="which model, where the server has several (`octavo model list --address ...` lists them)",
+    )
+    group.add_argument(
+        "--adapter", default="", metavar="NAME", help="with this adapter (`octavo adapter list` lists them)"
     )
 
 

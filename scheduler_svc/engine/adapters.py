@@ -1,6 +1,7 @@
 """The adapters of this scheduler: which there are, which worker has which, and which requests still use them.
 
-    LOADING     the workers that take adapters were told; nobody may use it before all of them have it
+    LOADING     the workers that take adapters were told; nobody may use it before all of them have it. A configured one
+                begins so, and waits for the first worker that can load it
     LOADED      requests may name it; a worker that joins is told, and gets groups that use it once it has answered
     UNLOADING   no new request may name it. Those taken before are served to their end, on a new worker if theirs is
                 lost; then each worker unloads it, after the answer to the step that released the last of its slots
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import structlog
 
@@ -54,6 +56,7 @@ class Adapter:
     name: str
     path: str
     generation: int
+    is_configured: bool = False  # by an option: every worker is to have it, whether any is here now
     phase: Phase = Phase.LOADING
     users: set[SequenceGroup] = field(default_factory=set)  # taken and not ended
     asked: set[WorkerHandle] = field(default_factory=set)  # have yet to answer
@@ -70,6 +73,7 @@ class Adapters:
     Args:
         wake: a worker has something to be told, where no other work makes a step.
         loaded: groups of an adapter that a worker has from now on may go there.
+        configured: paths by name of adapters that every worker loads as it joins.
     """
 
     def __init__(
@@ -77,13 +81,17 @@ class Adapters:
         later: Callable[[Callable[[], None]], None],
         wake: Callable[[WorkerHandle], None] = lambda worker: None,
         loaded: Callable[[WorkerHandle], None] = lambda worker: None,
+        configured: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._later = later
         self._wake = wake
         self._loaded = loaded
         self._workers: list[WorkerHandle] = []  # that take adapters
-        self._by_name: dict[str, Adapter] = {}
-        self._num_loaded = 0  # ever
+        self._by_name = {
+            name: Adapter(name, path, generation, is_configured=True)
+            for generation, (name, path) in enumerate(configured.items(), 1)
+        }
+        self._num_loaded = len(configured)  # ever
         self._lock = threading.Lock()  # over names, phases and users, which any thread looks at
         self._is_supported = False  # a worker that takes adapters has been here
 
@@ -100,7 +108,7 @@ class Adapters:
             return {name: self._by_name[name].generation for name in self._names()}
 
     def use(self, group: SequenceGroup) -> None:
-        """A request is being taken; `release` has to follow. Raises Unsupported, UnknownName."""
+        """A request is being taken; `release` has to follow. Raises Unsupported, UnknownName, NotReady."""
         if not group.adapter:
             return
         with self._lock:
@@ -249,6 +257,9 @@ class Adapters:
             self._unload_where_released(adapter)
         if adapter.asked or (adapter.phase is Phase.UNLOADING and (adapter.users or self._is_anywhere(adapter))):
             return
+        if adapter.is_configured and adapter.phase is Phase.LOADING:
+            self._advance_configured(adapter)
+            return
         problems, adapter.problems = adapter.problems, []
         refusal: RequestRefused | None = None
         if problems:
@@ -268,6 +279,18 @@ class Adapters:
                 caller.set_result(adapter.generation)
         if adapter.phase is Phase.UNLOADING and adapter.name in self._by_name:
             self._advance(adapter)  # what some workers have loaded, and others could not
+
+    def _advance_configured(self, adapter: Adapter) -> None:
+        """Workers that could not load it are left without; the log has said why. None has it: the next one may."""
+        problems, adapter.problems = adapter.problems, []
+        if self._is_anywhere(adapter):
+            self._pass_to(Phase.LOADED, adapter)
+        callers, adapter.callers = adapter.callers, []
+        for caller in callers:
+            if adapter.phase is Phase.LOADED:
+                caller.set_result(adapter.generation)
+            else:
+                caller.set_exception(WorkerFailed(f"adapter {adapter.name!r}: {'; '.join(problems)}"))
 
     def _unload_where_released(self, adapter: Adapter) -> None:
         for worker in self._workers:
@@ -295,10 +318,12 @@ class Adapters:
     def _names(self) -> list[str]:
         return sorted(name for name, adapter in self._by_name.items() if adapter.phase is Phase.LOADED)
 
-    def _unknown(self, name: str) -> Unsupported | UnknownName:
+    def _unknown(self, name: str) -> RequestRefused:
+        adapter = self._by_name.get(name)
+        if adapter is not None and adapter.is_configured and adapter.phase is Phase.LOADING:
+            return NotReady(f"adapter {name!r} is being loaded; try again")
         if not self._is_supported:
             return _unsupported()
-        adapter = self._by_name.get(name)
         state = "is not here" if adapter is None else f"is {adapter.phase.value}"
         names = ", ".join(map(repr, self._names())) or "none"
         return UnknownName(f"adapter {name!r} {state}; loaded: {names}")

@@ -92,7 +92,7 @@ class Engine:
         self._has_stopped = False
         self.on_wanted: Callable[[WorkerHandle], None] = lambda worker: None
         joined, router, metrics = self._joined, self.router, self.metrics
-        adapters = self._adapters = Adapters(self._inbox.put, joined.wake, self._on_adapter_loaded)
+        adapters = self._adapters = Adapters(self._inbox.put, joined.wake, self._on_adapter_loaded, settings.adapters)
         self.admitted_before = AdmittedBefore()
         bounds = settings.max_waiting_requests, settings.max_waiting_tokens
         live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds)

@@ -22,3 +22,4 @@ class EngineSettings:
     max_waiting_tokens: int = 4_194_304
     worker_wait_timeout_s: float = 120.0
     max_worker_losses: int = 3
+    adapters: Mapping[str, str] = field(default_factory=dict)  # paths by name, of those that every worker is to load

@@ -7,7 +7,7 @@ cache block that was computed with another adapter or generation, and to unload 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import grpc
@@ -145,3 +145,29 @@ async def test_a_worker_that_joins_later_has_the_adapters_and_takes_over_their_r
                 output = await call
                 assert output.outputs[0].token_ids == hashed_after("x|", 60)
                 assert output.metrics.times_moved == 1 and second.adapters == {"a": 1}
+
+
+async def test_configured_adapters_are_there_with_the_first_worker_and_with_every_later_one() -> None:
+    flags = ["--lora-modules=pirate=/adapters/pirate", "--lora-modules=poet=/adapters/poet"]
+    first, port = FakeWorker(max_loras=1), free_port()
+    with first, scheduler(f"--worker={first.address}", f"--worker=127.0.0.1:{port}", *flags) as it:
+        it.wait_until_ready()
+        async with AsyncClient(it.address) as client:
+            params = SamplingParams(max_tokens=5)
+            answer = await client.complete(PROMPT, params, adapter="poet")
+            assert answer.outputs[0].token_ids == hashed_after(PROMPT, 5)
+            with FakeWorker(port=port, max_loras=1) as second:
+                await wait_for(lambda: set(second.adapters) == {"pirate", "poet"})
+
+
+async def test_a_configured_adapter_that_no_worker_can_load_is_a_matter_of_time() -> None:
+    with FakeWorker(max_loras=0) as worker, scheduler(f"--worker={worker.address}", "--lora-modules=a=/a") as it:
+        it.wait_until_ready()
+        refused = await it.call(GENERATE, {"prompt": PROMPT, "adapter": "a"})
+        assert refused.code == 64 + UNAVAILABLE and "adapter 'a' is being loaded; try again" in refused.stderr
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.02)

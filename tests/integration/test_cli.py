@@ -114,7 +114,7 @@ def test_help_of_a_service_is_grouped_short_and_true(
     with pytest.raises(SystemExit):
         main([name, "--help"])
     shown = capsys.readouterr().out
-    assert "common:" in shown and "\nother:" not in shown and "--max-loras" not in shown
+    assert "common:" in shown and "\nother:" not in shown
     for entry in re.split(r"\n  (?=-)", shown)[1:]:
         lines = entry.partition("\n\n")[0].splitlines()
         explained = [line for line in lines if line.startswith(" " * 34) or re.search(r"\S {2,}\S", line)]
