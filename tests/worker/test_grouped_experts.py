@@ -10,15 +10,18 @@ import torch
 from kernels import cpu
 from kernels.gpu import operations as gpu
 from tests.kernels.device import DEVICE, IS_INTERPRETED
+from tests.worker.ranks_in_threads import on_all_ranks
 from tests.worker.test_cache_engine import CONFIG
+from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import _take_mlp
 from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import GroupedExperts
 from worker_svc.models.names import MIXTRAL
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.style import DecoderStyle, ExpertStyle
+from worker_svc.models.summed import Summed
 from worker_svc.models.weights import DummyWeights
-from worker_svc.parallel.ranks import OnlyRank
+from worker_svc.parallel.ranks import OnlyRank, Ranks
 
 # The interpreter's numpy says so where a GPU's sigmoid of a large negative number is 0 without a word.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -33,11 +36,14 @@ class NamedWeights(DummyWeights):
         self._device = torch.device(device)
 
 
+def config_of(num_experts: int, num_chosen: int, is_normalized: bool) -> ModelConfig:
+    experts = ExpertStyle(num_experts, num_chosen, 18, is_normalized, is_sparse=(True,) * 3)
+    return replace(CONFIG, style=DecoderStyle(names=MIXTRAL, experts=experts))
+
+
 def mixtures(num_chosen: int, is_normalized: bool) -> tuple[Experts, GroupedExperts]:
     """Of the same weights."""
-    experts = ExpertStyle(5, num_chosen, 18, is_normalized, is_sparse=(True,) * 3)
-    config = replace(CONFIG, style=DecoderStyle(names=MIXTRAL, experts=experts))
-    part = ModelPart.of(config, OnlyRank())
+    part = ModelPart.of(config_of(5, num_chosen, is_normalized), OnlyRank())
     one_by_one = _take_mlp(part, NamedWeights("cpu"), "layer.", 0, cpu)
     grouped = _take_mlp(part, NamedWeights(DEVICE), "layer.", 0, gpu)
     assert isinstance(one_by_one, Experts) and isinstance(grouped, GroupedExperts)
@@ -53,6 +59,27 @@ def test_both_ways_agree(num_tokens: int, num_chosen: int, is_normalized: bool) 
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
     assert grouped.weight_bytes == grouped._router.weight_bytes + 5 * (2 * 18 * 30 + 30 * 18) * 4
+
+
+# What leads to experts elsewhere is never written, but activated with the rest.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("is_expert_parallel", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 37])  # of one token, the two experts leave ranks without a row
+def test_ranks_add_up_to_the_whole(num_tokens: int, is_expert_parallel: bool) -> None:
+    config = replace(config_of(6, 2, True), num_heads=6, num_kv_heads=3)
+    x = 100 * torch.randn(num_tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
+    whole = _take_mlp(ModelPart.of(config, OnlyRank()), NamedWeights("cpu"), "layer.", 0, cpu)
+    expected = whole(x)
+
+    def work(ranks: Ranks) -> tuple[torch.Tensor, int]:
+        part = ModelPart.of(config, ranks, is_expert_parallel=is_expert_parallel)
+        summed = _take_mlp(part, NamedWeights(DEVICE), "layer.", 0, gpu)
+        assert isinstance(summed, Summed) and isinstance(summed.layer, GroupedExperts)
+        return summed(x.to(DEVICE)).cpu(), summed.weight_bytes - summed.layer._router.weight_bytes
+
+    for out, experts_bytes in on_all_ranks(3, work):
+        torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
+        assert experts_bytes == 2 * (2 * 18 * 30 + 30 * 18) * 4  # of two of the six, or as much of all
 
 
 def test_a_row_is_the_same_in_any_company() -> None:

@@ -114,7 +114,7 @@ def test_a_file_that_is_shortened_while_it_is_read_is_named(folder: Path) -> Non
     path.write_bytes(path.read_bytes()[:-1000])
     last = max(tensors.values(), key=lambda tensor: tensor._offset)  # type: ignore[attr-defined]  # of a FileTensor
     with pytest.raises(ModelError, match=r"model\.safetensors has become shorter while it was read"):
-        last.read_into(torch.empty(last.shape), range(last.shape[0]), range(last.shape[-1]))
+        last.read_into(torch.empty(last.shape), [range(last.shape[0])], [range(last.shape[-1])])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float32])
@@ -127,7 +127,7 @@ def test_numbers_of_any_type_are_converted_piece_by_piece(
     stored = open_checkpoint([folder / "model.safetensors"], "safetensors")["model.embed_tokens.weight"]
     for wanted in (torch.float32, torch.bfloat16):
         out = torch.full(stored.shape, torch.nan, dtype=wanted)
-        stored.read_into(out, range(1031), range(60))
+        stored.read_into(out, [range(1031)], [range(60)])
         assert torch.equal(out, written.to(wanted))
         some = torch.full((902, 20), torch.nan, dtype=wanted)
         stored.read_into(some, [range(1), range(130, 1031)], [range(7, 15), range(48, 60)])

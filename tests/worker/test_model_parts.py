@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from octavo.shared.terminal_row import ByteBar
 from tests.worker.exact_logits import truth_of_folder
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
+from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
 from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
 from worker_svc.models import stored_tensor
+from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart, part_of, vocabulary_part
 from worker_svc.models.summed import Summed
+from worker_svc.models.weights import CheckpointWeights
 from worker_svc.parallel.ranks import OnlyRank, Ranks
 
 LENGTHS = [1, 7, 40]
@@ -96,19 +102,33 @@ def test_whole_experts_on_each_rank(name: str, tmp_path: Path) -> None:
     assert num_experts == 2
 
 
-@pytest.mark.parametrize(("name", "load_format"), [("llama-yarn", "dummy"), ("gpt2", "dummy"), ("bloom", "bin")])
+@pytest.mark.parametrize(
+    ("name", "load_format"),
+    [("llama-yarn", "dummy"), ("gpt2", "dummy"), ("bloom", "bin"), ("phi3", "gguf"), ("mixtral", "gguf")],
+)
 def test_other_sources_of_weights_are_split_alike(name: str, load_format: str, tmp_path: Path) -> None:
     """Against the whole model from the same source; a sum in two parts is off by a rounding of its terms, or few."""
     folder = make_family(name, tmp_path / "model", **SPLITS[name][1])
     if load_format == "bin":
-        from safetensors.torch import load_file
-
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    if load_format == "gguf":
+        write_gguf(folder, folder / "model.gguf", {"phi3": "phi3", "mixtral": "llama"}[name])
     sequences = [tokens(length) for length in LENGTHS]
     whole = logits_of(load(folder, OnlyRank(), load_format=load_format), sequences)
     parts, *_ = on_all_ranks(2, lambda ranks: logits_of(load(folder, ranks, load_format=load_format), sequences))
     for found, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_more_ranks_than_tokens_of_the_vocabulary(tmp_path: Path) -> None:
+    """The last of four ranks has no row of the embedding and none of the head."""
+    changes = {"vocab_size": 320, "num_attention_heads": 8, "intermediate_size": 160}
+    folder = make_family("mistral", tmp_path / "model", **changes)
+    whole = logits_of(load(folder, OnlyRank()), [[3, 319, 130, 7]])[0]
+    everyones = on_all_ranks(4, lambda ranks: logits_of(load(folder, ranks), [[3, 319, 130, 7]])[0])
+    assert not vocabulary_part(ThreadRank(3, 4), 320)[0]
+    for logits in everyones:
+        torch.testing.assert_close(logits, whole, rtol=0, atol=2e-5 * float(whole.abs().max()))
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
@@ -118,27 +138,58 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert (full - half).abs().mean() < 0.1 * full.std()
 
 
-def test_a_rank_reads_its_part_of_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_family("llama-yarn", tmp_path / "model", intermediate_size=158, hidden_size=120)
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each, as they come."""
+    counts: list[int] = []
     read = stored_tensor.OpenFile.read_into
-    counts = {"bytes": 0}
 
     def counted(self: stored_tensor.OpenFile, out: memoryview, offset: int) -> None:
-        counts["bytes"] += len(out)
+        counts.append(len(out))
         read(self, out, offset)
 
     monkeypatch.setattr(stored_tensor.OpenFile, "read_into", counted)
-    whole = load(folder, OnlyRank())
-    of_whole, counts["bytes"] = counts["bytes"], 0
-    part = load(folder, ThreadRank(1, 2))
-    rotary = part._rotary_tables[0].nbytes  # made, not read
-    norms = part._norm.weight_bytes + sum(
-        layer.input_norm.weight_bytes + layer.mlp_norm.weight_bytes for layer in part.layers
-    )
-    padding = (vocabulary_part(ThreadRank(0, 2), VOCAB_SIZE)[1] - VOCAB_SIZE / 2) * 120 * 4
-    halves = (of_whole - norms) / 2
-    assert counts["bytes"] == pytest.approx(halves + norms, abs=2 * 2 * padding)  # of embedding and head
-    assert part.weights_bytes < 0.6 * whole.weights_bytes + rotary + 2 * padding
+    return counts
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "phi3", "gpt2", "bloom"])  # by product, fused, transposed, in turns
+def test_a_rank_reads_its_part_of_the_file_alone(name: str, tmp_path: Path, reads: list[int]) -> None:
+    folder = make_family(name, tmp_path / "model", **SPLITS[name][1])
+    load(folder, ThreadRank(1, 2))
+    stored = load_file(folder / "model.safetensors")
+    assert sum(reads) == sum(tensor.nbytes * share_of_second(name) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2"])
+def test_one_rank_reads_each_tensor_at_once(name: str, tmp_path: Path, reads: list[int]) -> None:
+    folder = make_family(name, tmp_path / "model")
+    load(folder, OnlyRank())
+    assert sorted(reads) == sorted(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+
+
+def share_of_second(tensor: str) -> Fraction:
+    """Of two ranks, what the second reads of it: of the vocabulary what the first's 320 leave, no bias of a sum."""
+    *_, kind, which = tensor.split(".")
+    if kind in ("embed_tokens", "lm_head", "wte", "word_embeddings"):
+        return Fraction(VOCAB_SIZE - 320, VOCAB_SIZE)
+    if kind in ("c_proj", "dense", "dense_4h_to_h") and which == "bias":
+        return Fraction(0)
+    return Fraction(1) if "norm" in kind or kind in ("wpe", "ln_1", "ln_2", "ln_f") else Fraction(1, 2)
+
+
+def test_a_tensor_is_made_once_for_all_that_is_taken_of_it() -> None:
+    """One of a quantised file is expanded whole whenever it is made."""
+    whole, made = torch.arange(60.0).view(12, 5), []
+
+    def make() -> torch.Tensor:
+        made.append("qkv")
+        return whole
+
+    tensors: Tensors = {"qkv": stored_tensor.MadeTensor((12, 5), torch.float32, make)}
+    weights = CheckpointWeights(Path("model"), tensors, torch.float32, torch.device("cpu"), ByteBar("", 0))
+    rows, columns = [range(3, 6), range(7, 8), range(9, 11)], [range(1, 2), range(3, 5)]
+    taken = weights.take_parts(["qkv"], [12], 5, rows=rows, columns=columns)
+    assert torch.equal(taken, whole[[3, 4, 5, 7, 9, 10]][:, [1, 3, 4]]) and made == ["qkv"]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class _Reader:
         a = self._read(
             f"base_model.model.{module}.lora_A.weight", tensors, (rank, site.in_features), columns=site.inputs
         )
-        rows = stored_rows(sizes, outputs, site.num_turns)
+        rows = stored_rows(sizes, outputs, site.num_turns, is_fused=True)  # of one tensor
         b = self._read(f"base_model.model.{module}.lora_B.weight", tensors, (sum(sizes), rank), rows=rows)
         b = in_order(b, sizes, site.num_turns) * self._config.scale_of(module)
         first = 0 if is_fused else sum(map(len, site.outputs[:index]))
@@ -134,8 +134,7 @@ class _Reader:
             raise AdapterError(f"{self._path}: tensor {name} is of type {str(stored.dtype).removeprefix('torch.')}")
         rows, columns = [range(shape[0])] if rows is None else rows, range(shape[1]) if columns is None else columns
         out = torch.empty(sum(map(len, rows)), len(columns))
-        for part, own in zip(out.split([len(each) for each in rows]), rows, strict=True):
-            stored.read_into(part, own, columns)
+        stored.read_into(out, rows, [columns])
         if not out.isfinite().all():
             raise AdapterError(f"{self._path}: tensor {name} has numbers that are not finite")
         return out

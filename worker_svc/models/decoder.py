@@ -26,7 +26,7 @@ from worker_svc.models.weights import Weights
 
 
 class Decoder:
-    """The whole model; see `worker_svc.models.loader.Model` for its contract."""
+    """The model, or a rank's part of it; see `worker_svc.models.loader.Model` for its contract."""
 
     def __init__(self, part: ModelPart, weights: Weights, device: torch.device) -> None:
         config = part.whole

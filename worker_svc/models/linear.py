@@ -57,7 +57,7 @@ def take_linear(
             weights.ignore(f"{name}.bias")
         return found
     whole = [sum(sizes)] if len(names) == 1 else sizes
-    rows = stored_rows(sizes, outputs, num_turns)
+    rows = stored_rows(sizes, outputs, num_turns, is_fused=len(names) == 1)
     if is_transposed:
         (name,), (size,) = names, whole
         weight = weights.take_parts([f"{name}.weight"], [in_features], size, rows=[inputs], columns=rows).t()
@@ -71,16 +71,20 @@ def take_linear(
     return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
 
 
-def stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int) -> list[range]:
+def stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int, *, is_fused: bool) -> list[range]:
     """Where the wanted outputs are stored, of all parts one after the other; with turns these have whole ones of all
-    parts."""
+    parts. `is_fused`: in one tensor, whose rows that follow each other are one range, to be read at once."""
     if num_turns > 1:
         turn_size, of_first = sum(sizes) // num_turns, sizes[0] // num_turns
         return [range(*(edge // of_first * turn_size for edge in (outputs[0].start, outputs[0].stop)))]
-    starts = [0, *accumulate(sizes)]
-    return [
-        range(start + part.start, start + part.stop) for start, part in zip(starts, outputs, strict=False) if len(part)
-    ]
+    rows: list[range] = []
+    for start, part in zip(accumulate(sizes, initial=0), outputs, strict=False):
+        stored = range(start + part.start, start + part.stop)
+        if is_fused and rows and rows[-1].stop == stored.start:
+            rows[-1] = range(rows[-1].start, stored.stop)
+        else:
+            rows.append(stored)
+    return rows
 
 
 def in_order(x: torch.Tensor, sizes: Sequence[int], num_turns: int) -> torch.Tensor:

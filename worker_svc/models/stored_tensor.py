@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,10 +26,9 @@ class StoredTensor(Protocol):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read_into(self, out: torch.Tensor, rows: range, columns: range) -> None:
-        """Fills `out`, of any type, on any device, with these rows, and of the last dimension these columns: out
-        [len(rows), ..., len(columns)], contiguous where all columns are wanted. Of a tensor with one dimension, these
-        are its rows. Raises ModelError."""
+    def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
+        """Fills `out`, contiguous, of any type, on any device, with these rows one after the other, and of their last
+        dimension with these columns side by side. Of a tensor with one dimension, all are rows. Raises ModelError."""
 
 
 class OpenFile:
@@ -56,16 +55,17 @@ class FileTensor:
     def __init__(self, file: OpenFile, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype, self._file, self._offset = shape, dtype, file, offset
 
-    def read_into(self, out: torch.Tensor, rows: range, columns: range) -> None:
+    def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """See `StoredTensor`; reads nothing else. Other types and devices, and columns, take a piece of _PIECE_BYTES
         beside it."""
         row_size = math.prod(self.shape[1:])
-        if len(self.shape) > 1 and len(columns) < self.shape[-1]:
-            self._read_columns(out, rows, columns)
-        elif out.dtype == self.dtype and out.device.type == "cpu":
-            self._read(out.view(-1), rows.start * row_size)
-        else:
-            self._convert(out.view(-1), rows.start * row_size)
+        for part, some, across in _parts(out, rows, columns):
+            if part.dim() > 1 and len(across) < self.shape[-1]:
+                self._read_columns(part, some, across)
+            elif out.dtype == self.dtype and out.device.type == "cpu":
+                self._read(part.view(-1), some.start * row_size)
+            else:
+                self._convert(part.view(-1), some.start * row_size)
 
     def _convert(self, out: torch.Tensor, first: int) -> None:
         size = max(min(_PIECE_BYTES // self.dtype.itemsize, out.numel()), 1)
@@ -99,7 +99,22 @@ class MadeTensor:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> None:
         self.shape, self.dtype, self._make = shape, dtype, make
 
-    def read_into(self, out: torch.Tensor, rows: range, columns: range) -> None:
-        """See `StoredTensor`; makes the whole tensor first."""
-        made = self._make()[rows.start : rows.stop]
-        out.copy_(made if made.dim() == 1 else made[..., columns.start : columns.stop])
+    def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
+        """See `StoredTensor`; makes the whole tensor first, once."""
+        made = self._make()
+        for part, some, across in _parts(out, rows, columns):
+            wanted = made[some.start : some.stop]
+            part.copy_(wanted if part.dim() == 1 else wanted[..., across.start : across.stop])
+
+
+def _parts(
+    out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]
+) -> Iterator[tuple[torch.Tensor, range, range]]:
+    """Where in `out` the numbers of each of these rows and columns belong."""
+    for some, of_rows in zip(rows, out.split([len(some) for some in rows]), strict=True):
+        if out.dim() == 1:
+            yield of_rows, some, range(1)
+            continue
+        widths = [len(across) for across in columns]
+        for across, part in zip(columns, of_rows.split(widths, dim=-1), strict=True):
+            yield part, some, across

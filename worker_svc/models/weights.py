@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -99,14 +99,13 @@ class CheckpointWeights:
         across = [range(rest[-1] if rest else 1)] if columns is None else columns
         width = [sum(map(len, across))] if rest else []
         out = torch.empty(sum(map(len, wanted)), *rest[:-1], *width, dtype=self._dtype, device=self._device)
-        for part, of_whole in zip(out.split([len(each) for each in wanted]), wanted, strict=True):
-            index = bisect_right(starts, of_whole.start) - 1 if of_whole else 0
-            own = range(of_whole.start - starts[index], of_whole.stop - starts[index])
-            first = 0
-            for some in across:
-                stored[index].read_into(part[..., first : first + len(some)] if len(across) > 1 else part, own, some)
-                first += len(some)
+        first = 0
+        for index, of_tensor in groupby(filter(len, wanted), lambda some: bisect_right(starts, some.start) - 1):
+            own = [range(some.start - starts[index], some.stop - starts[index]) for some in of_tensor]
+            part = out[first : first + sum(map(len, own))]
+            stored[index].read_into(part, own, across)
             self._progress.add(part.numel() * stored[index].dtype.itemsize)
+            first += len(part)
         return out
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
