@@ -20,6 +20,8 @@ from octavo.models.known_models import KNOWN_MODELS
 from octavo.shared.command_line import did_you_mean
 
 TOKENIZER = "tokenizer"  # in place of a load format: no weights are wanted
+ADAPTER = "adapter"  # likewise: a low-rank adapter in PEFT's form
+_ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:\s]+))?(?::(\S+))?")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -88,6 +90,8 @@ def find(name: HubName, load_format: str = "auto", download_dir: str | Path | No
             continue
         if len(wanted) == 1 and wanted[0].endswith(".gguf"):
             return folder / wanted[0]
+        if load_format == ADAPTER:
+            return folder
         has_tokenizer = any((folder / file).is_file() for file in _TOKENIZERS)
         is_described = "config.json" in wanted or load_format == TOKENIZER
         if is_described and has_tokenizer and _has_all_shards(folder, wanted):
@@ -97,6 +101,10 @@ def find(name: HubName, load_format: str = "auto", download_dir: str | Path | No
 
 def wanted_files(files: list[str], name: HubName, load_format: str) -> list[str]:
     """The files of a repository to load the model from, in one format. Raises FetchError where there are none."""
+    if load_format == ADAPTER:
+        if missing := [file for file in _ADAPTER_FILES if file not in files]:
+            raise FetchError(f"{name.repo} is no adapter: it has no {missing[0]}")
+        return _ADAPTER_FILES
     described = [file for file in files if _DESCRIPTION.fullmatch(file)]
     if name.gguf or load_format == "gguf":
         return [_gguf_file(files, name)]

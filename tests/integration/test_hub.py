@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from octavo.models.errors import FetchError
 from octavo.models.hub_cache import HubName, find, wanted_files
+from tests.adapters import make_adapter
 from tests.fake_hub import TOKEN, FakeHub
 from tests.forkserver import ForkedCommand
 from tests.tiny_models import make_tiny_llama
@@ -118,6 +119,34 @@ def test_a_worker_fetches_what_it_is_to_load_and_is_known_by_its_name(
     num_requests = len(hub.requests)
     load(WorkerConfig(model=f"{REPO}@v2", download_dir=str(tmp_path), tokenizer=f"{REPO}@v2", num_threads=1))
     assert len(hub.requests) == num_requests, "it is here"
+
+
+def test_an_adapter_is_fetched_by_its_name_and_nothing_else_of_its_repository(
+    hub: FakeHub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker_svc.adapters.errors import AdapterError
+    from worker_svc.config import WorkerConfig
+    from worker_svc.server import load
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, content in files.items():
+        (model / name).write_bytes(content)
+    made = {path.name: path.read_bytes() for path in make_adapter(tmp_path / "made", model).iterdir()}
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub.add("tiny/pirate", made | {"optimizer.bin": b"of its training"})
+    hub.add("tiny/nothing", {"README.md": b"empty"})
+    runner, _ = load(WorkerConfig(model=str(model), download_dir=str(tmp_path), num_threads=1, enable_lora=True))
+    assert runner.adapters is not None
+    assert runner.adapters.read("tiny/pirate").parts
+    (snapshot,) = (tmp_path / "models--tiny--pirate" / "snapshots").iterdir()
+    assert sorted(path.name for path in snapshot.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    num_requests = len(hub.requests)
+    assert runner.adapters.read("tiny/pirate").parts and len(hub.requests) == num_requests, "it is here"
+    with pytest.raises(AdapterError, match=r"tiny/nothing is no adapter: it has no adapter_config\.json"):
+        runner.adapters.read("tiny/nothing")
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, octavo: Command, files: dict[str, bytes]) -> None:

@@ -19,6 +19,9 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from octavo.models.errors import FetchError
+from octavo.models.fetch import available
+from octavo.models.hub_cache import ADAPTER, HubName
 from worker_svc.adapters.adapted_linear import AdaptedLinear, PackedAdaptedLinear, SlottedAdaptedLinear
 from worker_svc.adapters.adapter_folder import Adapter, read_adapter
 from worker_svc.adapters.errors import AdapterError
@@ -45,8 +48,20 @@ class _Loaded:
 class AdapterSet:
     """Of one decoder, whose products it adapts at construction."""
 
-    def __init__(self, decoder: Decoder, part: ModelPart, max_loras: int, max_rank: int, max_loaded: int) -> None:
-        """At most `max_loras` different ones in a step, `max_loaded` at a time, of ranks up to `max_rank`."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        part: ModelPart,
+        max_loras: int,
+        max_rank: int,
+        max_loaded: int,
+        download_dir: str = "",
+    ) -> None:
+        """At most `max_loras` different ones in a step, `max_loaded` at a time, of ranks up to `max_rank`.
+
+        `download_dir`: where those of the hub are kept; empty: in its own cache.
+        """
+        self._download_dir = download_dir
         self._decoder, self._max_rank, self._max_loras, self._max_loaded = decoder, max_rank, max_loras, max_loaded
         self._sites = list(sites_of(part))
         self._is_host = decoder.device.type == "cpu"
@@ -77,12 +92,21 @@ class AdapterSet:
         return 4 * of_one * self._max_loras * (2 if self._is_host else 1)  # as read, and packed
 
     def read(self, path: str) -> Adapter:
-        """An adapter from its folder; on any thread. Raises AdapterError."""
-        adapter = read_adapter(Path(path).expanduser(), self._sites, self._max_rank)
+        """An adapter from its folder, or by its name on the hub; on any thread. Raises AdapterError."""
+        adapter = read_adapter(self._folder(path), self._sites, self._max_rank)
         base = adapter.base.rstrip("/").rpartition("/")[2]
         if base and base.lower() != self._model_name.rpartition("/")[2].lower():
             log.warning("adapter of another base", adapter=path, base=adapter.base, model=self._model_name)
         return adapter if self._is_host else adapter.pinned()
+
+    def _folder(self, path: str) -> Path:
+        folder = Path(path).expanduser()
+        if folder.is_dir() or folder.is_absolute() or path.startswith(".") or HubName.parse(path) is None:
+            return folder
+        try:
+            return available(path, load_format=ADAPTER, download_dir=self._download_dir or None)
+        except (FetchError, LookupError) as error:
+            raise AdapterError(str(error)) from None
 
     def load(self, name: str, generation: int, adapter: Adapter) -> None:
         """Rows may use it from now on. Raises AdapterError."""
