@@ -174,6 +174,8 @@ class WorkerConfig:
             raise ValueError(f"max_lora_rank is {self.max_lora_rank}, not within 1 and 256")
         if not 1 <= self.max_loras <= self.max_cpu_loras:
             raise ValueError(f"max_loras is {self.max_loras}, not within 1 and max_cpu_loras, {self.max_cpu_loras}")
+        if self.max_loras > 1 and not self.enable_lora:
+            raise ValueError(f"max_loras is {self.max_loras}, but adapters are taken with enable_lora alone")
         if self.enable_lora and self.model_impl == "transformers":
             raise ValueError(
                 "enable_lora is for the families that Octavo computes itself, not for those of transformers"

@@ -212,7 +212,7 @@ def test_adapters_are_loaded_once_by_generation_and_as_many_as_there_is_room_for
         adapters.load("a", 8, read)
     for name in "bcd":
         adapters.load(name, 1, read)
-    with pytest.raises(AdapterError, match="4 adapters are loaded, as many as --max-cpu-loras allows"):
+    with pytest.raises(AdapterError, match="'e': 4 adapters are loaded, as many as --max-cpu-loras allows; unload one"):
         adapters.load("e", 1, read)
     adapters.unload("b")
     with pytest.raises(AdapterError, match="adapter 'b' is not loaded; loaded: a, c, d"):
@@ -263,6 +263,10 @@ Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
         (with_config(r="four"), "rank 'four' is no number from 1 on"),
         (with_config(r=8), r"tensor .*lora_A.weight is \[4, 158\], this model wants \[8, 158\]"),
         (with_config(r=300), "rank 300 of .* is more than --max-lora-rank, 256"),
+        (with_config(lora_alpha=float("nan")), "alpha nan is no number"),
+        (with_config(alpha_pattern={"q_proj": True}), "alpha True is no number"),
+        (with_config(lora_alpha=1e40), "B of .* times its scale, 2.5e[+]39, is not finite"),
+        (with_config(kasa_config={}), "kasa_config {} is not supported"),
         (with_config(rank_pattern={"(": 3}), "is no regular expression"),
         (with_tensors(lambda all_: all_.pop(f"{Q}.lora_B.weight")), "q_proj.lora_A.weight is without its other half"),
         (with_tensors(lambda all_: all_.clear()), "holds no tensors"),

@@ -114,7 +114,9 @@ class _Reader:
         )
         rows = stored_rows(sizes, outputs, site.num_turns, is_fused=True)  # of one tensor
         b = self._read(f"base_model.model.{module}.lora_B.weight", tensors, (sum(sizes), rank), rows=rows)
-        b = in_order(b, sizes, site.num_turns) * self._config.scale_of(module)
+        b = in_order(b, sizes, site.num_turns) * (scale := self._config.scale_of(module))
+        if not b.isfinite().all():
+            raise AdapterError(f"{self._path}: B of {module} times its scale, {scale:g}, is not finite")
         first = 0 if is_fused else sum(map(len, site.outputs[:index]))
         return LowRank(a, b.contiguous(), first)
 

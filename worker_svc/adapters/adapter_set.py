@@ -4,7 +4,7 @@
     on a GPU     every adapter is in host memory; the products have as many slots as a step may have adapters, and a
                  step that needs one puts it into the slot that was used longest ago
 
-Belongs to the model thread, but for `read`.
+Belongs to the model thread, but for `read`, and for `names` and `generations`: what they see is replaced, never changed.
 """
 
 from __future__ import annotations
@@ -85,11 +85,16 @@ class AdapterSet:
         """Of the loaded ones by name."""
         return {name: loaded.generation for name, loaded in self._loaded.items()}
 
-    @property
-    def most_bytes(self) -> int:
-        """Of host memory, for as many adapters as a step has, at the largest rank."""
+    def most_bytes(self, max_tokens: int) -> int:
+        """Of the model's device, besides what is there since construction. On a CPU that is as many adapters as a step
+        has, at the largest rank; on a GPU what a product of so many tokens has between shrinking and expanding."""
+        if not self._is_host:
+            from kernels.gpu.lora import num_segments  # here: only a worker with a GPU has Triton
+
+            most_segments = max(num_segments(len(site.inputs)) for site in self._sites)
+            return 2 * 4 * most_segments * max_tokens * self._max_rank  # of a part, while the last one's is still there
         of_one = sum(self._max_rank * (len(site.inputs) * len(site.modules) + site.size) for site in self._sites)
-        return 4 * of_one * self._max_loras * (2 if self._is_host else 1)  # as read, and packed
+        return 2 * 4 * of_one * self._max_loras  # as read, and packed
 
     def read(self, path: str) -> Adapter:
         """An adapter from its folder, or by its name on the hub; on any thread. Raises AdapterError."""
@@ -115,18 +120,20 @@ class AdapterSet:
                 return
             raise AdapterError(f"adapter {name!r} is loaded as generation {loaded.generation}; unload it first")
         if len(self._loaded) >= self._max_loaded:
-            raise AdapterError(f"{self._max_loaded} adapters are loaded, as many as --max-cpu-loras allows")
+            most = f"{self._max_loaded} adapters are loaded, as many as --max-cpu-loras allows"
+            raise AdapterError(f"adapter {name!r}: {most}; unload one, or start the worker with a larger number")
         taken = {each.number for each in self._loaded.values()}
         number = next(number for number in range(self._max_loaded) if number not in taken)
-        self._loaded[name] = _Loaded(number, generation, adapter)
         if self._is_host:
             self._put(number, adapter)
+        self._loaded = {**self._loaded, name: _Loaded(number, generation, adapter)}
 
     def unload(self, name: str) -> None:
         """Nothing may use it any more. Raises AdapterError."""
         if name not in self._loaded:
             raise AdapterError(f"adapter {name!r} is not loaded; loaded: {', '.join(self._loaded) or 'none'}")
-        loaded = self._loaded.pop(name)
+        loaded = self._loaded[name]
+        self._loaded = {other: each for other, each in self._loaded.items() if other != name}
         if self._is_host:
             self._put(loaded.number, None)
         self._slots.pop(loaded.number, None)

@@ -28,7 +28,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": ([], {}),
     "corda_config": (),
     "eva_config": (),
+    "kasa_config": (),
     "megatron_config": (),
+    "monteclora_config": (),
     # Others start from another base than the checkpoint's; gaussian and orthogonal ones from zero.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
@@ -64,10 +66,10 @@ class PeftConfig:
         try:
             return cls(
                 rank=_rank(raw["r"]),
-                alpha=float(raw["lora_alpha"]),
+                alpha=_alpha(raw["lora_alpha"]),
                 is_rank_stabilized=bool(raw.get("use_rslora", False)),
                 rank_pattern={str(key): _rank(value) for key, value in (raw.get("rank_pattern") or {}).items()},
-                alpha_pattern={str(key): float(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+                alpha_pattern={str(key): _alpha(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
                 base=str(raw.get("base_model_name_or_path") or ""),
             )
         except KeyError as error:
@@ -89,6 +91,12 @@ def _rank(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"rank {value!r} is no number from 1 on")
     return value
+
+
+def _alpha(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"alpha {value!r} is no number")
+    return float(value)
 
 
 def _matching(patterns: dict[str, Any], module: str, default: float) -> float:

@@ -145,6 +145,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await refuse(context, grpc.StatusCode.UNIMPLEMENTED, _NO_ADAPTERS)
         async with self._loading.admit(context):
             try:
+                self._worker.check_epoch(request.epoch)
                 adapter = await asyncio.to_thread(adapters.read, request.path)
                 await asyncio.wrap_future(self._worker.load_adapter(request, adapter))
             except AdapterError as error:

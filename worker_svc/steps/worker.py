@@ -146,7 +146,7 @@ class Worker:
         runner.release_cache()
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
         adapters = runner.adapters
-        adapter_bytes = adapters.most_bytes if adapters is not None and self._memory.is_host else 0
+        adapter_bytes = 0 if adapters is None else adapters.most_bytes(limits.max_num_batched_tokens)
         staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
         sizes = self._least(
             partial(
@@ -281,8 +281,9 @@ class Worker:
 
     def _load_adapter(self, request: worker_pb2.LoadAdapterRequest, adapter: Adapter | None) -> None:
         """None: it has yet to be read, by a rank that does not serve."""
-        assert self._runner.adapters is not None and self._pipeline is not None
-        self._check_epoch(request.epoch)
+        assert self._runner.adapters is not None
+        self.check_epoch(request.epoch)
+        assert self._pipeline is not None, "a lease without a pipeline"
         self._tell(load_adapter=request)
         error = ""
         try:
@@ -302,8 +303,9 @@ class Worker:
         return self.thread.call(lambda: self._unload_adapter(request))
 
     def _unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> None:
-        assert self._runner.adapters is not None and self._pipeline is not None
-        self._check_epoch(request.epoch)
+        assert self._runner.adapters is not None
+        self.check_epoch(request.epoch)
+        assert self._pipeline is not None, "a lease without a pipeline"
         self._tell(unload_adapter=request)
         states = self._pipeline.states
         number = self._runner.adapters.names.get(request.name, -1)
@@ -313,10 +315,11 @@ class Worker:
         self._runner.adapters.unload(request.name)
         states.loaded_adapters = self._runner.adapters.names
 
-    def _check_epoch(self, epoch: int) -> None:
+    def check_epoch(self, epoch: int) -> None:
+        """Raises AdapterError for what is not of the lease; on any thread."""
         if self._group is not None and not self._group.is_first:
             return  # rank 0 has looked
-        if epoch != self._epoch:
+        if not self._epoch or epoch != self._epoch:
             raise AdapterError(f"epoch {epoch} is not that of the lease, {self._epoch or 'there is none'}")
 
     # ---- Steps ------------------------------------------------------------------------------------------------------
