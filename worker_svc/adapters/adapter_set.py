@@ -4,7 +4,7 @@
     on a GPU     every adapter is in host memory; the products have as many slots as a step may have adapters, and a
                  step that needs one puts it into the slot that was used longest ago
 
-Belongs to the model thread, but for `read`, and for `names` and `generations`: what they see is replaced, never changed.
+Belongs to the model thread, but for `read`, `names` and `generations`: what these see is replaced, never changed.
 """
 
 from __future__ import annotations
