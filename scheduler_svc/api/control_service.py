@@ -22,7 +22,7 @@ from scheduler_svc.api.request_states import RequestCopy, RequestPage
 from scheduler_svc.api.server_view import ViewAsked, ViewCopy
 from scheduler_svc.api.step_watch import StepWatchers
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.errors import FieldViolation, InvalidRequest, UnknownName
+from scheduler_svc.errors import FieldViolation, InvalidRequest, NameTaken, UnknownName
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.serving import Serving
@@ -144,6 +144,10 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:
         """Returns once all workers that take adapters have it; raises RequestRefused, and then none has."""
+        models = self._serving.pool.models
+        models.check_any()
+        if request.name in models.names:  # `model` of a request over HTTP names either
+            raise NameTaken(f"adapter {request.name!r}: a model of this server has this name")
         generation = await asyncio.wrap_future(self._serving.engine.load_adapter(request.name, request.path))
         return pb.ControlLoadAdapterResponse(generation=generation)
 

@@ -74,10 +74,13 @@ async def test_what_operators_get_wrong_has_its_status():
     worker.broken_paths.add("/nothing/here")
     with service(worker) as it:
         await it.call(LOAD, {"name": "poet", "path": "/adapters/poet"})
+        (models,) = (await it.call("octavo.v1.Inference/ListModels", {})).messages
+        model = models["models"][0]["name"]
         for method, request, code, message in (
             (LOAD, {"path": "/x"}, INVALID, "name: got none"),
             (LOAD, {"name": "x"}, INVALID, "path: got none"),
             (LOAD, {"name": "poet", "path": "/x"}, TAKEN, "is loaded from '/adapters/poet'"),
+            (LOAD, {"name": model, "path": "/x"}, TAKEN, "a model of this server has this name"),
             (LOAD, {"name": "x", "path": "/nothing/here"}, PRECONDITION, "NOT_FOUND: no adapter at /nothing/here"),
             (UNLOAD, {"name": "x"}, NOT_FOUND, "loaded: 'poet'"),
         ):
@@ -158,6 +161,14 @@ async def test_configured_adapters_are_there_with_the_first_worker_and_with_ever
             assert answer.outputs[0].token_ids == hashed_after(PROMPT, 5)
             with FakeWorker(port=port, max_loras=1) as second:
                 await wait_for(lambda: set(second.adapters) == {"pirate", "poet"})
+
+
+async def test_loading_before_the_first_worker_has_joined_is_a_matter_of_time() -> None:
+    with scheduler(f"--worker=127.0.0.1:{free_port()}") as it:
+        async with asyncio.timeout(10):  # it begins to listen within
+            while "no worker has joined" not in (answer := await it.call(LOAD, {"name": "a", "path": "/a"})).stderr:
+                await asyncio.sleep(0.05)
+        assert answer.code == 64 + UNAVAILABLE
 
 
 async def test_a_configured_adapter_that_no_worker_can_load_is_a_matter_of_time() -> None:
