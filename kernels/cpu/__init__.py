@@ -13,6 +13,7 @@ from kernels.cpu.products.int8_linear import int8_linear
 from kernels.cpu.rows.activation import silu_and_mul
 from kernels.cpu.rows.cache import reshape_and_cache, rotary_and_cache
 from kernels.cpu.rows.gelu import gelu, gelu_and_mul
+from kernels.cpu.rows.lora import lora_expand, lora_shrink
 from kernels.cpu.rows.norm import rms_norm
 from kernels.cpu.rows.rotary import rotary
 from kernels.cpu.sampling.chunk_maxima import chunk_maxima
@@ -37,6 +38,8 @@ __all__ = [
     "int8_linear",
     "kept_range",
     "layer_norm",
+    "lora_expand",
+    "lora_shrink",
     "most_likely",
     "paged_attention",
     "penalize",

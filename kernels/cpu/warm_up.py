@@ -50,6 +50,9 @@ def warm_up_rows(dtype: torch.dtype) -> None:
     cpu.rms_norm(torch.empty(2, 4, dtype=dtype), rows[0], torch.ones(4, dtype=dtype), eps=1e-5)
     cpu.silu_and_mul(torch.empty(2, 2, dtype=dtype), rows[0])
     cpu.gelu(torch.empty(2, 4, dtype=dtype), rows[0], is_approximate=True)
+    between, adapters = torch.zeros(1, 2, 1), torch.zeros(2, dtype=torch.int32)
+    cpu.lora_shrink(between, rows[0], torch.zeros(1, 1, 4), adapters)
+    cpu.lora_expand(torch.empty(2, 4, dtype=dtype), between, torch.zeros(1, 1, 4).mT, adapters, torch.ones(1))
 
 
 def warm_up_products(dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from tests.worker.exact_logits import truth_of_folder
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from tests.worker.ranks_in_threads import on_all_ranks
-from worker_svc.adapters.adapted_linear import PackedAdaptedLinear, SlottedAdaptedLinear
+from worker_svc.adapters.adapted_linear import AdaptedLinear
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
 from worker_svc.adapters.sites import sites_of
@@ -159,41 +159,38 @@ def test_ranks_of_a_group_add_their_parts(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_slots_of_a_gpu_add_what_packed_products_do(folder: Path, tmp_path: Path) -> None:
-    """A fused product with three adapters, one of which lacks a part."""
+def test_products_on_a_gpu_add_what_those_on_a_cpu_do(folder: Path, tmp_path: Path) -> None:
+    """A fused product with three adapters, two of which lack parts."""
     part = ModelPart.of(ModelConfig.from_folder(folder), OnlyRank())
     site = next(iter(sites_of(part)))
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(site.size, 60, generator=generator)
-    step_cpu, step_gpu = StepAdapters(torch.device("cpu")), StepAdapters(torch.device(DEVICE))
+    weight, x = torch.randn(site.size, 60, generator=generator), torch.randn(20, 60, generator=generator)
+    slots, found = np.array([0, 1, 2, -1, 1] * 4), []
     _, adapters = load(folder)
-    packed = PackedAdaptedLinear(FloatLinear(weight), step_cpu)
-    slotted = SlottedAdaptedLinear(FloatLinear(weight.to(DEVICE)), step_gpu, site, 3, 16, weight.to(DEVICE))
-    for number, targets in enumerate((LLAMA, ("v_proj", "k_proj"), ("q_proj",))):
-        made = make_adapter(tmp_path / str(number), folder, targets, rank=4 * (number + 1), seed=number)
-        parts = adapters.read(str(made)).parts[0, "qkv"]
-        packed.put(number, parts)
-        slotted.put(number, parts)
-    x, numbers = torch.randn(20, 60, generator=generator), torch.tensor([0, 1, 2, -1, 1] * 4)
-    with step_cpu.step(numbers), step_gpu.step(numbers):
-        expected, found = packed(x), slotted(x.to(DEVICE)).cpu()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5 * float(expected.abs().max()))
-    assert torch.equal(found[3], FloatLinear(weight.to(DEVICE))(x.to(DEVICE)).cpu()[3])
+    for device, is_host in ((DEVICE, False), ("cpu", True)):
+        like, step = weight.to(device), StepAdapters(torch.device(device))
+        product = AdaptedLinear(FloatLinear(like), step, site, 3, 16, like, is_host=is_host)
+        for number, targets in enumerate((LLAMA, ("v_proj", "k_proj"), ("q_proj",))):
+            made = make_adapter(tmp_path / str(number), folder, targets, rank=4 * (number + 1), seed=number)
+            product.put(number, adapters.read(str(made)).parts[0, "qkv"])
+        with step.step(slots):
+            found.append(product(x.to(device)).cpu())
+        assert torch.equal(found[-1][3], FloatLinear(like)(x.to(device)).cpu()[3])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=2e-5 * float(found[0].abs().max()))
 
 
-def test_a_gpus_slots_are_given_to_what_a_step_needs(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_slots_are_given_to_what_a_step_needs(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     _, adapters = load(folder)
     read = adapters.read(str(make_adapter(tmp_path / "adapter", folder)))
     put: list[tuple[int, bool]] = []
-    monkeypatch.setattr(adapters, "_put", lambda slot, adapter: put.append((slot, adapter is not None)))
-    monkeypatch.setattr(adapters, "_is_host", False)
+    monkeypatch.setattr(adapters, "_put", lambda slot, adapter: put.append((slot, adapter is read)))
     for number in range(4):
         adapters.load(f"number {number}", 1, read)
     assert put == []
 
     def slots_of(*numbers: int) -> list[int]:
         with adapters.step(np.array(numbers)):
-            return adapters._decoder.step_adapters.of_rows[: len(numbers)].tolist()
+            return adapters._decoder.step_adapters.slots[: len(numbers)].tolist()
 
     assert slots_of(2, 0, -1, 2) == [1, 0, -1, 1] and put == [(0, True), (1, True)]
     assert slots_of(3, 0) == [2, 0] and put[2:] == [(2, True)]

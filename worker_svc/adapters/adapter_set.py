@@ -1,8 +1,7 @@
 """The adapters that a model has loaded, by name, and where each is.
 
-    on a CPU     every adapter is with the products, under its number
-    on a GPU     every adapter is in host memory; the products have as many slots as a step may have adapters, and a
-                 step that needs one puts it into the slot that was used longest ago
+All of them are in host memory. The products have as many slots as a step may have adapters, and a step that needs one
+puts it into the slot that was used longest ago.
 
 Belongs to the model thread, but for `read`, `names` and `generations`: what these see is replaced, never changed.
 """
@@ -22,7 +21,7 @@ import torch
 from octavo.models.errors import FetchError
 from octavo.models.fetch import available
 from octavo.models.hub_cache import ADAPTER, HubName
-from worker_svc.adapters.adapted_linear import AdaptedLinear, PackedAdaptedLinear, SlottedAdaptedLinear
+from worker_svc.adapters.adapted_linear import AdaptedLinear
 from worker_svc.adapters.adapter_folder import Adapter, read_adapter
 from worker_svc.adapters.errors import AdapterError
 from worker_svc.adapters.sites import ATTENTION_OUT, MLP_IN, MLP_OUT, QKV, Site, sites_of
@@ -66,7 +65,7 @@ class AdapterSet:
         self._sites = list(sites_of(part))
         self._is_host = decoder.device.type == "cpu"
         self._loaded: dict[str, _Loaded] = {}
-        self._slots: dict[int, int] = {}  # on a GPU, slot by number, the one used longest ago first
+        self._slots: dict[int, int] = {}  # slot by number, the one used longest ago first
         self._products = {(site.layer, site.kind): _adapt(decoder, site, max_loras, max_rank) for site in self._sites}
         self._model_name = part.whole.model_name
 
@@ -85,6 +84,14 @@ class AdapterSet:
         """Of the loaded ones by name."""
         return {name: loaded.generation for name, loaded in self._loaded.items()}
 
+    def modules(self) -> Iterator[tuple[str, int, int]]:
+        """What an adapter may be for: names of modules, with their outputs and inputs in the whole model."""
+        for site in self._sites:
+            is_fused = len(site.modules) < len(site.sizes)
+            sizes = [sum(site.sizes)] if is_fused else site.sizes
+            for module, size in zip(site.modules, sizes, strict=True):
+                yield module, size, site.in_features
+
     def most_bytes(self, max_tokens: int) -> int:
         """Of the model's device, besides what is there since construction. On a CPU that is as many adapters as a step
         has, at the largest rank; on a GPU what a product of so many tokens has between shrinking and expanding."""
@@ -94,7 +101,7 @@ class AdapterSet:
             most_segments = max(num_segments(len(site.inputs)) for site in self._sites)
             return 2 * 4 * most_segments * max_tokens * self._max_rank  # of a part, while the last one's is still there
         of_one = sum(self._max_rank * (len(site.inputs) * len(site.modules) + site.size) for site in self._sites)
-        return 2 * 4 * of_one * self._max_loras  # as read, and packed
+        return 2 * 4 * of_one * self._max_loras  # as read, and in slots that are not touched yet
 
     def read(self, path: str) -> Adapter:
         """An adapter from its folder, or by its name on the hub; on any thread. Raises AdapterError."""
@@ -124,19 +131,14 @@ class AdapterSet:
             raise AdapterError(f"adapter {name!r}: {most}; unload one, or start the worker with a larger number")
         taken = {each.number for each in self._loaded.values()}
         number = next(number for number in range(self._max_loaded) if number not in taken)
-        if self._is_host:
-            self._put(number, adapter)
         self._loaded = {**self._loaded, name: _Loaded(number, generation, adapter)}
 
     def unload(self, name: str) -> None:
         """Nothing may use it any more. Raises AdapterError."""
         if name not in self._loaded:
             raise AdapterError(f"adapter {name!r} is not loaded; loaded: {', '.join(self._loaded) or 'none'}")
-        loaded = self._loaded[name]
+        self._slots.pop(self._loaded[name].number, None)
         self._loaded = {other: each for other, each in self._loaded.items() if other != name}
-        if self._is_host:
-            self._put(loaded.number, None)
-        self._slots.pop(loaded.number, None)
 
     def clear(self) -> None:
         """Unloads all."""
@@ -149,12 +151,13 @@ class AdapterSet:
         present = [number for number in np.unique(numbers).tolist() if number >= 0]
         if len(present) > self._max_loras:
             raise ProtocolError(f"step with {len(present)} adapters, more than {self._max_loras}")
-        if not self._is_host:
-            self._use_slots(present)
-            slots = np.full(self._max_loaded + 1, -1)  # the last one is that of -1
-            slots[list(self._slots)] = list(self._slots.values())
-            numbers = slots[numbers]
-        with self._decoder.step_adapters.step(torch.from_numpy(np.ascontiguousarray(numbers))):
+        if not present:
+            yield
+            return
+        self._use_slots(present)
+        slots = np.full(self._max_loaded + 1, -1)  # the last one is that of -1
+        slots[list(self._slots)] = list(self._slots.values())
+        with self._decoder.step_adapters.step(slots[numbers]):
             yield
 
     def _use_slots(self, present: list[int]) -> None:
@@ -173,9 +176,9 @@ class AdapterSet:
                 self._put(slot, adapters[number])
                 self._slots[number] = slot
 
-    def _put(self, number: int, adapter: Adapter | None) -> None:
+    def _put(self, slot: int, adapter: Adapter) -> None:
         for place, product in self._products.items():
-            product.put(number, () if adapter is None else adapter.parts.get(place, ()))
+            product.put(slot, adapter.parts.get(place, ()))
 
 
 def _adapt(decoder: Decoder, site: Site, num_slots: int, max_rank: int) -> AdaptedLinear:
@@ -183,10 +186,9 @@ def _adapt(decoder: Decoder, site: Site, num_slots: int, max_rank: int) -> Adapt
     layer, step = decoder.layers[site.layer], decoder.step_adapters
 
     def adapted(base: Linear) -> AdaptedLinear:
-        if decoder.device.type == "cpu":
-            return PackedAdaptedLinear(base, step)
         like = torch.empty(0, dtype=decoder.config.dtype, device=decoder.device)
-        return SlottedAdaptedLinear(base, step, site, num_slots, max_rank, like)
+        is_host = decoder.device.type == "cpu"
+        return AdaptedLinear(base, step, site, num_slots, max_rank, like, is_host=is_host)
 
     def within(product: Linear) -> tuple[Linear, AdaptedLinear]:
         """Below the sum over ranks, where there is one."""
