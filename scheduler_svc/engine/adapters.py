@@ -61,6 +61,7 @@ class Adapter:
     users: set[SequenceGroup] = field(default_factory=set)  # taken and not ended
     asked: set[WorkerHandle] = field(default_factory=set)  # have yet to answer
     problems: list[str] = field(default_factory=list)  # of those that have, since the callers came
+    why_not: str = ""  # what kept a configured one from being loaded last
     callers: list[Future[int]] = field(default_factory=list)  # wait for the end of what is going on
     released_by: dict[WorkerHandle, int] = field(default_factory=dict)  # the step that tells of the last free slot
 
@@ -282,7 +283,7 @@ class Adapters:
 
     def _advance_configured(self, adapter: Adapter) -> None:
         """Workers that could not load it are left without; the log has said why. None has it: the next one may."""
-        problems, adapter.problems = adapter.problems, []
+        adapter.why_not, adapter.problems = "; ".join(adapter.problems), []
         if self._is_anywhere(adapter):
             self._pass_to(Phase.LOADED, adapter)
         callers, adapter.callers = adapter.callers, []
@@ -290,7 +291,7 @@ class Adapters:
             if adapter.phase is Phase.LOADED:
                 caller.set_result(adapter.generation)
             else:
-                caller.set_exception(WorkerFailed(f"adapter {adapter.name!r}: {'; '.join(problems)}"))
+                caller.set_exception(WorkerFailed(f"adapter {adapter.name!r}: {adapter.why_not}"))
 
     def _unload_where_released(self, adapter: Adapter) -> None:
         for worker in self._workers:
@@ -321,7 +322,7 @@ class Adapters:
     def _unknown(self, name: str) -> RequestRefused:
         adapter = self._by_name.get(name)
         if adapter is not None and adapter.is_configured and adapter.phase is Phase.LOADING:
-            return NotReady(f"adapter {name!r} is being loaded; try again")
+            return NotReady(f"adapter {name!r} is being loaded: {adapter.why_not or 'try again'}")
         if not self._is_supported:
             return _unsupported()
         state = "is not here" if adapter is None else f"is {adapter.phase.value}"

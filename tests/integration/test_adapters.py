@@ -175,7 +175,7 @@ async def test_a_configured_adapter_that_no_worker_can_load_is_a_matter_of_time(
     with FakeWorker(max_loras=0) as worker, scheduler(f"--worker={worker.address}", "--lora-modules=a=/a") as it:
         it.wait_until_ready()
         refused = await it.call(GENERATE, {"prompt": PROMPT, "adapter": "a"})
-        assert refused.code == 64 + UNAVAILABLE and "adapter 'a' is being loaded; try again" in refused.stderr
+        assert refused.code == 64 + UNAVAILABLE and "adapter 'a' is being loaded: try again" in refused.stderr
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:

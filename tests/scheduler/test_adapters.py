@@ -333,3 +333,20 @@ def test_generations_of_one_name_share_no_prefix():
     loop.engine.submit(later)
     assert first.hash_root == same.hash_root != later.hash_root
     assert later.hash_root != loop.group("four").hash_root
+
+
+def test_a_configured_adapter_waits_for_a_worker_that_can_load_it():
+    loop = Turned(adapters={"a": "/adapters/a"})
+    with pytest.raises(NotReady, match="adapter 'a' is being loaded: try again"):
+        loop.take("early", "a")
+    first = loop.join("first")
+    assert loop.reply(first, Load, "no such folder").path == "/adapters/a"
+    with pytest.raises(NotReady, match="adapter 'a' is being loaded: worker first: no such folder"):
+        loop.take("late", "a")
+    second = loop.join("second", epoch=4)
+    loop.reply(second, Load)
+    assert loop.engine.adapter_names() == ["a"]
+    loop.take("one", "a")
+    assert second.steps[0].groups[0].adapter == "a" and not first.steps
+    unloading = loop.begin(loop.engine.unload_adapter("a"))
+    assert loop.engine.adapter_names() == [] and not unloading.done()
