@@ -37,7 +37,6 @@ def follow(worker: Worker, group: ParallelGroup) -> int:
     log.info("rank ready", rank=group.member.rank, of=group.member.size)
     for command in group.commands():
         worker.thread.submit(partial(begin, command))
-    group.leave()
     worker.thread.stop(timeout_s=1.0)
     log.info("rank stopped", rank=group.member.rank)
     return 0

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -120,20 +120,15 @@ def main(config: WorkerConfig) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     compiling = _follow_compiler(config)
     try:
-        group, started = _join_group(config) if config.tensor_parallel_size > 1 else (None, None)
-        if group is not None:  # ranks of one machine have its memory together
-            config = dataclasses.replace(config, memory_share=config.memory_share / group.member.local_size)
-        thread = ModelThread()
-        # Loaded before the event loop takes over signals: until then they end the process at once.
-        runner, files = thread.call(lambda: load(config, group)).result()
-        if group is not None and not group.is_first:
-            return follow(Worker(runner, config, thread, group=group), group)
-        code = asyncio.run(_serve(config, runner, files, thread, started_s, compiling, group))
-        if group is not None:
-            group.leave()
-        if started is not None:
-            started.expect_end(ENDING_S)
-        return code
+        with _parallel_group(config) as group:
+            if group is not None:  # ranks of one machine have its memory together
+                config = dataclasses.replace(config, memory_share=config.memory_share / group.member.local_size)
+            thread = ModelThread()
+            # Loaded before the event loop takes over signals: until then they end the process at once.
+            runner, files = thread.call(lambda: load(config, group)).result()
+            if group is not None and not group.is_first:
+                return follow(Worker(runner, config, thread, group=group), group)
+            return asyncio.run(_serve(config, runner, files, thread, started_s, compiling, group))
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise StartupError("too little memory to load the model") from error
@@ -142,16 +137,29 @@ def main(config: WorkerConfig) -> int:
         return 128 + signal.SIGINT
 
 
-def _join_group(config: WorkerConfig) -> tuple[ParallelGroup, StartedRanks | None]:
-    """The group of this process, and the ranks that it has started where nobody else has. To be called on a thread
-    that lives as long as they are to. Raises StartupError."""
+@contextlib.contextmanager
+def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
+    """The group of this process, and the other ranks where nobody else starts them; None for a model in one piece. For
+    a thread that lives as long as they are to. Raises StartupError."""
+    if config.tensor_parallel_size == 1:
+        yield None
+        return
     started, member = None, membership_of(config.tensor_parallel_size, os.environ)
     if member is None:
         started = StartedRanks(config, config.tensor_parallel_size, end_group)
         member = started.membership
-    channel = started.channel if started else inherited_channel(member.rank)
-    device = choose_device(config.device, member.local_rank)
-    return meet(member, device, channel, is_ordered=config.batch_invariant), started
+    try:
+        channel = started.channel if started else inherited_channel(member.rank)
+        device = choose_device(config.device, member.local_rank)
+        group = meet(member, device, channel, is_ordered=config.batch_invariant)
+        try:
+            yield group
+            group.tell_end()
+        finally:
+            group.leave()
+    finally:
+        if started is not None:
+            started.end(ENDING_S)
 
 
 def _follow_compiler(config: WorkerConfig) -> CompileProgress | None:

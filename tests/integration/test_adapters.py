@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from octavo import AsyncClient, SamplingParams
+from octavo.cli import main
 from octavo.errors import RequestFailed
 from octavo.shared.ports import free_port
 from tests.fakes import FakeWorker
@@ -176,6 +177,26 @@ async def test_a_configured_adapter_that_no_worker_can_load_is_a_matter_of_time(
         it.wait_until_ready()
         refused = await it.call(GENERATE, {"prompt": PROMPT, "adapter": "a"})
         assert refused.code == 64 + UNAVAILABLE and "adapter 'a' is being loaded: try again" in refused.stderr
+
+
+def test_the_command_loads_lists_uses_and_unloads(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeWorker(max_loras=1) as worker, scheduler(f"--worker={worker.address}") as it:
+        it.wait_until_ready()
+
+        def run(*arguments: str) -> tuple[int, str]:
+            code = main([*arguments, "--address", it.address])
+            shown = capsys.readouterr()
+            return code, (shown.out + shown.err).strip()
+
+        assert run("adapter", "list") == (0, "none")
+        assert run("adapter", "load", "pirate", "/adapters/pirate") == (0, "pirate is loaded")
+        assert run("adapter", "list", "--json") == (0, '["pirate"]')
+        assert run("generate", "--adapter", "pirate", "--max-tokens=3", PROMPT)[0] == 0
+        code, said = run("generate", "--adapter", "poet", PROMPT)
+        assert code == 1 and "adapter 'poet' is not here; loaded: 'pirate'" in said
+        assert run("adapter", "unload", "--json", "pirate") == (0, '{"name": "pirate"}')
+        code, said = run("adapter", "unload", "pirate")
+        assert code == 1 and "adapter 'pirate' is not here; loaded: none" in said
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:

@@ -59,6 +59,24 @@ ELSEWHERE = {
     "octavo chat": ("tests/integration/test_chat_commands.py", "conversation"),
     "docker compose up --build --scale worker=3": ("deploy/try-compose.sh", "--scale worker="),
     "docker compose -f compose.yaml -f compose.gpu.yaml up": ("tests/test_containers.py", "compose.gpu.yaml"),
+    "docker compose -f compose.yaml -f compose.ranks.yaml up": ("tests/test_containers.py", "compose.ranks.yaml"),
+    "docker compose -f compose.yaml -f compose.ranks.yaml up --build": (
+        "tests/test_containers.py",
+        "compose.ranks.yaml",
+    ),
+    "octavo serve MODEL --tensor-parallel-size 2 --device cuda": (
+        "tests/integration/test_parallel_ranks.py",
+        "--tensor-parallel-size=2",
+    ),
+    "octavo worker --model MODEL --tensor-parallel-size 2": (
+        "tests/integration/test_parallel_ranks.py",
+        "--tensor-parallel-size=2",
+    ),
+    "octavo serve MODEL --enable-lora --lora-modules pirate=/adapters/pirate --http-port 8000": (
+        "tests/integration/test_adapters.py",
+        "--lora-modules",
+    ),
+    'octavo generate --adapter pirate "Why is the sky blue?"': ("tests/integration/test_adapters.py", "--adapter"),
     "docker compose -f compose.yaml -f compose.shards.yaml up": ("tests/test_containers.py", "compose.shards.yaml"),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }

@@ -73,11 +73,14 @@ class ParallelGroup:
         """From now on a rank that is silent ends the group within 2 s."""
         self._watch.ready()
 
-    def leave(self) -> None:
-        """Rank 0 has served: the others end, which is no failure now."""
-        self._watch.stop()
+    def tell_end(self) -> None:
+        """Rank 0 has served, and the others are to end too; nothing on these."""
         if self.is_first:
             self.tell(ranks_pb2.RankCommand(end_group=ranks_pb2.EndGroup()))
+
+    def leave(self) -> None:
+        """The end of others is no failure from now on."""
+        self._watch.stop()
 
     def check_alike(self, model_hash: str, settings: str) -> None:
         """Raises StartupError on every rank where one has another model, other versions, options or kernels."""

@@ -50,8 +50,8 @@ class StartedRanks:
         threading.Thread(target=wait, name=f"end of rank {rank}", daemon=True).start()
         return process
 
-    def expect_end(self, timeout_s: float) -> None:
-        """They were told to end; those that have not within `timeout_s` are killed."""
+    def end(self, timeout_s: float) -> None:
+        """Waits for those that were told to end; the rest are killed after `timeout_s`."""
         self._is_over = True
         for process in self._processes:
             try:
