@@ -66,7 +66,7 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     ports = [free_port() for _ in range(serve.workers)]
     cores = _cores_to_pin(worker)
     available = min(available_cores(), len(cores)) if cores else available_cores()
-    num_ranks = worker.tensor_parallel_size
+    num_ranks = worker.num_ranks
     threads = worker.num_threads or max(1, available // (serve.workers * num_ranks))
     if cores and len(cores) < threads * num_ranks * serve.workers:
         of_ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""

@@ -24,7 +24,7 @@ SAME_NAMES = (
     "max_model_len max_num_seqs max_num_batched_tokens max_logprobs block_size enable_prefix_caching "
     "enable_chunked_prefill gpu_memory_utilization swap_space enforce_eager scheduling_policy scheduler_delay_factor "
     "preemption_mode served_model_name model_impl device max_loras log_level disable_log_stats tensor_parallel_size "
-    "enable_expert_parallel enable_lora max_lora_rank max_cpu_loras"
+    "pipeline_parallel_size enable_expert_parallel enable_lora max_lora_rank max_cpu_loras"
 )
 # And what stands for one that Octavo has not.
 INSTEAD = {
@@ -58,8 +58,8 @@ class Elsewhere(NamedTuple):
 
 OF_LLM = (
     Elsewhere(
-        "pipeline_parallel_size data_parallel_size nnodes prefill_context_parallel_size decode_context_parallel_size",
-        "a worker is the ranks of one tensor-parallel group; `octavo serve --workers N` serves from several",
+        "data_parallel_size nnodes prefill_context_parallel_size decode_context_parallel_size",
+        "the ranks of a worker share one copy of the model; `octavo serve --workers N` serves from several",
         asks_for_nothing=(1, "1"),
     ),
     Elsewhere(

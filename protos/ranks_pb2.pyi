@@ -31,6 +31,14 @@ class EndGroup(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StageAnswer(_message.Message):
+    __slots__ = ("token_ids_i32", "outputs")
+    TOKEN_IDS_I32_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids_i32: bytes
+    outputs: _worker_pb2.SequenceOutputs
+    def __init__(self, token_ids_i32: _Optional[bytes] = ..., outputs: _Optional[_Union[_worker_pb2.SequenceOutputs, _Mapping]] = ...) -> None: ...
+
 class RankIdentity(_message.Message):
     __slots__ = ("octavo_version", "torch_version", "model_hash", "settings", "processor")
     OCTAVO_VERSION_FIELD_NUMBER: _ClassVar[int]

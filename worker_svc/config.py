@@ -121,7 +121,10 @@ class WorkerConfig:
     )
     enforce_eager: bool = option(False, "do not capture CUDA graphs of decode steps", group=COMPUTE)
     tensor_parallel_size: int = option(
-        1, "ranks that the model is split over, each with a GPU, or a share of the cores, of its own", group=COMPUTE
+        1, "ranks that every layer is split over, each with a GPU, or a share of the cores, of its own", group=COMPUTE
+    )
+    pipeline_parallel_size: int = option(
+        1, "stages that the layers are divided among, each of as many ranks as --tensor-parallel-size", group=COMPUTE
     )
     enable_expert_parallel: bool = option(False, "give each rank whole experts, not a part of every one", group=COMPUTE)
 
@@ -135,13 +138,19 @@ class WorkerConfig:
     )
     log_level: str = option("info", "least severe log lines to show", group=LOGGING, choices=LEVELS)
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def __post_init__(self) -> None:
         check_port("port", self.port)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; auto, cpu, cuda and cuda:N are accepted")
         if self.kv_cache_dtype == "fp8" and self.device == "cpu":
             raise ValueError("kv_cache_dtype fp8 is for GPUs, not for device cpu")
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        sizes = "block_size max_num_seqs max_num_batched_tokens tensor_parallel_size pipeline_parallel_size"
+        for name in sizes.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is accepted")
         if self.max_num_seqs > min(self.max_num_batched_tokens, 65536):

@@ -41,7 +41,6 @@ from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.group import ParallelGroup, end_group, meet
 from worker_svc.parallel.membership import membership_of
-from worker_svc.parallel.ranks import OnlyRank
 from worker_svc.parallel.started_ranks import StartedRanks, inherited_channel
 from worker_svc.service.devices import cache_dtype, choose_device
 from worker_svc.service.message_guard import MessageGuard
@@ -49,6 +48,7 @@ from worker_svc.service.worker_service import WorkerService
 from worker_svc.steps.failures import is_out_of_memory
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.model_thread import ModelThread
+from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.worker import Worker
 from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
@@ -114,7 +114,7 @@ def main(config: WorkerConfig) -> int:
 
     Raises ModelNotFound, ModelError, StartupError, BindError.
     """
-    is_rank = config.tensor_parallel_size > 1 and "RANK" in os.environ
+    is_rank = config.num_ranks > 1 and "RANK" in os.environ
     logging.configure(config.log_level, **({"rank": os.environ["RANK"]} if is_rank else {}))
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -141,17 +141,18 @@ def main(config: WorkerConfig) -> int:
 def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
     """The group of this process, and the other ranks where nobody else starts them; None for a model in one piece. For
     a thread that lives as long as they are to. Raises StartupError."""
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         yield None
         return
-    started, member = None, membership_of(config.tensor_parallel_size, os.environ)
+    started, member = None, membership_of(config.num_ranks, os.environ)
     if member is None:
-        started = StartedRanks(config, config.tensor_parallel_size, end_group)
+        started = StartedRanks(config, config.num_ranks, end_group)
         member = started.membership
     try:
         channel = started.channel if started else inherited_channel(member.rank)
         device = choose_device(config.device, member.local_rank)
-        group = meet(member, device, channel, is_ordered=config.batch_invariant)
+        num_stages = config.pipeline_parallel_size
+        group = meet(member, device, channel, num_stages=num_stages, is_ordered=config.batch_invariant)
         try:
             yield group
             group.tell_end()
@@ -202,9 +203,7 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
             model_config = dataclasses.replace(model_config, model_name=name)
         if group is not None:
             group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
-        part = ModelPart.of(
-            model_config, group.ranks if group else OnlyRank(), is_expert_parallel=config.enable_expert_parallel
-        )
+        part = _part(model_config, config, group)
         model = load_model(folder, part, device, config.load_format, config.seed, config.trust_remote_code)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
@@ -220,13 +219,21 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         bounds = config.max_loras, config.max_lora_rank, config.max_cpu_loras
         adapters = AdapterSet(model, part, *bounds, config.download_dir)
     of_runner = model, part.own, config.block_size, device, of_cache
-    return ModelRunner(*of_runner, graph_backend=backend, adapters=adapters), files
+    answers = StageAnswers(group.answers, is_last=part.is_last) if group and part.stages.count > 1 else None
+    return ModelRunner(*of_runner, graph_backend=backend, adapters=adapters, answers=answers), files
+
+
+def _part(model: ModelConfig, config: WorkerConfig, group: ParallelGroup | None) -> ModelPart:
+    """What this process has of the model. Raises ModelError."""
+    ranks, stages = (group.ranks, group.stages) if group else (None, None)
+    return ModelPart.of(model, ranks, stages, is_expert_parallel=config.enable_expert_parallel)
 
 
 def _shared_settings(config: WorkerConfig, model: ModelConfig) -> str:
     """Whatever a step of all ranks depends on."""
     of_worker = """
-        max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager enable_expert_parallel
+        max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager
+        tensor_parallel_size pipeline_parallel_size enable_expert_parallel
         enable_lora max_loras max_lora_rank max_cpu_loras
     """
     return f"{model!r}" + "".join(f" {name}={getattr(config, name)}" for name in of_worker.split())

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from worker_svc.config import WorkerConfig
 
     config = from_namespace(WorkerConfig, arguments)
-    if config.tensor_parallel_size == 1 or os.environ.get("RANK", "0") == "0":  # other ranks listen on none
+    if config.num_ranks == 1 or os.environ.get("RANK", "0") == "0":  # other ranks listen on none
         check_port_is_free(config.host, config.port)  # before torch is imported, which takes seconds
     os.environ.update(waiting_threads())
     # Until the worker is ready. What is imported and loaded stays, and looking at it again and again for garbage took a

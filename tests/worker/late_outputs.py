@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker_svc.steps.launched_step import LaunchedStep
+from worker_svc.steps.launched_step import Launched
 
 
 class LateOutputs:
@@ -46,7 +46,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
 
-    def when_here(self, launched: LaunchedStep, then: Callable[[], Any]) -> None:
+    def when_here(self, launched: Launched, then: Callable[[], Any]) -> None:
         self._calls.append(then)
 
     def arrive(self, count: int | None = None) -> None:

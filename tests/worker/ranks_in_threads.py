@@ -40,7 +40,7 @@ class ThreadRank:
     """See `Ranks`; one without a meeting has a part, and computes nothing."""
 
     def __init__(self, rank: int, size: int, meeting: _Meeting | None = None) -> None:
-        self.rank, self.size, self._meeting = rank, size, meeting
+        self.rank, self.size, self._meeting, self.bytes_sent = rank, size, meeting, 0
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         total, *others = self._everyones(x)

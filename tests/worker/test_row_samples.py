@@ -12,7 +12,7 @@ from protos import inference_pb2, worker_pb2
 from tests.worker.fake_model import slots_u16, u32
 from worker_svc.errors import ProtocolError
 from worker_svc.mirror.sequence_states import AppliedRows, SequenceStates
-from worker_svc.sampling.row_samples import candidates, largest_of_rows, sample_rows
+from worker_svc.sampling.row_samples import candidates, check_candidates, largest_of_rows, sample_rows
 from worker_svc.sampling.sampled import Sampled
 from worker_svc.sampling.sequence_outputs import pack_outputs
 
@@ -204,5 +204,8 @@ def test_row_without_finite_maximum_answers_an_error_and_no_token(bad: int) -> N
 
 
 def test_more_candidates_than_tokens_are_refused() -> None:
+    _, rows = applied((BEAMS, 204), (BEAMS, 2))
     with pytest.raises(ProtocolError, match="204 candidates asked for, of a vocabulary of 203"):
-        answer(logits_of(1), (BEAMS, 204))
+        check_candidates(rows, VOCAB_SIZE)
+    check_candidates(rows, 204)
+    check_candidates(applied((GREEDY, 1))[1], 1)

@@ -17,7 +17,6 @@ from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
-from worker_svc.parallel.ranks import OnlyRank
 
 
 class Model(Protocol):
@@ -68,12 +67,12 @@ def load_model(
     has one too many or one of another shape, or when memory does not suffice.
     """
     device = torch.device(device)
-    part = config if isinstance(config, ModelPart) else ModelPart.of(config, OnlyRank())
+    part = config if isinstance(config, ModelPart) else ModelPart.of(config)
     config = part.whole
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     # Asked before, because Linux promises memory that it does not have and then kills the process that touches it.
-    needed_bytes = config.weights_bytes // part.ranks.size
+    needed_bytes = config.weights_bytes // part.num_parts
     if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
         raise ModelError(
             f"too little memory for {config.model_name}: its weights take {needed_bytes / GIB:.3g} GiB, "
@@ -122,7 +121,7 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     if load_format == "auto":
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
-    num_bytes = sum(path.stat().st_size for path in paths) // part.ranks.size
+    num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = Int8Store.of_model(config) if config.quantization else None
     return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)

@@ -1,4 +1,4 @@
-"""Which part of a model each rank of a tensor-parallel group has.
+"""Which part of a model each rank of a parallel group has: some of the layers, and of those a share.
 
     q, k, v, gate, up, head of the vocabulary     rows of their outputs: whole heads, whole neurons, whole tokens
     o, down                                       columns of their inputs, and the sum over ranks behind them
@@ -6,6 +6,10 @@
     norms, router, positions                      all of them
 
 (Shoeybi et al. 2019, arXiv:1909.08053.) A key/value head is on several ranks where there are fewer than ranks.
+
+Stages of a pipeline have layers that follow each other, the first the embedding, the last the final norm and the head
+(Narayanan et al. 2021, arXiv:2104.04473). Where layers do not divide, the first stages have one more: the head takes
+time, too.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
-from worker_svc.parallel.ranks import Ranks
+from worker_svc.parallel.ranks import OnlyRank, Ranks
+from worker_svc.parallel.stages import OnlyStage, Stages
 
 _VOCABULARY_MULTIPLE = 64  # token ids of a rank: full tiles
 
@@ -36,21 +41,39 @@ def vocabulary_part(ranks: Ranks, vocab_size: int) -> tuple[range, int]:
     return range(first, last), each
 
 
+def layers_of(stages: Stages, num_layers: int) -> range:
+    """The layers of this stage."""
+    first, last = (-(-stage * num_layers // stages.count) for stage in (stages.stage, stages.stage + 1))
+    return range(first, last)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """One rank's part of a model. `whole` says what the checkpoint holds, `own` what this rank computes with: its heads
-    and neurons; vocabulary, hidden size and layers are those of the model."""
+    """One rank's part of a model. `whole` says what the checkpoint holds, `own` what this rank computes with: its
+    layers, heads and neurons; vocabulary and hidden size are those of the model."""
 
     whole: ModelConfig
     own: ModelConfig
     ranks: Ranks
+    stages: Stages
     is_expert_parallel: bool  # whether experts are dealt out whole
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: Ranks, *, is_expert_parallel: bool = False) -> ModelPart:
-        """Raises ModelError for a model that the ranks cannot share."""
+    def of(
+        cls,
+        config: ModelConfig,
+        ranks: Ranks | None = None,
+        stages: Stages | None = None,
+        *,
+        is_expert_parallel: bool = False,
+    ) -> ModelPart:
+        """Raises ModelError for a model that the ranks, or the stages, cannot share. None: there is only one."""
+        ranks, stages = ranks or OnlyRank(), stages or OnlyStage()
+        if stages.count > 1:
+            _check_stages(config, stages.count)
+        whole, config = config, replace(config, num_layers=len(layers_of(stages, config.num_layers)))
         if ranks.size == 1:
-            return cls(config, config, ranks, False)
+            return cls(whole, config, ranks, stages, False)
         _check(config, ranks.size, is_expert_parallel)
         style = config.style
         if style.experts is not None and not is_expert_parallel:
@@ -63,7 +86,27 @@ class ModelPart:
             intermediate_size=config.intermediate_size // ranks.size,
             style=style,
         )
-        return cls(config, own, ranks, is_expert_parallel)
+        return cls(whole, own, ranks, stages, is_expert_parallel)
+
+    @property
+    def num_parts(self) -> int:
+        """Of the model, about equal in size."""
+        return self.ranks.size * self.stages.count
+
+    @property
+    def layers(self) -> range:
+        """Those of this rank's stage, by their numbers in the model."""
+        return layers_of(self.stages, self.whole.num_layers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with tokens, rather than with what a stage before has computed."""
+        return self.stages.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with logits."""
+        return self.stages.stage == self.stages.count - 1
 
     @property
     def heads(self) -> range:
@@ -89,12 +132,23 @@ class ModelPart:
         return range(count) if of_experts and self.is_expert_parallel else part_of(self.ranks, count)
 
 
-def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
-    refused = f"tensor_parallel_size {size}"
+def _check_stages(config: ModelConfig, count: int) -> None:
+    refused = f"pipeline_parallel_size {count}"
+    _check_can_be_split(config, refused)
+    if count > config.num_layers:
+        raise ModelError(f"{refused}: the model has {config.num_layers} layers, fewer than stages")
+
+
+def _check_can_be_split(config: ModelConfig, refused: str) -> None:
     if config.impl != "octavo":
         raise ModelError(f"{refused}: {config.architecture} is computed by transformers, on one rank alone")
     if config.quantization:
         raise ModelError(f"{refused}: quantization {config.quantization} is computed on one rank alone")
+
+
+def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
+    refused = f"tensor_parallel_size {size}"
+    _check_can_be_split(config, refused)
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise ModelError(f"{refused}: {config.num_kv_heads} key/value heads and so many ranks do not divide each other")
     experts, shared = config.style.experts, [(config.num_heads, "attention heads")]

@@ -53,6 +53,9 @@ class Weights(Protocol):
     def ignore(self, name: str) -> None:
         """This tensor may exist and is not needed."""
 
+    def ignore_all(self, prefix: str) -> None:
+        """Nor are those whose names begin so."""
+
     def finish(self) -> None:
         """Raise `ModelError` if a tensor has been left."""
 
@@ -123,6 +126,11 @@ class CheckpointWeights:
         """See `Weights`."""
         self._left.pop(name, None)
 
+    def ignore_all(self, prefix: str) -> None:
+        """See `Weights`."""
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            del self._left[name]
+
     def finish(self) -> None:
         """See `Weights`."""
         self._progress.finish()
@@ -176,6 +184,10 @@ class DummyWeights:
         return whole
 
     def ignore(self, name: str) -> None:
+        """Nothing is stored that could be left."""
+        pass
+
+    def ignore_all(self, prefix: str) -> None:
         """Nothing is stored that could be left."""
         pass
 

@@ -1,7 +1,8 @@
 """A worker's parallel group: its ranks, met and found to be alike, and what they tell each other.
 
 Rank 0 serves. It tells the others what it begins, in order; they do the same with their part of the model, and answer
-nobody. Tensors go from rank to rank within that work (`ranks`). A rank that ends, hangs or fails ends the group.
+nobody. Tensors go from rank to rank within that work (`ranks`, `stages`). A rank that ends, hangs or fails ends the
+group.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from protos import ranks_pb2
 from worker_svc.errors import StartupError
+from worker_svc.parallel.layout import Layout
 from worker_svc.parallel.membership import Membership
 from worker_svc.parallel.process_ranks import ProcessRanks
+from worker_svc.parallel.process_stages import ProcessStages
+from worker_svc.parallel.ranks import OnlyRank, Ranks
+from worker_svc.parallel.stages import OnlyStage, Stages
 from worker_svc.parallel.step_channel import GroupChannel, StepChannel
 from worker_svc.parallel.watch import Watch, count_key
 
@@ -35,10 +40,24 @@ M = TypeVar("M", bound=Message)
 
 
 class ParallelGroup:
-    """One rank's view; `meet` makes it."""
+    """One rank's view; `meet` makes it.
 
-    def __init__(self, member: Membership, ranks: ProcessRanks, channel: StepChannel, watch: Watch) -> None:
-        self.member, self.ranks = member, ranks
+    Attributes:
+        ranks: those that share the layers of this rank's stage.
+        stages: of the pipeline, one or more.
+        answers: from the first rank of the last stage to all stages before it; None where this rank is in neither role.
+    """
+
+    def __init__(
+        self,
+        member: Membership,
+        ranks: Ranks,
+        stages: Stages,
+        channel: StepChannel,
+        answers: StepChannel | None,
+        watch: Watch,
+    ) -> None:
+        self.member, self.ranks, self.stages, self.answers = member, ranks, stages, answers
         self._channel, self._watch = channel, watch
 
     @property
@@ -105,6 +124,7 @@ def meet(
     device: torch.device,
     channel: StepChannel | None = None,
     *,
+    num_stages: int = 1,
     is_ordered: bool,
     end_process: Callable[[str], None] | None = None,
 ) -> ParallelGroup:
@@ -113,6 +133,7 @@ def meet(
     Args:
         device: where this rank computes, made current.
         channel: how rank 0 tells the others; None: through the process group, as on several machines.
+        num_stages: of the pipeline; the ranks divide among them.
         is_ordered: see `ProcessRanks`; CPUs have it so always.
         end_process: called with why when another rank is lost; None: the process ends at once.
     """
@@ -129,13 +150,43 @@ def meet(
         dist.init_process_group(backend, store=meeting, rank=member.rank, world_size=member.size, timeout=_FOR_EVER)
         if channel is None:
             channel = GroupChannel(dist.new_group(backend="gloo", timeout=_FOR_EVER))
+        layout = Layout(member.size // num_stages, num_stages)
+        is_ordered = is_ordered or device.type == "cpu"
+        ranks, stages = _ranks(member.rank, layout, is_ordered=is_ordered), _stages(member.rank, layout)
+        answers = _answers(member.rank, layout) if num_stages > 1 else None
         watch = Watch(_store(member, is_master=False), member.rank, member.size, end_process or end_group)
     except (RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
         raise StartupError(f"rank {member.rank} of {member.size} has not met the others at {where}: {why}") from None
     watch.start()
-    ranks = ProcessRanks(member.rank, member.size, is_ordered=is_ordered or device.type == "cpu")
-    return ParallelGroup(member, ranks, channel, watch)
+    return ParallelGroup(member, ranks, stages, channel, answers, watch)
+
+
+def _ranks(rank: int, layout: Layout, *, is_ordered: bool) -> Ranks:
+    """All ranks call this together, as they do the next two."""
+    if layout.tensor_size == 1:
+        return OnlyRank()
+    groups = [None] if layout.num_stages == 1 else [_new_group(layout.ranks_of(i)) for i in range(layout.num_stages)]
+    own = groups[layout.stage_of(rank)]
+    return ProcessRanks(rank % layout.tensor_size, layout.tensor_size, own, is_ordered=is_ordered)
+
+
+def _stages(rank: int, layout: Layout) -> Stages:
+    if layout.num_stages == 1:
+        return OnlyStage()
+    before, behind = rank - layout.tensor_size, rank + layout.tensor_size
+    return ProcessStages(layout.stage_of(rank), layout.num_stages, before, behind)
+
+
+def _answers(rank: int, layout: Layout) -> StepChannel | None:
+    source = layout.first_of_last_stage
+    group = _new_group(list(range(source + 1)), "gloo")
+    return GroupChannel(group, source) if rank <= source else None
+
+
+def _new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=_FOR_EVER)
+    return group
 
 
 def end_group(why: str) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a parallel group give each other while a model computes."""
+"""What the ranks that share every layer of a model, or of a stage of it, give each other while they compute."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 
 class Ranks(Protocol):
-    """The group as one of its members sees it. Every rank makes the same calls with the same shapes, in the same order,
+    """These ranks as one of them sees them. Every rank makes the same calls with the same shapes, in the same order,
     and every rank gets the same bits."""
 
     rank: int  # from 0
     size: int
+    bytes_sent: int  # to the others, ever; counted once for each
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of x, any shape, which may be overwritten with it."""
@@ -24,7 +25,7 @@ class Ranks(Protocol):
 class OnlyRank:
     """A group of one."""
 
-    rank, size = 0, 1
+    rank, size, bytes_sent = 0, 1, 0
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """See `Ranks`."""

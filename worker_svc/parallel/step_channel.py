@@ -21,10 +21,10 @@ _FULL_PAUSE_S = 0.001
 
 
 class StepChannel(Protocol):
-    """From rank 0 to every other rank."""
+    """From one rank, for steps rank 0, to all others that have it."""
 
     def send(self, message: bytes) -> None:
-        """On rank 0; waits while the others are far behind."""
+        """On that rank; waits while the others are far behind."""
 
     def receive(self) -> bytes:
         """On the others; waits for the next message."""
@@ -119,18 +119,19 @@ class SharedMemoryChannel:
 class GroupChannel:
     """Broadcasts of a process group that nothing else uses, over CPUs: a length, then the bytes."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, source: int = 0) -> None:
+        """`source`: the rank that sends, by its number in the whole group."""
+        self._group, self._source = group, source
 
     def send(self, message: bytes) -> None:
         """See `StepChannel`."""
-        dist.broadcast(torch.tensor([len(message)]), 0, group=self._group)
-        dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._group)
+        dist.broadcast(torch.tensor([len(message)]), self._source, group=self._group)
+        dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), self._source, group=self._group)
 
     def receive(self) -> bytes:
         """See `StepChannel`."""
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._group)
+        dist.broadcast(length, self._source, group=self._group)
         message = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(message, 0, group=self._group)
+        dist.broadcast(message, self._source, group=self._group)
         return message.numpy().tobytes()

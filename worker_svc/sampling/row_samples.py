@@ -106,8 +106,8 @@ def draw_rows(
 ) -> RowSamples:
     """Samples from `logits` f32[L, vocab], one row for each of `rows` that samples.
 
-    `raw_logits` are those before adjustments, of which logprobs are taken; None: the same. Raises ProtocolError for
-    more candidates than there are tokens.
+    `raw_logits` are those before adjustments, of which logprobs are taken; None: the same. `check_candidates` has found
+    the rows good.
     """
     sampling_rows = np.flatnonzero(rows.num_samples)
     logits_rows = np.searchsorted(sampling_rows, rows.sample_rows)  # [N], the row of logits of each sample
@@ -135,10 +135,16 @@ def largest_of_rows(logits: torch.Tensor, rows: AppliedRows) -> RowSamples:
     return RowSamples(take_largest(logits, logits_rows), None, nobody, nobody, rows.is_candidate, logits.device)
 
 
+def check_candidates(rows: AppliedRows, vocab_size: int) -> None:
+    """Raises ProtocolError for more candidates than there are tokens."""
+    if rows.is_candidate.any():
+        most = int(rows.num_samples[rows.sample_rows[rows.is_candidate]].max())
+        if most > vocab_size:
+            raise ProtocolError(f"{most} candidates asked for, of a vocabulary of {vocab_size}")
+
+
 def candidates(logits: torch.Tensor, counts: Ints) -> Ranked:
     """The counts[r] most likely tokens of every row of `logits` f32[R, vocab], best first, ties by token id."""
-    if int(counts.max()) > logits.shape[-1]:
-        raise ProtocolError(f"{counts.max()} candidates asked for, of a vocabulary of {logits.shape[-1]}")
     maxima = RowMaxima.of(logits)
     rows, any_token_ids = upload(logits.device, np.arange(len(counts)), np.zeros(len(counts), np.int64))
     return Ranked(find_logprobs(logits, maxima, rows, any_token_ids, counts), maxima.largest)

@@ -75,7 +75,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             max_num_batched_tokens=bounds.max_num_batched_tokens,
             block_size=self._worker.config.block_size,
             parallel=worker_pb2.ParallelLayout(
-                tensor_parallel_size=self._worker.config.tensor_parallel_size, pipeline_parallel_size=1
+                tensor_parallel_size=self._worker.config.tensor_parallel_size,
+                pipeline_parallel_size=self._worker.config.pipeline_parallel_size,
             ),
             lifecycle=self._lifecycle(),
             tokenizer_sha256=self._files.sha256,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from protos import worker_pb2
+from protos import ranks_pb2, worker_pb2
 from worker_svc.host.device_marks import DeviceMarks
 from worker_svc.host.output_copies import HostOutput, OutputCopy
 from worker_svc.mirror.sequence_states import AppliedRows, SequenceStates
@@ -15,9 +17,19 @@ from worker_svc.sampling.sequence_outputs import pack_outputs
 from worker_svc.steps.step_timer import StepTimer
 
 
+class Launched(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> None:
+        """Returns when the outputs are on the host; raises what the device has run into. On any thread."""
+
+    def outputs(self, timer: StepTimer) -> worker_pb2.SequenceOutputs:
+        """The answer, packed; its tokens are recorded in the mirror. Once, on the thread that owns the mirror."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """`wait` may be called on any thread, `outputs` once, on the one that owns the mirror."""
+    """See `Launched`."""
 
     states: SequenceStates
     rows: AppliedRows
@@ -26,6 +38,7 @@ class LaunchedStep:
     of_prompts: PromptLogprobs | None
     copy: OutputCopy  # of `drawn.tensors`
     marks: DeviceMarks | None  # before, after the forward pass, after sampling; None: the host's clock is right
+    tell: Callable[[ranks_pb2.StageAnswer], None] | None = None  # stages that wait for what is drawn; None: nobody does
 
     @classmethod
     def of_nothing(cls, states: SequenceStates, rows: AppliedRows) -> LaunchedStep:
@@ -33,19 +46,22 @@ class LaunchedStep:
         return cls(states, rows, None, rows.sample_slots, None, HostOutput(()), None)
 
     def wait(self) -> None:
-        """Returns when the outputs are on the host; raises what the device has run into."""
+        """See `Launched`."""
         self.copy.wait()
 
     def outputs(self, timer: StepTimer) -> worker_pb2.SequenceOutputs:
-        """The answer, packed; its tokens are recorded in the mirror."""
+        """See `Launched`."""
         self.wait()
-        outputs = worker_pb2.SequenceOutputs()
+        outputs, token_ids = worker_pb2.SequenceOutputs(), b""
         if self.drawn is not None:
             sampled = self.drawn.on_host(self.copy.arrays())
             self.states.fill_in_samples(self.rows, sampled.token_ids, self.tenancies)
             outputs = pack_outputs(self.rows, sampled)
+            token_ids = sampled.token_ids.astype("<i4").tobytes() if self.tell else b""
         if self.of_prompts is not None:
             self.of_prompts.pack(outputs)
+        if self.tell is not None:
+            self.tell(ranks_pb2.StageAnswer(token_ids_i32=token_ids, outputs=outputs))
         if self.marks is not None:
             for name, duration_ns in zip(("forward_ns", "sample_ns"), self.marks.gaps_ns(), strict=True):
                 timer.set_phase(name, duration_ns)

@@ -25,10 +25,12 @@ from worker_svc.models.logit_reader import LogitReader
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.sampling.logit_adjustments import LogitAdjustments
 from worker_svc.sampling.prompt_logprobs import PromptLogprobs
-from worker_svc.sampling.row_samples import RowSamples, draw_rows, largest_of_rows
+from worker_svc.sampling.row_samples import RowSamples, check_candidates, draw_rows, largest_of_rows
+from worker_svc.steps.awaited_step import AwaitedStep
 from worker_svc.steps.decode_graphs import DecodeGraphs
 from worker_svc.steps.input_batch import InputArrays, build_input_arrays
-from worker_svc.steps.launched_step import LaunchedStep
+from worker_svc.steps.launched_step import Launched, LaunchedStep
+from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.step_timer import StepTimer
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ModelRunner:
         outputs: OutputCopies | None = None,
         graph_backend: Callable[[torch.device], GraphBackend] | None = None,
         adapters: AdapterSet | None = None,
+        answers: StageAnswers | None = None,
     ) -> None:
         """
         Args:
@@ -56,12 +59,14 @@ class ModelRunner:
             outputs: how they come to the host; None: as the device has it.
             graph_backend: makes what captures decode steps; None: nothing does.
             adapters: what rows may use beside the model; None: there are none.
+            answers: between the stages of a pipeline, of which the model is one; None: it is the whole.
         """
         self.config = config
         self.block_size = block_size
         self.device = torch.device(device)
         self._cache_dtype = cache_dtype or config.dtype
-        self._model, self.adapters = model, adapters
+        self._model, self.adapters, self._answers = model, adapters, answers
+        self._draws = answers is None or answers.is_last  # else what is drawn comes from another stage
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._graphs: DecodeGraphs | None = None  # over the cache
@@ -140,34 +145,39 @@ class ModelRunner:
     @property
     def is_late(self) -> bool:
         """Whether `launch` returns before the outputs are here, and may be called again meanwhile."""
-        return self._outputs.is_late
+        return self._outputs.is_late or not self._draws
 
     def waits_for_outputs(self, states: SequenceStates, rows: AppliedRows) -> bool:
         """Whether `launch` would read tokens that steps on their way have yet to bring to the mirror.
 
-        The token that a row begins with is filled in on the device, where it counts for penalties as well.
+        The token that a row begins with is filled in on the device that drew it, where it counts for penalties as well.
         """
-        others = ~rows.uses_last_sampled
+        others = ~rows.uses_last_sampled if self._draws else slice(None)
         last_inputs = rows.seq_lens[others] - 1
         if (states.token_ids[rows.slots[others], last_inputs] == UNKNOWN).any():
             return True
         return self._adjustments.waits_for_tokens(states, rows.slots[rows.num_samples > 0])
 
     @torch.inference_mode()
-    def launch(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> LaunchedStep:
+    def launch(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> Launched:
         """Has the rows computed and their samples drawn; gives each its place in `states`.
 
-        What raises here has left `states` as `apply_rows` did.
+        What raises here has left `states` as `apply_rows` did. What is wrong with the step is found before anything is
+        computed, so that all ranks find it.
         """
         if rows.slots.size == 0:
             return LaunchedStep.of_nothing(states, rows)
+        check_candidates(rows, self.config.vocab_size)
         arrays = build_input_arrays(states, rows, self.config.vocab_size)
+        adapters = states.adapter_numbers[rows.slots].repeat(rows.query_lens)
+        if not self._draws:
+            return self._hand_on(states, rows, arrays, adapters, timer)
         of_prompts = PromptLogprobs(states, rows) if states.sampling.wants_prompt_logprobs[rows.slots].any() else None
         marks = DeviceMarks(self.device) if self.device.type == "cuda" else None
         timer.end_phase("prepare_ns")
         _mark(marks)
         reader = None if of_prompts is None else of_prompts.reader(self.device)
-        logits = self._forward(arrays, reader, states.adapter_numbers[rows.slots].repeat(rows.query_lens))
+        logits = self._forward(arrays, reader, adapters)
         _mark(marks)
         timer.end_phase("forward_ns")
         drawn = self._draw(logits, states, rows) if rows.sample_rows.size else None
@@ -178,7 +188,18 @@ class ModelRunner:
         copy = self._outputs.start(() if drawn is None else drawn.tensors)
         tenancies = states.expect_samples(rows)
         timer.end_phase("sample_ns")
-        return LaunchedStep(states, rows, drawn, tenancies, of_prompts, copy, marks)
+        tell = None if self._answers is None else self._answers.give
+        return LaunchedStep(states, rows, drawn, tenancies, of_prompts, copy, marks, tell)
+
+    def _hand_on(
+        self, states: SequenceStates, rows: AppliedRows, arrays: InputArrays, adapters: Ints, timer: StepTimer
+    ) -> AwaitedStep:
+        """This stage's part of a step that the last one draws."""
+        assert self._answers is not None
+        timer.end_phase("prepare_ns")
+        self._forward(arrays, None, adapters)
+        timer.end_phase("forward_ns")
+        return AwaitedStep(states, rows, states.expect_samples(rows), self._answers.expect())
 
     def run(self, states: SequenceStates, rows: AppliedRows, timer: StepTimer) -> worker_pb2.SequenceOutputs:
         """`launch`, and its outputs as soon as they are here."""

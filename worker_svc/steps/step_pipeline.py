@@ -33,7 +33,7 @@ from worker_svc.cache.cached_blocks import CachedBlocks
 from worker_svc.errors import ProtocolError
 from worker_svc.mirror.sequence_states import AppliedRows, BlockOperations, SequenceStates
 from worker_svc.steps.failures import is_device_lost, is_out_of_memory, step_error
-from worker_svc.steps.launched_step import LaunchedStep
+from worker_svc.steps.launched_step import Launched
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
 
@@ -56,7 +56,7 @@ class _Flight:
     operated: bool = False  # whether its block operations took place
     number: int = 0  # that `CachedBlocks` gave it, once it was launched
     rows: AppliedRows | None = None
-    launched: LaunchedStep | None = None
+    launched: Launched | None = None
 
     def answer(self, result: worker_pb2.StepResult) -> None:
         result.step_id = self.step_id
@@ -72,7 +72,7 @@ class StepPipeline:
         runner: ModelRunner,
         states: SequenceStates,
         max_num_batched_tokens: int,
-        when_here: Callable[[LaunchedStep, Callable[[], None]], None],
+        when_here: Callable[[Launched, Callable[[], None]], None],
         give_back_memory: Callable[[], None],
         end_process: Callable[[], None],
         cached_blocks: CachedBlocks | None = None,
@@ -135,7 +135,7 @@ class StepPipeline:
 
     # ---- Launching --------------------------------------------------------------------------------------------------
 
-    def _launch(self, flight: _Flight, step: worker_pb2.Step) -> LaunchedStep:
+    def _launch(self, flight: _Flight, step: worker_pb2.Step) -> Launched:
         states, runner = self.states, self._runner
         self._check_order(step)
         if step.forks_u16 or step.rows.child_slots_u16:

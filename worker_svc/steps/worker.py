@@ -39,7 +39,7 @@ from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.parallel.group import ParallelGroup
 from worker_svc.steps.failures import is_device_lost
 from worker_svc.steps.giving_way import GivingWay, may_give_way
-from worker_svc.steps.launched_step import LaunchedStep
+from worker_svc.steps.launched_step import Launched
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.profile import Profile, Profiler
@@ -377,7 +377,7 @@ class Worker:
             case kind:
                 raise ProtocolError(f"rank 0 tells of {kind}, which this rank does not know")
 
-    def _when_here(self, launched: LaunchedStep, then: Callable[[], None]) -> None:
+    def _when_here(self, launched: Launched, then: Callable[[], None]) -> None:
         """Waits on a thread of its own, so that the model thread can launch what comes next."""
         if self._waiter is None:
             self._waiter = ModelThread("outputs")
