@@ -50,9 +50,15 @@ class Preemption:
         if plan.has_rows or not self._groups.prefilling or len(self._groups.running) != 1:
             return
         (group,) = self._groups.running
+        if self._has_draws_on_the_way(group):
+            return  # it gets on with what is on its way
         self._groups.recompute_later(group)
         group.num_preemptions += 1
         plan.num_preempted += 1
+
+    def _has_draws_on_the_way(self, group: SequenceGroup) -> bool:
+        placeholders = self._groups.columns.num_placeholders
+        return any(placeholders[sequence.slot] for sequence in group.unfinished() if sequence.slot >= 0)
 
     def give_way(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Of a group that has got further only what is half computed gives way."""

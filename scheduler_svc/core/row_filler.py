@@ -20,9 +20,10 @@ MAX_INTRODUCED_BYTES = 20 << 20  # of full metadata in one step: a third of the 
 
 
 class RowFiller:
-    """Adds rows of running groups to a plan."""
+    """Adds rows of running groups to a plan. `num_micro_batches`: see `SchedulerSettings`."""
 
-    def __init__(self, groups: WorkerGroups, preemption: Preemption) -> None:
+    def __init__(self, groups: WorkerGroups, preemption: Preemption, num_micro_batches: int = 1) -> None:
+        self._num_micro_batches = num_micro_batches
         self._groups = groups
         self._columns = groups.columns
         self._blocks = groups.blocks
@@ -36,15 +37,12 @@ class RowFiller:
         `alone`: who has the step to itself; None: all but those `on_trial`.
         """
         columns, blocks = self._columns, self._blocks
-        slots = columns.decodable_slots()
+        slots = _taking_part(columns.decodable_slots(), alone, on_trial)
+        if self._num_micro_batches > 1:
+            slots = self._micro_batch(slots)
         num_decodes = len(slots)
         if self._groups.ready_beams:
-            slots = np.append(slots, self._ready_beam_slots())
-        if alone is not None or on_trial:
-            theirs = [sequence.slot for group in alone or on_trial for sequence in group.unfinished()]
-            takes_part = np.isin(slots, theirs, invert=alone is None)
-            num_decodes = int(takes_part[:num_decodes].sum())
-            slots = slots[takes_part]
+            slots = np.append(slots, _taking_part(self._ready_beam_slots(), alone, on_trial))
         at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
         while len(at_border) + len(to_copy) > blocks.num_free_blocks:
             self._preemption.give_way(self._preemption.choose_victim(), plan)
@@ -63,6 +61,17 @@ class RowFiller:
             plan.beams = columns.owner[slots[num_decodes:]].tolist()
             self._groups.ready_beams.difference_update(beam.group for beam in plan.beams)
         plan.budget.take(len(slots), len(slots))
+
+    def _micro_batch(self, slots: Ints) -> Ints:
+        """Of all decodes those of one micro-batch: none whose last token is still on its way, and no more than an even
+        share, or one stage of the worker would have much to do while the others wait. Those that have waited longest.
+        """
+        columns, share = self._columns, -(-len(slots) // self._num_micro_batches)
+        slots = slots[columns.num_placeholders[slots] == 0]
+        if len(slots) <= share:
+            return slots
+        longest_ago = np.argsort(columns.last_token_ns[slots], kind="stable")[:share]
+        return np.sort(slots[longest_ago])
 
     def _ready_beam_slots(self) -> Ints:
         groups = self._groups.ready_beams
@@ -161,3 +170,11 @@ class RowFiller:
         self._groups.caught_up(sequence)
         num_samples = group.beam_search.num_candidates if group.beam_search else 1 + len(children)
         plan.chunks.append(Chunk(sequence, query_len, num_samples, children))
+
+
+def _taking_part(slots: Ints, alone: AbstractSet[SequenceGroup] | None, on_trial: AbstractSet[SequenceGroup]) -> Ints:
+    """Those of `slots` that have a row; see `RowFiller.add_decodes`."""
+    if alone is None and not on_trial:
+        return slots
+    theirs = [sequence.slot for group in alone or on_trial for sequence in group.unfinished()]
+    return slots[np.isin(slots, theirs, invert=alone is None)]

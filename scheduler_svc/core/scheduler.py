@@ -65,7 +65,7 @@ class Scheduler:
         self.groups = groups = WorkerGroups(columns, blocks, self.settings.policy)
         self.tells_releases = False
         self._preemption = Preemption(groups, self.settings.preemption_mode, self.settings.costs)
-        self._rows = RowFiller(groups, self._preemption)
+        self._rows = RowFiller(groups, self._preemption, self.settings.num_micro_batches)
         self._answers = Answers(groups, self.settings.served if self.settings.policy.counts_tokens else None)
         self._admission = Admission(groups, self.settings, self._preemption, self._rows, self._answers)
         self.trials = Trials(groups, self._preemption, self._rows, self._admission)

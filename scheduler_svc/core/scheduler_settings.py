@@ -18,6 +18,8 @@ class SchedulerSettings:
         enable_chunked_prefill: False computes whole prompts, in steps of their own, before decodes.
         delay_factor: without chunked prefill, see `PromptDelay`.
         preemption_mode, costs: see `Preemption`.
+        num_micro_batches: steps that a worker computes at once, each in another stage of its pipeline. A sequence is in
+            one of them at a time: what it draws is known at the last stage, and needed at the first.
         served: charged with what tenants are served, where the policy counts tokens.
     """
 
@@ -26,4 +28,5 @@ class SchedulerSettings:
     delay_factor: float = 0.0
     preemption_mode: str = "auto"
     costs: Costs = field(default_factory=Costs)
+    num_micro_batches: int = 1
     served: ServedTokens | None = None

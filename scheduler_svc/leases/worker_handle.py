@@ -76,7 +76,8 @@ class WorkerHandle:
         self.sizes = sizes
         self.epoch = lease.epoch
         costs = Costs(sizes.prefill_tokens_per_s, sizes.swap_bytes_per_s, sizes.block_bytes)
-        self._settings = replace(settings, costs=costs)
+        self._num_stages = max(1, info.parallel.pipeline_parallel_size)
+        self._settings = replace(settings, costs=costs, num_micro_batches=self._num_stages)
         self._enable_prefix_caching = enable_prefix_caching
         self.scheduler = self._new_scheduler(sizes.max_num_batched_tokens)
         self.scheduler.blocks.adopt(lease.cached_blocks)
@@ -226,12 +227,15 @@ class WorkerHandle:
         return self.scheduler.groups.has_work or len(self.waiting) > 0 or self.scheduler.tells_releases
 
     def can_take_step(self, max_in_flight: int) -> bool:
-        """One step at a time after a failure, and while groups are on trial; none while it drains."""
+        """One step at a time after a failure, and while groups are on trial; none while it drains. Otherwise
+        `max_in_flight`, or one for each stage of its pipeline, unless steps are in lock-step."""
         if self.is_draining:
             return False
         waits_for_void = bool(self.in_flight) and self.in_flight[0].is_void
         is_careful = self.failed_step or self.scheduler.trials.on_trial or self.unsent is not None or waits_for_void
-        return not self.in_flight if is_careful else len(self.in_flight) < max_in_flight
+        if is_careful or max_in_flight == 1:
+            return not self.in_flight
+        return len(self.in_flight) < max(max_in_flight, self._num_stages)
 
     # ---- faults of our own ------------------------------------------------------------------------------------------
 

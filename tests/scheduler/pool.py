@@ -82,6 +82,7 @@ class Size:
     num_host_blocks: int
     max_num_batched_tokens: int
     max_model_len: int
+    num_stages: int = 1
 
 
 class PoolWorker:
@@ -305,6 +306,7 @@ class Pool:
             block_bytes=1,
         )
         info, lease = worker_pb2.WorkerInfo(block_size=BLOCK_SIZE), worker_pb2.LeaseGranted(epoch=worker.epoch)
+        info.parallel.pipeline_parallel_size = size.num_stages
         if worker_before is not None:
             lease.cached_blocks.CopyFrom(worker_before.begin_lease())
             check_cached(sizes, lease)

@@ -31,6 +31,11 @@ MOST_IDLE_ANSWERS = 1_000  # far more than any prompt here needs, also where eve
 MEASURED = Costs(prefill_tokens_per_s=1e3, swap_bytes_per_s=1e6, block_bytes=1)
 
 
+def tenancies(slots: np.ndarray, generations: np.ndarray) -> set[tuple[int, int]]:
+    """Who has these slots."""
+    return set(zip(slots.tolist(), generations.tolist(), strict=True))
+
+
 class Simulation:
     """Steps go through the encoder, through bytes, and into the worker at once; their answers wait in `in_flight`."""
 
@@ -44,6 +49,7 @@ class Simulation:
         num_host_blocks: int = 0,
         max_num_batched_tokens: int = 16,
         depth: int = 2,
+        num_micro_batches: int = 1,
         policy: str = "fcfs",
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
@@ -64,6 +70,7 @@ class Simulation:
             preemption_mode=preemption_mode,
             costs=costs,
             served=served,
+            num_micro_batches=num_micro_batches,
         )
         self.enable_prefix_caching = enable_prefix_caching
         self.row_error = row_error
@@ -200,6 +207,15 @@ class Simulation:
         tried = self.groups_of(rows) & scheduler.trials.on_trial
         assert not tried or suspects or tried == self.groups_of(rows), "a trial is disturbed"
         assert int(rows.query_lens.sum()) <= self.max_num_batched_tokens and len(rows) <= self.num_slots
+        if self.settings.num_micro_batches > 1:
+            drawn = {
+                pair
+                for before, _ in self.in_flight
+                for pair in tenancies(before.sample_slots, before.sample_generations)
+            }
+            assert not drawn & tenancies(rows.slots, rows.generations), (
+                "its last token is on its way to the first stage"
+            )
         self.step_id += 1
         self.num_preempted += outputs.num_preempted
         self.num_computed_tokens += int(rows.query_lens.sum())

@@ -43,6 +43,7 @@ class CoreStateMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 8, 40]),
         max_num_batched_tokens=st.integers(4, 40),
         depth=st.integers(1, 3),
+        num_micro_batches=st.sampled_from([1, 1, 2, 3]),
         policy=st.sampled_from(["fcfs", "fcfs", "priority", "fair"]),
         preemption_mode=st.sampled_from(["auto", "swap", "recompute"]),
         enable_prefix_caching=st.booleans(),

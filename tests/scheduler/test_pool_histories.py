@@ -45,6 +45,7 @@ class History:
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
+        self.stages = random.Random(f"stages of {seed}")  # apart: the rest of a history stays as it was
         draw = self.random
         self.is_chunked = draw.random() < 0.7
         self.pool = Pool(
@@ -74,6 +75,7 @@ class History:
             num_host_blocks=draw.choice([0, 8, 40]),
             max_num_batched_tokens=max(num_slots, draw.choice([4, 6, 10, 20, 40])),
             max_model_len=draw.choice([48, MAX_MODEL_LEN, MAX_MODEL_LEN]),
+            num_stages=self.stages.choice([1, 1, 1, 2, 4]),
         )
 
     def run(self) -> None:

@@ -253,6 +253,7 @@ def test_losses_at_any_time_change_no_token():
             preemption_mode=mode,
             max_num_batched_tokens=rng.randint(8, 40),
             depth=rng.choice([1, 2, 3]),
+            num_micro_batches=1 + seed % 3,
         )
         for _ in range(rng.randint(4, 8)):
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]

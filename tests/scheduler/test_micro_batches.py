@@ -1,0 +1,105 @@
+"""What a step computes of a worker whose layers are in several stages: other sequences than the steps in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from protos import worker_pb2
+from scheduler_svc.core.scheduler_settings import SchedulerSettings
+from scheduler_svc.leases.worker_handle import WorkerHandle
+from tests.scheduler.pool import PoolWorker, Size
+from tests.scheduler.simulation import Simulation
+
+
+def decoding(num_groups: int, num_stages: int, depth: int | None = None, **options: object) -> Simulation:
+    """Groups whose prompts are computed; nothing is in flight."""
+    simulation = Simulation(
+        num_slots=num_groups,
+        num_blocks=40 * num_groups,
+        max_num_batched_tokens=256,
+        depth=depth or num_stages,
+        num_micro_batches=num_stages,
+        **options,  # type: ignore[arg-type]
+    )
+    for number in range(num_groups):
+        simulation.add([1 + number] * 5, 40, eos_token_id=None)
+    simulation.send()
+    while simulation.in_flight:
+        simulation.answer()
+    return simulation
+
+
+def fill(simulation: Simulation) -> list[int]:
+    """Sends steps until as many are in flight as may be; rows of each."""
+    sent = []
+    while len(simulation.in_flight) < simulation.depth and simulation.send():
+        sent.append(len(simulation.in_flight[-1][0]))
+    return sent
+
+
+@pytest.mark.parametrize(("num_groups", "num_stages", "shares"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (1, 2, [1])])
+def test_decodes_are_dealt_out_evenly_and_go_round(num_groups: int, num_stages: int, shares: list[int]) -> None:
+    simulation = decoding(num_groups, num_stages)
+    assert fill(simulation) == shares
+    for _ in range(12):
+        slots = [rows.slots.tolist() for rows, _ in simulation.in_flight]
+        assert sorted(sum(slots, [])) == list(range(num_groups)), "each is in one micro-batch"
+        first = slots[0]
+        simulation.answer()
+        fill(simulation)
+        assert simulation.in_flight[-1][0].slots.tolist() == first
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
+def test_micro_batches_are_even_again_after_ends() -> None:
+    simulation = decoding(12, 2)
+    fill(simulation)
+    ended = [simulation.columns.owner[slot].group for slot in simulation.in_flight[0][0].slots[:4].tolist()]
+    for group in ended:
+        simulation.abort(group)
+    for _ in range(6):
+        simulation.answer()
+        fill(simulation)
+    assert [len(rows) for rows, _ in simulation.in_flight] == [4, 4]
+
+
+def test_who_has_waited_longest_comes_first() -> None:
+    simulation = decoding(6, 2)
+    simulation.columns.last_token_ns[:6] = [50, 10, 40, 20, 60, 30]
+    simulation.send()
+    assert simulation.in_flight[0][0].slots.tolist() == [1, 3, 5]
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
+    """They need nothing that is drawn."""
+    simulation = Simulation(num_blocks=40, max_num_batched_tokens=8, depth=3, num_micro_batches=3)
+    simulation.add(list(range(1, 25)), 4, eos_token_id=None)
+    assert fill(simulation) == [1, 1, 1]
+    assert [int(rows.query_lens[0]) for rows, _ in simulation.in_flight] == [8, 8, 8]
+    simulation.run_to_end()
+    simulation.check_outputs()
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "steps_in_flight", "expected"), [(0, 2, 2), (1, 2, 2), (4, 2, 4), (2, 3, 3), (4, 1, 1)]
+)
+def test_a_worker_has_a_step_for_each_stage_unless_in_lock_step(
+    num_stages: int, steps_in_flight: int, expected: int
+) -> None:
+    sizes = worker_pb2.InitializeResponse(
+        num_device_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, prefill_tokens_per_s=1e3
+    )
+    info = worker_pb2.WorkerInfo(block_size=4)
+    info.parallel.pipeline_parallel_size = num_stages
+    link = PoolWorker("worker", Size(8, 64, 0, 64, 64), 1, None, None, "", now_ns=0)
+    worker = WorkerHandle(link, info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings())
+    sent = 0
+    while worker.can_take_step(steps_in_flight) and sent < 9:
+        simulation = decoding(1, 1)
+        simulation.send()
+        worker.sent(worker.next_step_id, simulation.sent[-1][0], 0)
+        sent += 1
+    assert sent == expected
+    assert np.all(worker.scheduler.columns.num_placeholders == 0)
