@@ -54,7 +54,11 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"max_num_seqs": 2}], ids=["one", "ranks", "few"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"max_num_seqs": 2}],
+    ids=["one", "ranks", "stages", "few"],
+)
 def test_prompts_of_several_adapters_and_none_in_one_call(options: dict[str, int], made: Made) -> None:
     """Twice, so that the second time prefixes are found: each adapter's own."""
     requests = [None, *(LoRARequest(name, 1, str(path)) for name, path in made.adapters.items())]

@@ -24,6 +24,7 @@ from tests.tiny_models import make_tiny_llama
 from worker_svc.parallel.membership import Membership
 
 SIZES = ["--max-model-len=1024", "--max-num-seqs=8", "--kv-cache-memory=0.01", "--swap-space=0", "--num-threads=1"]
+SPLITS = ["--tensor-parallel-size=2", "--pipeline-parallel-size=2"]
 PROMPT = list(b"|a prompt of several blocks, and of ranks")
 
 
@@ -34,14 +35,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def ranks_by_hand(
-    folders: tuple[Path, Path], logs: Path, *other_flags: str
+    folders: tuple[Path, Path], logs: Path, *other_flags: str, split: str = SPLITS[0]
 ) -> Iterator[tuple[str, list[ForkedCommand]]]:
     """Two ranks as torchrun starts them on two machines; rank 1 with other flags as well."""
     port, meeting = free_port(), free_port()
     ranks = []
     for rank, (folder, flags) in enumerate(zip(folders, ((), other_flags), strict=True)):
         member = Membership(rank, 2, local_rank=0, local_size=1, address="127.0.0.1", port=meeting)
-        arguments = ["worker", str(folder), f"--port={port}", "--tensor-parallel-size=2", *SIZES, *flags]
+        arguments = ["worker", str(folder), f"--port={port}", split, *SIZES, *flags]
         with (logs / f"rank-{rank}.log").open("w") as log:
             environment = os.environ | member.variables()
             ranks.append(ForkedCommand(arguments, log.fileno(), environment=environment, forks_children=False))
@@ -69,12 +70,17 @@ async def generate(service: Service, max_tokens: int, begun: asyncio.Event | Non
     return token_ids
 
 
-async def test_ranks_of_several_machines_answer_as_one_model_and_end_as_one(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", SPLITS)
+async def test_ranks_of_several_machines_answer_as_one_model_and_end_as_one(
+    split: str, folder: Path, tmp_path: Path
+) -> None:
     oracle = GreedyOracle(folder)
     expected = oracle.generate(PROMPT, 40, eos_token_id=None)
-    with ranks_by_hand((folder, folder), tmp_path) as (address, ranks), scheduler(f"--worker={address}") as service:
+    with ExitStack() as stack:
+        address, ranks = stack.enter_context(ranks_by_hand((folder, folder), tmp_path, split=split))
+        service = stack.enter_context(scheduler(f"--worker={address}"))
         service.wait_until_ready()
-        oracle.check(PROMPT, expected, await generate(service, 40), "two ranks")
+        oracle.check(PROMPT, expected, await generate(service, 40), split)
         for rank in reversed(ranks):  # torchrun tells all of them at once
             rank.terminate()
         assert [rank.wait(20) for rank in ranks] == [0, 0], said(tmp_path)
@@ -96,11 +102,14 @@ def test_a_rank_with_other_options_is_refused_by_all(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
-async def test_a_lost_rank_ends_its_worker_and_no_request(how: signal.Signals, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", SPLITS)
+async def test_a_lost_rank_ends_its_worker_and_no_request(
+    split: str, how: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
     oracle, num_tokens = GreedyOracle(folder), 300
     expected = oracle.generate(PROMPT, num_tokens, eos_token_id=None)
     with ExitStack() as stack:
-        worker = WorkerProcess([str(folder), "--tensor-parallel-size=2", *SIZES], tmp_path / "ranks.log")
+        worker = WorkerProcess([str(folder), split, *SIZES], tmp_path / "ranks.log")
         stack.callback(worker.end)
         worker.wait_until_ready()
         (rank,) = psutil.Process(worker.pid).children()

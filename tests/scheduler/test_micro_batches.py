@@ -44,7 +44,9 @@ def test_decodes_are_dealt_out_evenly_and_go_round(num_groups: int, num_stages: 
     assert fill(simulation) == shares
     for _ in range(12):
         slots = [rows.slots.tolist() for rows, _ in simulation.in_flight]
-        assert sorted(sum(slots, [])) == list(range(num_groups)), "each is in one micro-batch"
+        assert sorted(slot for of_step in slots for slot in of_step) == list(range(num_groups)), (
+            "each is in one micro-batch"
+        )
         first = slots[0]
         simulation.answer()
         fill(simulation)

@@ -91,6 +91,8 @@ class _Reader:
             if len(names) < 2:
                 raise AdapterError(f"{self._path}: tensor {min(names)} is without its other half")
             site, _ = self._places[module]
+            if not site.is_here:
+                continue  # a rank of that stage reads, and checks, it
             parts.setdefault((site.layer, site.kind), []).append(self._low_rank(module, tensors))
         return Adapter(self._config.base, parts)
 

@@ -27,6 +27,7 @@ from worker_svc.adapters.errors import AdapterError
 from worker_svc.adapters.sites import ATTENTION_OUT, MLP_IN, MLP_OUT, QKV, Site, sites_of
 from worker_svc.errors import ProtocolError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.parts import ModelPart
@@ -66,7 +67,12 @@ class AdapterSet:
         self._is_host = decoder.device.type == "cpu"
         self._loaded: dict[str, _Loaded] = {}
         self._slots: dict[int, int] = {}  # slot by number, the one used longest ago first
-        self._products = {(site.layer, site.kind): _adapt(decoder, site, max_loras, max_rank) for site in self._sites}
+        self._products = {
+            (site.layer, site.kind): _adapt(
+                decoder, decoder.layers[site.layer - part.layers.start], site, max_loras, max_rank
+            )
+            for site in self._own_sites()
+        }
         self._model_name = part.whole.model_name
 
     @property
@@ -92,15 +98,18 @@ class AdapterSet:
             for module, size in zip(site.modules, sizes, strict=True):
                 yield module, size, site.in_features
 
+    def _own_sites(self) -> list[Site]:
+        return [site for site in self._sites if site.is_here]
+
     def most_bytes(self, max_tokens: int) -> int:
         """Of the model's device, besides what is there since construction. On a CPU that is as many adapters as a step
         has, at the largest rank; on a GPU what a product of so many tokens has between shrinking and expanding."""
         if not self._is_host:
             from kernels.gpu.lora import num_segments  # here: only a worker with a GPU has Triton
 
-            most_segments = max(num_segments(len(site.inputs)) for site in self._sites)
+            most_segments = max(num_segments(len(site.inputs)) for site in self._own_sites())
             return 2 * 4 * most_segments * max_tokens * self._max_rank  # of a part, while the last one's is still there
-        of_one = sum(self._max_rank * (len(site.inputs) * len(site.modules) + site.size) for site in self._sites)
+        of_one = sum(self._max_rank * (len(site.inputs) * len(site.modules) + site.size) for site in self._own_sites())
         return 2 * 4 * of_one * self._max_loras  # as read, and in slots that are not touched yet
 
     def read(self, path: str) -> Adapter:
@@ -181,9 +190,9 @@ class AdapterSet:
             product.put(slot, adapter.parts.get(place, ()))
 
 
-def _adapt(decoder: Decoder, site: Site, num_slots: int, max_rank: int) -> AdaptedLinear:
-    """Puts an adapted product in the place of the one at this site."""
-    layer, step = decoder.layers[site.layer], decoder.step_adapters
+def _adapt(decoder: Decoder, layer: DecoderLayer, site: Site, num_slots: int, max_rank: int) -> AdaptedLinear:
+    """Puts an adapted product in the place of the one at this site, which is of this layer of the decoder."""
+    step = decoder.step_adapters
 
     def adapted(base: Linear) -> AdaptedLinear:
         like = torch.empty(0, dtype=decoder.config.dtype, device=decoder.device)

@@ -22,6 +22,7 @@ class Site:
     outputs: Sequence[range]  # of each part
     inputs: range
     num_turns: int = 1  # see `take_linear`
+    is_here: bool = True  # whether this rank's stage has the layer
 
     @property
     def size(self) -> int:
@@ -30,7 +31,7 @@ class Site:
 
 
 def sites_of(part: ModelPart) -> Iterator[Site]:
-    """All of a model; experts have none."""
+    """All of a model, also of layers that other stages have; experts have none."""
     config, names, style = part.whole, part.whole.style.names, part.whole.style
     heads = [count * config.head_size for count in (config.num_heads, *[config.num_kv_heads] * 2)]
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -41,12 +42,13 @@ def sites_of(part: ModelPart) -> Iterator[Site]:
         def modules(*parts: str, prefix: str = prefix) -> tuple[str, ...]:
             return tuple(prefix + name for name in parts)
 
-        own_heads = part.outputs_of_heads
+        own_heads, here = part.outputs_of_heads, layer in part.layers
         turns = config.num_heads if names.has_heads_in_turn else 1
-        yield Site(layer, QKV, modules(*names.qkv), heads, hidden, own_heads, every, turns)
-        yield Site(layer, ATTENTION_OUT, modules(names.attention_out), [hidden], heads[0], [every], own_heads[0])
+        yield Site(layer, QKV, modules(*names.qkv), heads, hidden, own_heads, every, turns, is_here=here)
+        out = modules(names.attention_out)
+        yield Site(layer, ATTENTION_OUT, out, [hidden], heads[0], [every], own_heads[0], is_here=here)
         if style.experts is None or not style.experts.is_sparse[layer]:
             own = part.neurons(inner)
             sizes, halves = [inner] * num_halves, [own] * num_halves
-            yield Site(layer, MLP_IN, modules(*names.mlp_in), sizes, hidden, halves, every)
-            yield Site(layer, MLP_OUT, modules(names.mlp_out), [hidden], inner, [every], own)
+            yield Site(layer, MLP_IN, modules(*names.mlp_in), sizes, hidden, halves, every, is_here=here)
+            yield Site(layer, MLP_OUT, modules(names.mlp_out), [hidden], inner, [every], own, is_here=here)
