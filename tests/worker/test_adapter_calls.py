@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,20 @@ class Setup:
 
 @pytest.fixture
 async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    async with served(tmp_path, max_loaded=2) as it:
+        yield it
+
+
+@asynccontextmanager
+async def served(tmp_path: Path, max_loaded: int) -> AsyncIterator[Setup]:
     folder = make_tiny_llama(tmp_path / "tiny", num_layers=1)
     config = ModelConfig.from_folder(folder)
     part = ModelPart.of(config, OnlyRank())
     model = load_model(folder, part, "cpu")
     assert isinstance(model, Decoder)
-    adapters = AdapterSet(model, part, max_loras=1, max_rank=16, max_loaded=2)
-    worker = Worker(ModelRunner(model, part.own, CONFIG.block_size, adapters=adapters), CONFIG)
+    adapters = AdapterSet(model, part, max_loras=1, max_rank=16, max_loaded=max_loaded)
+    of_worker = replace(CONFIG, max_cpu_loras=max_loaded)
+    worker = Worker(ModelRunner(model, part.own, CONFIG.block_size, adapters=adapters), of_worker)
     server = WorkerServer(worker, config, TokenizerFiles({"tokenizer.json": b"{}"}))
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -135,6 +144,21 @@ async def test_what_cannot_be_loaded_changes_nothing(setup: Setup) -> None:
     assert "loaded as generation 1; unload it first" in await refusal(setup.load("a", stream.epoch, generation=2))
     assert "adapter 'c' is not loaded; loaded: a, b" in await refusal(setup.unload("c", stream.epoch))
     assert await setup.loaded() == {"a": 1, "b": 1}
+
+
+async def test_a_worker_is_asked_for_all_that_it_may_have_at_once(tmp_path: Path) -> None:
+    """By a scheduler that it joins, which does not ask again for one that was refused."""
+    async with served(tmp_path, max_loaded=80) as setup:
+        stream = await setup.open()
+        names = [f"a{number}" for number in range(80)]
+        await asyncio.gather(*(setup.load(name, stream.epoch) for name in names))
+        assert await setup.loaded() == dict.fromkeys(names, 1)
+
+
+async def test_a_path_that_is_none_has_its_reason(setup: Setup) -> None:
+    stream = await setup.open()
+    for path in ("/" + "a" * 300, "/" + "b/" * 30_000, "~nobody-of-this-name/a"):
+        assert "cannot read" in await refusal(setup.load("a", stream.epoch, folder=path))
 
 
 async def test_an_adapter_is_not_unloaded_under_a_sequence(setup: Setup) -> None:

@@ -265,6 +265,24 @@ Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
         (with_config(lora_alpha=1e40), "B of .* times its scale, 2.5e[+]39, is not finite"),
         (with_config(kasa_config={}), "kasa_config {} is not supported"),
         (with_config(rank_pattern={"(": 3}), "is no regular expression"),
+        (with_config(alpha_pattern={"q_proj": 10**400}), "int too large to convert to float"),
+        (with_config(use_rslora="false"), "use_rslora 'false' is neither true nor false"),
+        (with_config(target_modules="("), "is no regular expression"),
+        (with_config(target_modules=[1]), r"target_modules \[1\] is no list of modules"),
+        (with_config(layers_to_transform="all"), "layers_to_transform 'all' is no list of layers"),
+        (with_config(modules_to_save=["x" * 100_000]), r"modules_to_save \['xxx.* \.\.\. .*merge this adapter"),
+        (lambda adapter: (adapter / "adapter_config.json").write_text("[" * 100_000), "cannot read .*recursion"),
+        (
+            with_tensors(lambda all_: [all_.pop(name) for name in list(all_) if "layers.1.mlp.up_proj" in name]),
+            "has no tensors of model.layers.1.mlp.up_proj, which is among target_modules",
+        ),
+        (
+            with_config(target_modules=["k_proj"]),
+            "has tensors of model.layers.0.self_attn.q_proj, which is not among target_modules",
+        ),
+        (with_config(exclude_modules=["q_proj"]), "has tensors of .*q_proj, which is not among target_modules"),
+        (with_config(layers_to_transform=[0, 2]), "has tensors of model.layers.1.*, which is not among target_modules"),
+        (with_tensors(lambda all_: all_.update({"a\nb": torch.ones(1)})), r"no place for tensor a\\nb"),
         (with_tensors(lambda all_: all_.pop(f"{Q}.lora_B.weight")), "q_proj.lora_A.weight is without its other half"),
         (with_tensors(lambda all_: all_.clear()), "holds no tensors"),
         (
@@ -274,6 +292,10 @@ Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
         (
             with_tensors(lambda all_: all_.update({f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 60)})),
             "is an adapter of the head, which is not supported",
+        ),
+        (
+            with_tensors(lambda all_: all_.update({f"{PREFIX}model.embed_tokens.base_layer.weight": torch.ones(1)})),
+            "is an adapter of the embedding, which is not supported",
         ),
         (
             with_tensors(
@@ -301,6 +323,41 @@ def test_what_is_damaged_or_not_computed_is_refused_in_one_line(
     with pytest.raises(AdapterError, match=complaint) as raised:
         adapters.read(str(adapter))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "targets"),
+    [
+        ([0, 1, 2], {"target_modules": list(LLAMA)}),
+        ([0, 1, 2], {"target_modules": "all-linear"}),
+        ([0, 1, 2], {"target_modules": None}),
+        ([1], {"target_modules": list(LLAMA), "layers_to_transform": 1}),
+        ([0, 2], {"target_modules": list(LLAMA), "layers_to_transform": [0, 2]}),
+        ([0, 2], {"target_modules": list(LLAMA), "exclude_modules": r".*\.1\..*"}),
+        ([2], {"target_modules": r"model\.layers\.2\..*_proj"}),
+        ([2], {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [2], "layers_pattern": "layers"}),
+    ],
+    ids=["names", "all", "untold", "one-layer", "layers", "excluded", "pattern", "layers-by-name"],
+)
+def test_an_adapter_has_what_its_configuration_says(
+    layers: list[int], targets: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    _, adapters = load(folder)
+    adapter = make_adapter(tmp_path / "adapter", folder)
+    inside = tuple(f".{layer}." for layer in layers)
+    with_tensors(lambda all_: [all_.pop(name) for name in list(all_) if not any(at in name for at in inside)])(adapter)
+    with_config(**targets)(adapter)
+    assert sorted({layer for layer, _ in adapters.read(str(adapter)).parts}) == layers
+
+
+@pytest.mark.parametrize(
+    "path", ["/" + "a" * 300, "~nobody-of-this-name/a", "/a\0b", "/a\nb", "/a" * 20_000, " ", "a.gguf"]
+)
+def test_a_path_that_is_none_is_refused_in_one_short_line(path: str, folder: Path) -> None:
+    _, adapters = load(folder)
+    with pytest.raises(AdapterError, match=r"cannot read|does not exist") as raised:
+        adapters.read(path)
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 700
 
 
 def test_a_folder_that_is_not_there_and_an_adapter_of_another_base_are_named(folder: Path, tmp_path: Path) -> None:

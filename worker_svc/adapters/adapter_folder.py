@@ -7,7 +7,7 @@ adapter_model.safetensors     base_model.model.MODULE.lora_A.weight [rank, in], 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "an adapter of the embedding",
+    "embed": "an adapter of the embedding",  # whose base layer PEFT writes too
     "lm_head.": "an adapter of the head",
     ".modules_to_save.": "a module that replaces the base's",
     ".experts.": "an adapter of experts",
@@ -86,6 +87,7 @@ class _Reader:
             modules.setdefault(self._module_of(name), set()).add(name)
         if not modules:
             raise AdapterError(f"{self._path} holds no tensors")
+        self._check_targets(modules)
         parts: dict[tuple[int, str], list[LowRank]] = {}
         for module, names in modules.items():
             if len(names) < 2:
@@ -95,6 +97,15 @@ class _Reader:
                 continue  # a rank of that stage reads, and checks, it
             parts.setdefault((site.layer, site.kind), []).append(self._low_rank(module, tensors))
         return Adapter(self._config.base, parts)
+
+    def _check_targets(self, modules: Collection[str]) -> None:
+        """A module that lost its tensors would be computed as the base does, and nobody would hear of it."""
+        for module, (site, _) in self._places.items():
+            is_wanted = self._config.wants(module, site.layer)
+            if is_wanted is True and module not in modules:
+                raise AdapterError(f"{self._path} has no tensors of {module}, which is among target_modules")
+            if is_wanted is False and module in modules:
+                raise AdapterError(f"{self._path} has tensors of {module}, which is not among target_modules")
 
     def _module_of(self, name: str) -> str:
         if (match := _TENSOR.fullmatch(name)) and match[1] in self._places:

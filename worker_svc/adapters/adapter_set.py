@@ -113,12 +113,18 @@ class AdapterSet:
         return 2 * 4 * of_one * self._max_loras  # as read, and in slots that are not touched yet
 
     def read(self, path: str) -> Adapter:
-        """An adapter from its folder, or by its name on the hub; on any thread. Raises AdapterError."""
-        adapter = read_adapter(self._folder(path), self._sites, self._max_rank)
+        """An adapter from its folder, or by its name on the hub; on any thread. Raises AdapterError, whatever is wrong
+        with it: a rank of a group that raised anything else would end the group."""
+        try:
+            adapter = read_adapter(self._folder(path), self._sites, self._max_rank)
+            if not self._is_host:
+                adapter = adapter.pinned()
+        except (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError) as error:
+            raise AdapterError(f"cannot read {path}: {str(error) or type(error).__name__}") from None
         base = adapter.base.rstrip("/").rpartition("/")[2]
         if base and base.lower() != self._model_name.rpartition("/")[2].lower():
             log.warning("adapter of another base", adapter=path, base=adapter.base, model=self._model_name)
-        return adapter if self._is_host else adapter.pinned()
+        return adapter
 
     def _folder(self, path: str) -> Path:
         folder = Path(path).expanduser()

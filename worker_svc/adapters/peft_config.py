@@ -12,6 +12,7 @@ from typing import Any
 from worker_svc.adapters.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
+ALL_LINEAR = "all-linear"  # in place of a pattern
 
 # What changes the result and is not computed, unless it has one of these values.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -46,6 +47,9 @@ class PeftConfig:
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
     base: str  # name of the model that it was trained for
+    targets: tuple[str, ...] | str | None  # ends of modules' names, or a pattern of whole ones; None: not told
+    excluded: tuple[str, ...] | str | None
+    layers: tuple[int, ...] | None  # None: all
 
     @classmethod
     def read(cls, folder: Path) -> PeftConfig:
@@ -67,10 +71,14 @@ class PeftConfig:
             return cls(
                 rank=_rank(raw["r"]),
                 alpha=_alpha(raw["lora_alpha"]),
-                is_rank_stabilized=bool(raw.get("use_rslora", False)),
+                is_rank_stabilized=_flag(raw.get("use_rslora") or False),
                 rank_pattern={str(key): _rank(value) for key, value in (raw.get("rank_pattern") or {}).items()},
                 alpha_pattern={str(key): _alpha(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
                 base=str(raw.get("base_model_name_or_path") or ""),
+                # Names of the list of layers would narrow the targets further: then nothing is known of them.
+                targets=None if raw.get("layers_pattern") else _modules(raw.get("target_modules"), "target_modules"),
+                excluded=_modules(raw.get("exclude_modules"), "exclude_modules"),
+                layers=_layers(raw.get("layers_to_transform")),
             )
         except KeyError as error:
             raise AdapterError(f"{path} has no {error}") from None
@@ -80,6 +88,15 @@ class PeftConfig:
     def rank_of(self, module: str) -> int:
         """Of one module, by its name in the model."""
         return int(_matching(self.rank_pattern, module, self.rank))
+
+    def wants(self, module: str, layer: int) -> bool | None:
+        """Whether the adapter is for this linear module of a layer; None: the configuration does not say."""
+        if self.targets is None:
+            return None
+        if self.excluded is not None and _is_among(self.excluded, module):
+            return False
+        is_in_layer = self.layers is None or layer in self.layers or isinstance(self.targets, str)
+        return is_in_layer and (self.targets == ALL_LINEAR or _is_among(self.targets, module))
 
     def scale_of(self, module: str) -> float:
         """What B A x is multiplied by."""
@@ -93,10 +110,41 @@ def _rank(value: Any) -> int:
     return value
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"use_rslora {value!r} is neither true nor false")
+    return value
+
+
 def _alpha(value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"alpha {value!r} is no number")
     return float(value)
+
+
+def _modules(value: Any, key: str) -> tuple[str, ...] | str | None:
+    if not value or isinstance(value, str):
+        return value or None
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{key} {value!r} is no list of modules")
+    return tuple(value)
+
+
+def _layers(value: Any) -> tuple[int, ...] | None:
+    values = [value] if isinstance(value, int) else value or []
+    if not isinstance(values, list) or not all(isinstance(each, int) for each in values):
+        raise ValueError(f"layers_to_transform {value!r} is no list of layers")
+    return tuple(values) or None
+
+
+def _is_among(names: tuple[str, ...] | str, module: str) -> bool:
+    """A list has names, or what they end with behind a dot; a text is a pattern of whole names."""
+    if not isinstance(names, str):
+        return any(module == name or module.endswith(f".{name}") for name in names)
+    try:
+        return re.fullmatch(names, module) is not None
+    except re.error:
+        raise AdapterError(f"{names!r} in target_modules or exclude_modules is no regular expression") from None
 
 
 def _matching(patterns: dict[str, Any], module: str, default: float) -> float:

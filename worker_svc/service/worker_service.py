@@ -31,7 +31,7 @@ OPEN_TIMEOUT_S = 5.0  # until the first message of a stream
 MAX_STREAMS = 16  # of `Execute`; one of them can hold the lease
 MAX_INITIALIZING = 16  # schedulers that wait for the model thread
 MAX_TOKENIZER_CALLS = 8
-MAX_LOADING = 64  # adapters, of which a few are read at a time
+MIN_LOADING = 64  # adapters, of which a few are read at a time
 _NO_ADAPTERS = "this worker takes no adapters: start it with --enable-lora"
 UNUSED_S = 2.0  # after which an ending worker assumes that no scheduler has requests to finish here
 TOKENIZER_TIMEOUT_S = 60.0  # as long as a scheduler waits for the files
@@ -51,7 +51,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._settling: set[asyncio.Task[None]] = set()
         self._streams = CallLimit("open streams", MAX_STREAMS)
         self._initializing = CallLimit("calls of Initialize that wait", MAX_INITIALIZING)
-        self._loading = CallLimit("adapters that are read", MAX_LOADING)
+        # A worker that joins is asked at once for all that are loaded, and nobody would ask again for one refused here.
+        self._loading = CallLimit("adapters that are read", max(MIN_LOADING, 2 * worker.config.max_cpu_loras))
         self._tokenizer_calls = CallLimit("calls of GetTokenizer", MAX_TOKENIZER_CALLS)
 
     # ---- Handshake --------------------------------------------------------------------------------------------------
