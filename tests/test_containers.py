@@ -207,7 +207,8 @@ def test_the_file_with_ranks_gives_the_worker_options_that_it_takes_and_room_for
     parser = Parser(prog="octavo worker")
     add_arguments(parser, WorkerConfig)
     config = from_namespace(WorkerConfig, parser.parse_args(flags))
-    assert worker["command"][:2] == alone["command"] and config.tensor_parallel_size == 3
+    assert worker["command"][:2] == alone["command"]
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (3, 1)
     assert worker["shm_size"] == "${SHARED_MEMORY:-1g}"
     for limit in ("mem_limit", "cpus"):
         name = re.match(r"\$\{(\w+):-", worker[limit])[1]  # type: ignore[index]  # None fails

@@ -62,7 +62,7 @@ def test_a_model_has_a_name() -> None:
         ({"xyzzy": 3}, "no option is called xyzzy"),
         ({"port": 3}, "port: an LLM starts a worker of its own"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, at least 1 is accepted"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2; a worker is the ranks of one tensor-"),
+        ({"data_parallel_size": 2}, "data_parallel_size: got 2; the ranks of a worker share one copy of "),
     ],
     ids=str,
 )

@@ -90,7 +90,7 @@ def test_a_revision_is_a_part_of_the_models_name(tmp_path: Path) -> None:
         ({"hf_token": "secret"}, "hf_token: got a str; set the variable HF_TOKEN"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb: got 4; weights stay on one device"),
         ({"task": "embed"}, "task: got 'embed'; models here generate text"),
-        ({"data_parallel_size": 2}, "data_parallel_size: got 2; a worker is the ranks of one tensor-parallel"),
+        ({"data_parallel_size": 2}, "data_parallel_size: got 2; the ranks of a worker share one copy"),
         ({"hf_overrides": {"a": "b" * 80}}, "hf_overrides: got a dict; a model is what its config.json says"),
         ({"kv_cache_memory_bytes": "4G"}, "kv_cache_memory_bytes: got '4G'; accepted: a whole number"),
     ],

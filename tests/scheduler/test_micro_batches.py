@@ -12,15 +12,14 @@ from tests.scheduler.pool import PoolWorker, Size
 from tests.scheduler.simulation import Simulation
 
 
-def decoding(num_groups: int, num_stages: int, depth: int | None = None, **options: object) -> Simulation:
+def decoding(num_groups: int, num_stages: int) -> Simulation:
     """Groups whose prompts are computed; nothing is in flight."""
     simulation = Simulation(
         num_slots=num_groups,
         num_blocks=40 * num_groups,
         max_num_batched_tokens=256,
-        depth=depth or num_stages,
+        depth=num_stages,
         num_micro_batches=num_stages,
-        **options,  # type: ignore[arg-type]
     )
     for number in range(num_groups):
         simulation.add([1 + number] * 5, 40, eos_token_id=None)

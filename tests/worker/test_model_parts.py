@@ -22,7 +22,7 @@ from worker_svc.models import stored_tensor
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.loader import load_model
+from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart, part_of, vocabulary_part
 from worker_svc.models.summed import Summed
 from worker_svc.models.weights import CheckpointWeights
@@ -63,7 +63,7 @@ def load(folder: Path, ranks: Ranks, dtype: str = "float32", load_format: str = 
     return model
 
 
-def logits_of(model: Decoder, sequences: list[list[int]]) -> list[torch.Tensor]:
+def logits_of(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Of every token: prefills together, and the last token of each by itself."""
     stepper, lengths = Stepper(model, sequences), list(map(len, sequences))
     first = stepper.step({i: (0, max(length - 1, 1)) for i, length in enumerate(lengths)})

@@ -81,7 +81,7 @@ def test_logits_have_the_bits_of_the_whole(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model")
     sequences = [tokens(length) for length in LENGTHS]
     expected, pipeline = logits_of(whole(folder), sequences), Pipeline(folder, 2)
-    for found, logits in zip(logits_of(pipeline, sequences), expected, strict=True):  # type: ignore[arg-type]
+    for found, logits in zip(logits_of(pipeline, sequences), expected, strict=True):
         assert torch.equal(found, logits)
     config, num_rows = pipeline.config, sum(LENGTHS)
     assert pipeline.stages[0].bytes_sent == num_rows * config.hidden_size * config.dtype.itemsize
@@ -93,7 +93,7 @@ def test_more_stages_and_other_sources(name: str, load_format: str, tmp_path: Pa
     expected = logits_of(whole(folder, load_format), [tokens(20)])[0]
     for count in (3, 5):
         pipeline = Pipeline(folder, count, load_format=load_format)
-        assert torch.equal(logits_of(pipeline, [tokens(20)])[0], expected)  # type: ignore[arg-type]
+        assert torch.equal(logits_of(pipeline, [tokens(20)])[0], expected)
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3-moe-mixed"])
@@ -101,7 +101,7 @@ def test_stages_of_several_ranks(name: str, tmp_path: Path) -> None:
     folder = make_family(name, tmp_path / "model", **SPLITS[name][1])
 
     def work(ranks: Ranks, count: int) -> torch.Tensor:
-        return logits_of(Pipeline(folder, count, ranks), [tokens(30)])[0]  # type: ignore[arg-type]
+        return logits_of(Pipeline(folder, count, ranks), [tokens(30)])[0]
 
     for one, two in zip(on_all_ranks(2, lambda r: work(r, 1)), on_all_ranks(2, lambda r: work(r, 2)), strict=True):
         assert torch.equal(one, two)
