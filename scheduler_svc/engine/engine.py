@@ -163,8 +163,7 @@ class Engine:
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The layer above found the end of a sequence's text: it wants no more tokens of it."""
-        if sequence.group.unfinished() == [sequence]:
-            self._live.free(sequence.group)  # the client may use it again as soon as it has read the end
+        self._live.end_above(sequence)  # the client may use the id again as soon as it has read the end
         self._inbox.put(partial(self._placement.finish_sequence, sequence))
 
     def call(self, function: Callable[[], T]) -> Future[T]:

@@ -2,6 +2,9 @@
 
 Thread-safe: callers add here before the step loop has seen their group, and the loop takes out. No operation but `all`
 grows with the number of live requests by more than a logarithm.
+
+A client that has read the end of a request may send the next one of the same id at once. So an id is free before the
+end is handed out, a moment before its request has been taken out of every place that knows it, and out of here.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.engine.admitted_before import AdmittedBefore
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.routing.bound_queues import BoundQueues
@@ -35,17 +38,19 @@ class LiveRequests:
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._lock = threading.Lock()
-        self._by_id: dict[str, dict[str, Entry]] = {}  # by request id, then by tenant; no inner one is empty
+        self._entries: dict[SequenceGroup, Entry] = {}
+        # By request id, then by tenant; no inner one is empty. Those whose id is free already are not here.
+        self._by_id: dict[str, dict[str, SequenceGroup]] = {}
+        self._ended_above: dict[SequenceGroup, set[Sequence]] = {}
         self._in_order = OrderedGroups()  # of admission
         self._numbers: Iterator[int] = itertools.count(1)
-        self._count = 0
         self._num_by_model: Counter[str] = Counter()  # by fingerprint
         self._num_on_the_way = 0
         self._num_tokens_on_the_way = 0
         self.is_closed = False
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._entries)
 
     def number_by(self, numbers: Iterator[int]) -> None:
         """Numbers of requests that are taken from now on; they have to rise."""
@@ -82,12 +87,13 @@ class LiveRequests:
             if not group.is_resumed:
                 self._check_bounds(group.num_prompt_tokens)
             entry = (next(self._numbers),), group
-            self._by_id.setdefault(group.request_id, {})[group.tenant] = entry
+            self._entries[group] = entry
+            self._by_id.setdefault(group.request_id, {})[group.tenant] = group
             self._in_order.add(entry)
-            self._count += 1
             self._num_by_model[group.model] += 1
             self._num_on_the_way += 1
             self._num_tokens_on_the_way += group.num_prompt_tokens
+            self._free_ended_id(group)  # it is resumed with nothing left to do: its client may read that at once
 
     def check_room(self, tenant: str, request_id: str, num_to_come: int) -> None:
         """Raises QueueFull where the request would not be taken, however short, once `num_to_come` others have come.
@@ -104,27 +110,36 @@ class LiveRequests:
             self._num_on_the_way -= 1
             self._num_tokens_on_the_way -= group.num_prompt_tokens
 
-    def free(self, group: SequenceGroup) -> None:
-        """Its id may be used again. Does nothing for a group that was never added."""
+    def free_ended_id(self, group: SequenceGroup) -> None:
+        """The id may be used again, if all sequences of the group have ended, here or above. The group lives on."""
         with self._lock:
-            tenants = self._by_id.get(group.request_id, {})
-            entry = tenants.get(group.tenant)
-            if entry is None or entry[1] is not group:
+            self._free_ended_id(group)
+
+    def end_above(self, sequence: Sequence) -> None:
+        """The layer above has ended it, and the step loop will hear of that. Frees an id as `free_ended_id` does."""
+        with self._lock:
+            if sequence.group in self._entries:
+                self._ended_above.setdefault(sequence.group, set()).add(sequence)
+                self._free_ended_id(sequence.group)
+
+    def free(self, group: SequenceGroup) -> None:
+        """It lives no more, and its id may be used again. Does nothing for a group that was never added."""
+        with self._lock:
+            entry = self._entries.pop(group, None)
+            if entry is None:
                 return
-            del tenants[group.tenant]
-            if not tenants:
-                del self._by_id[group.request_id]
+            self._free_id(group)
+            self._ended_above.pop(group, None)
             self._in_order.remove(entry)
-            self._count -= 1
             self._num_by_model[group.model] -= 1
             if not self._num_by_model[group.model]:
                 del self._num_by_model[group.model]
 
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
-        """Those of this id, of one tenant or of all."""
+        """Those that hold this id, of one tenant or of all."""
         with self._lock:
             tenants = self._by_id.get(request_id, {})
-            return [group for name, (_, group) in tenants.items() if tenant in (None, name)]
+            return [group for name, group in tenants.items() if tenant in (None, name)]
 
     def page(self, after: int, limit: int) -> list[tuple[int, SequenceGroup]]:
         """At most `limit` in order of admission, with their numbers, which rise: those of higher ones than `after`."""
@@ -138,8 +153,8 @@ class LiveRequests:
             return dict(self._num_by_model)
 
     def has(self, group: SequenceGroup) -> bool:
-        """Whether a group was taken and has not ended."""
-        return any(live is group for live in self.find(group.request_id, group.tenant))
+        """Whether a group was taken and not freed, though its id may be free."""
+        return group in self._entries
 
     def all(self) -> list[SequenceGroup]:
         """In order of arrival; costs as much as there are."""
@@ -150,6 +165,17 @@ class LiveRequests:
         """Takes no more."""
         with self._lock:
             self.is_closed = True
+
+    def _free_ended_id(self, group: SequenceGroup) -> None:
+        if self._ended_above.get(group, set()).issuperset(group.unfinished()):
+            self._free_id(group)
+
+    def _free_id(self, group: SequenceGroup) -> None:
+        tenants = self._by_id.get(group.request_id, {})
+        if tenants.get(group.tenant) is group:
+            del tenants[group.tenant]
+            if not tenants:
+                del self._by_id[group.request_id]
 
     def _check_bounds(self, num_prompt_tokens: int) -> None:
         self._check_requests()

@@ -12,7 +12,10 @@ from scheduler_svc.core.step_plan import NewTokens
 
 
 class OutputSink(Protocol):
-    """Where tokens and ends go, in order. Called on the step loop's thread: must not block."""
+    """Where tokens and ends go, in order. Called on the step loop's thread: must not block.
+
+    The id of a request that ends so is free before: its client may use it again at once.
+    """
 
     def put_prompt_logprobs(self, group: SequenceGroup, logprobs: worker_pb2.SequenceOutputs) -> None:
         """Of a group that asked for them; before its first token, and a part at a time."""

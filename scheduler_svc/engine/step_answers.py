@@ -172,6 +172,10 @@ class StepAnswers:
             self._sink.put_prompt_logprobs(group, logprobs)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
         worker.in_flight.popleft()
+        # By group, of which several sequences may end at once.
+        ended = {tokens.sequences[entry].group: entry for entry in tokens.finish_reasons.nonzero()[0]}
+        for group in ended:
+            self._live.free_ended_id(group)  # the client may use it again as soon as it has read the end
         if len(tokens.sequences):
             self._sink.put_tokens(tokens, result.outputs)
         before.was_told()
@@ -180,8 +184,6 @@ class StepAnswers:
             metrics.begun(group, decoded_ns)
             self._placement.forget(group, hypotheses[0].finish_reason)
             self._sink.put_beams(group, hypotheses)
-        # By group, of which several sequences may end at once.
-        ended = {tokens.sequences[entry].group: entry for entry in tokens.finish_reasons.nonzero()[0]}
         for group, message in tokens.errors:
             ended.pop(group, None)
             self._placement.tell_end(group, FinishReason.ERROR, message)

@@ -103,3 +103,18 @@ def test_a_request_is_found_without_a_look_at_the_others(monkeypatch: pytest.Mon
         live.free(each)
         live.add(each)
     assert compared <= 2 * len(groups[::10])
+
+
+def test_a_request_whose_id_is_free_lives_until_it_is_freed():
+    live, first, second = new_live(), group("a"), group("a")
+    live.add(first)
+    live.free_ended_id(first)
+    assert live.find("a") == [first], "it has not ended"
+    live.end_above(first.sequences[0])
+    assert live.find("a") == [] and live.has(first) and live.all() == [first]
+    live.add(second)
+    live.end_above(first.sequences[0])
+    assert live.find("a") == [second] and len(live) == 2 and live.num_by_model() == {"": 2}
+    live.free(first)
+    live.end_above(first.sequences[0])  # late: nothing is kept of it
+    assert live.find("a") == [second] and live.all() == [second] and not live.has(first) and not live._ended_above
