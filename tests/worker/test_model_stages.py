@@ -48,8 +48,10 @@ def stage(number: int, count: int) -> QueuedStage:
 class Pipeline:
     """All stages of a model as one; see `Model`."""
 
-    def __init__(self, folder: Path, count: int, ranks: Ranks | None = None, load_format: str = "auto") -> None:
-        self.config, self.device = ModelConfig.from_folder(folder), torch.device("cpu")
+    def __init__(
+        self, folder: Path, count: int, ranks: Ranks | None = None, load_format: str = "auto", quantization: str = ""
+    ) -> None:
+        self.config, self.device = ModelConfig.from_folder(folder, quantization=quantization), torch.device("cpu")
         self.weights_bytes, self.is_capturable = 0, False
         queues = [deque[torch.Tensor]() for _ in range(count + 1)]
         self.stages = [QueuedStage(number, count, *queues[number : number + 2]) for number in range(count)]
@@ -94,6 +96,18 @@ def test_more_stages_and_other_sources(name: str, load_format: str, tmp_path: Pa
     for count in (3, 5):
         pipeline = Pipeline(folder, count, load_format=load_format)
         assert torch.equal(logits_of(pipeline, [tokens(20)])[0], expected)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_of_eight_bits_are_kept_apart(is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    folder = make_family("llama-yarn", tmp_path / "model", tie_word_embeddings=is_tied)
+    config = ModelConfig.from_folder(folder, quantization="int8")
+    expected = logits_of(load_model(folder, config, "cpu"), [tokens(20)])[0]
+    for _ in range(2):  # made, and then found
+        assert torch.equal(logits_of(Pipeline(folder, 2, quantization="int8"), [tokens(20)])[0], expected)
+        kept = [path.stem.partition("-int8-")[2] for path in (tmp_path / "cache" / "quantized").iterdir()]
+        assert sorted(kept) == ["2", "2-layers-0-2", "2-layers-2-3"]
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3-moe-mixed"])
@@ -151,7 +165,6 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     many: Stages = stage(0, config.num_layers + 1)
     for changed, stages, complaint in (
         (replace(config, impl="transformers"), pair, "is computed by transformers, on one rank alone"),
-        (replace(config, quantization="int8"), pair, "quantization int8 is computed on one rank alone"),
         (config, many, f"the model has {config.num_layers} layers, fewer than stages"),
     ):
         with pytest.raises(ModelError, match=f"pipeline_parallel_size {stages.count}: .*{complaint}"):

@@ -22,9 +22,9 @@ from kernels.int8_weight import GROUP, PANEL, pack_int8, quantize_int8
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
-from worker_svc.models.config import ModelConfig
 from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
+from worker_svc.models.parts import ModelPart
 
 log = structlog.get_logger()
 
@@ -42,10 +42,12 @@ class Int8Store:
         self._stored = _read(path) if path is not None else {}
 
     @classmethod
-    def of_model(cls, config: ModelConfig) -> Int8Store:
-        """The store of a checkpoint's products."""
+    def of_model(cls, part: ModelPart) -> Int8Store:
+        """The store of a checkpoint's products, or of those of a stage."""
+        config, layers = part.whole, part.layers
         dtype = str(config.dtype).removeprefix("torch.")
-        name = f"{config.model_hash[:32]}-{dtype}-int8-{_LAYOUT_VERSION}.safetensors"
+        of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
+        name = f"{config.model_hash[:32]}-{dtype}-int8-{_LAYOUT_VERSION}{of_stage}.safetensors"
         return cls(cache_dir() / "quantized" / name)
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:

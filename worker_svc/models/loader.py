@@ -123,5 +123,5 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     config, paths = part.whole, checkpoint_paths(folder, load_format)
     num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
-    store = Int8Store.of_model(config) if config.quantization else None
+    store = Int8Store.of_model(part) if config.quantization else None
     return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)

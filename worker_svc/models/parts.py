@@ -134,21 +134,23 @@ class ModelPart:
 
 def _check_stages(config: ModelConfig, count: int) -> None:
     refused = f"pipeline_parallel_size {count}"
-    _check_can_be_split(config, refused)
+    _check_is_own(config, refused)
     if count > config.num_layers:
         raise ModelError(f"{refused}: the model has {config.num_layers} layers, fewer than stages")
 
 
-def _check_can_be_split(config: ModelConfig, refused: str) -> None:
+def _check_is_own(config: ModelConfig, refused: str) -> None:
     if config.impl != "octavo":
         raise ModelError(f"{refused}: {config.architecture} is computed by transformers, on one rank alone")
-    if config.quantization:
-        raise ModelError(f"{refused}: quantization {config.quantization} is computed on one rank alone")
 
 
 def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
     refused = f"tensor_parallel_size {size}"
-    _check_can_be_split(config, refused)
+    _check_is_own(config, refused)
+    if config.quantization:
+        raise ModelError(
+            f"{refused}: quantization {config.quantization} multiplies whole rows: split layers into stages"
+        )
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise ModelError(f"{refused}: {config.num_kv_heads} key/value heads and so many ranks do not divide each other")
     experts, shared = config.style.experts, [(config.num_heads, "attention heads")]
