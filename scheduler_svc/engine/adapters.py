@@ -39,6 +39,7 @@ from scheduler_svc.leases.worker_handle import WorkerHandle
 log = structlog.get_logger()
 
 MAX_NAME_CHARS = 256
+MAX_LISTED_CHARS, MAX_PROBLEMS = 1000, 3  # in a refusal, which goes as a header of at most 8 KiB
 
 
 class Phase(enum.Enum):
@@ -60,7 +61,9 @@ class Adapter:
     phase: Phase = Phase.LOADING
     users: set[SequenceGroup] = field(default_factory=set)  # taken and not ended
     asked: set[WorkerHandle] = field(default_factory=set)  # have yet to answer
-    problems: list[str] = field(default_factory=list)  # of those that have, since the callers came
+    problems: list[tuple[str, str]] = field(default_factory=list)  # models and lines, since the callers came
+    models: set[str] = field(default_factory=set)  # fingerprints of those of which a worker has had it
+    refused_by: set[str] = field(default_factory=set)  # and of those of which one could not load it
     why_not: str = ""  # what kept a configured one from being loaded last
     callers: list[Future[int]] = field(default_factory=list)  # wait for the end of what is going on
     released_by: dict[WorkerHandle, int] = field(default_factory=dict)  # the step that tells of the last free slot
@@ -116,6 +119,8 @@ class Adapters:
             adapter = self._by_name.get(group.adapter)
             if adapter is None or adapter.phase is not Phase.LOADED:
                 raise self._unknown(group.adapter)
+            if group.model in adapter.refused_by - adapter.models:
+                raise UnknownName(f"adapter {adapter.name!r} is not for this model: its workers could not load it")
             adapter.users.add(group)
             group.use_adapter_generation(adapter.generation)
 
@@ -125,7 +130,8 @@ class Adapters:
         """Has an adapter loaded wherever it is not; `caller` gets its generation, or WorkerFailed if a worker cannot,
         or NotReady if all that were asked left meanwhile.
 
-        What was not loaded before is then taken back from those that could. Raises RequestRefused.
+        What was not loaded before is then taken back from those that could. Of several models one may take it whose
+        workers all can: it is no adapter of another, whose workers all cannot. Raises RequestRefused.
         """
         _check(name, path)
         if not self._workers:
@@ -148,14 +154,14 @@ class Adapters:
     def unload(self, name: str, caller: Future[int]) -> None:
         """Has an adapter unloaded once nobody uses it; `caller` gets its generation, or WorkerFailed.
 
-        Raises RequestRefused.
+        A configured one that no worker could load is forgotten. Raises RequestRefused.
         """
         adapter = self._by_name.get(name)
         if adapter is None:
             raise self._unknown(name)
-        if adapter.phase is Phase.LOADING:
+        if adapter.phase is Phase.LOADING and (adapter.asked or not adapter.is_configured):
             raise NotReady(f"adapter {name!r} is being loaded")
-        if adapter.phase is Phase.LOADED:
+        if adapter.phase is not Phase.UNLOADING:
             self._pass_to(Phase.UNLOADING, adapter)
         adapter.callers.append(caller)
         self._advance(adapter)
@@ -210,8 +216,7 @@ class Adapters:
         if adapter is None or adapter.phase is Phase.UNLOADING or worker not in adapter.asked:
             return
         if adapter.generation == loaded.generation:
-            worker.adapters[loaded.name] = loaded.generation
-            self._loaded(worker)
+            self._note_loaded(worker, adapter)
 
     # ---- one adapter ------------------------------------------------------------------------------------------------
 
@@ -237,19 +242,25 @@ class Adapters:
         if worker not in adapter.asked:
             return  # it left
         if not problem:
-            worker.adapters[adapter.name] = adapter.generation
-            self._loaded(worker)
+            self._note_loaded(worker, adapter)
+        else:
+            adapter.refused_by.add(worker.model)
         self._note_answer(worker, adapter, problem)
 
     def _on_unload_answered(self, worker: WorkerHandle, adapter: Adapter, problem: str) -> None:
         if worker in adapter.asked:
             self._note_answer(worker, adapter, problem)
 
+    def _note_loaded(self, worker: WorkerHandle, adapter: Adapter) -> None:
+        worker.adapters[adapter.name] = adapter.generation
+        adapter.models.add(worker.model)
+        self._loaded(worker)
+
     def _note_answer(self, worker: WorkerHandle, adapter: Adapter, problem: str) -> None:
         adapter.asked.discard(worker)
         if problem:
             log.warning("adapter failed", adapter=adapter.name, worker=worker.link.address, why=problem)
-            adapter.problems.append(f"worker {worker.link.address}: {problem}")
+            adapter.problems.append((worker.model, f"worker {worker.link.address}: {problem}"))
         self._advance(adapter)
 
     def _advance(self, adapter: Adapter) -> None:
@@ -261,10 +272,10 @@ class Adapters:
         if adapter.is_configured and adapter.phase is Phase.LOADING:
             self._advance_configured(adapter)
             return
-        problems, adapter.problems = adapter.problems, []
+        problems = self._problems_of_its_models(adapter)
         refusal: RequestRefused | None = None
         if problems:
-            refusal = WorkerFailed(f"adapter {adapter.name!r}: {'; '.join(problems)}")
+            refusal = WorkerFailed(f"adapter {adapter.name!r}: {_listed_problems(problems)}")
         if adapter.phase is Phase.LOADING and not self._is_anywhere(adapter):
             refusal = refusal or NotReady(f"adapter {adapter.name!r}: every worker that takes adapters left meanwhile")
             self._forget(adapter)
@@ -283,7 +294,7 @@ class Adapters:
 
     def _advance_configured(self, adapter: Adapter) -> None:
         """Workers that could not load it are left without; the log has said why. None has it: the next one may."""
-        adapter.why_not, adapter.problems = "; ".join(adapter.problems), []
+        adapter.why_not = _listed_problems(self._problems_of_its_models(adapter))
         if self._is_anywhere(adapter):
             self._pass_to(Phase.LOADED, adapter)
         callers, adapter.callers = adapter.callers, []
@@ -292,6 +303,12 @@ class Adapters:
                 caller.set_result(adapter.generation)
             else:
                 caller.set_exception(WorkerFailed(f"adapter {adapter.name!r}: {adapter.why_not}"))
+
+    def _problems_of_its_models(self, adapter: Adapter) -> list[str]:
+        """What there is to be told of, once: where a model has it, nothing of others."""
+        problems, adapter.problems = adapter.problems, []
+        has = {worker.model for worker in self._workers if adapter.name in worker.adapters}
+        return [line for model, line in problems if not has or model in has]
 
     def _unload_where_released(self, adapter: Adapter) -> None:
         for worker in self._workers:
@@ -327,7 +344,8 @@ class Adapters:
             return _unsupported()
         state = "is not here" if adapter is None else f"is {adapter.phase.value}"
         names = ", ".join(map(repr, self._names())) or "none"
-        return UnknownName(f"adapter {name!r} {state}; loaded: {names}")
+        listed = names if len(names) <= MAX_LISTED_CHARS else f"{names[:MAX_LISTED_CHARS]} ..."
+        return UnknownName(f"adapter {name[:MAX_NAME_CHARS]!r} {state}; loaded: {listed}")
 
 
 def _has_released(worker: WorkerHandle, adapter: Adapter) -> bool:
@@ -350,6 +368,13 @@ def _check(name: str, path: str) -> None:
             raise InvalidRequest(FieldViolation(field_name, f"got none; accepted: {accepted}"))
     if len(name) > MAX_NAME_CHARS:
         raise InvalidRequest(FieldViolation("name", f"got {len(name)} characters; accepted: {accepted}"))
+    if not name.isprintable():  # it stands in lists, logs and terminals
+        raise InvalidRequest(FieldViolation("name", f"got {name!r}; accepted: characters that can be printed"))
+
+
+def _listed_problems(problems: list[str]) -> str:
+    more = f"; and {len(problems) - MAX_PROBLEMS} more workers" if len(problems) > MAX_PROBLEMS else ""
+    return "; ".join(problems[:MAX_PROBLEMS]) + more
 
 
 def _unsupported() -> Unsupported:

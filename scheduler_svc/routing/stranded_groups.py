@@ -1,7 +1,7 @@
 """Waiting groups that none of the present workers can hold, and since when.
 
-The only large worker of a pool may be away, or all workers of a model. Such groups stand in nobody's way, and wait as
-long as requests do when all workers are lost.
+The only large worker of a pool may be away, or all workers of a model, or all that could load an adapter. Such groups
+stand in nobody's way, and wait as long as requests do when all workers are lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StrandedGroups:
     def look(self, groups: Iterable[SequenceGroup], now_ns: int) -> None:
         """Notes which of `groups` nobody can hold. Without any worker nobody is stranded anew."""
         for group in groups:
-            if any(worker.can_ever_run(group) for worker in self._workers):
+            if any(_can_hold(worker, group) for worker in self._workers):
                 self._since_ns.pop(group, None)
             elif self._workers:
                 self._since_ns.setdefault(group, now_ns)
@@ -54,6 +54,8 @@ class StrandedGroups:
         of_model = [worker for worker in self._workers if not group.model or worker.model in ("", group.model)]
         if not of_model:
             return "none of the workers that are left serves its model"
+        if group.adapter and any(worker.can_ever_run(group) for worker in of_model):
+            return f"none of the workers that are left has loaded adapter {group.adapter!r}"
         schedulers = [worker.scheduler for worker in of_model]
         wanted = schedulers[0].blocks.num_blocks_of(group)
         most = max(scheduler.blocks.allocator.num_usable for scheduler in schedulers)
@@ -63,3 +65,8 @@ class StrandedGroups:
             f"it holds {wanted} cache blocks, may reach {group.max_num_tokens} tokens and needs {group.num_slots} "
             f"slots; the workers that are left have at most {most} blocks, {lengths} tokens and {slots} slots"
         )
+
+
+def _can_hold(worker: WorkerHandle, group: SequenceGroup) -> bool:
+    """One that is still loading the group's adapter, or could not, is none: whoever loads it has such groups placed."""
+    return worker.can_ever_run(group) and (not group.adapter or group.adapter in worker.adapters)

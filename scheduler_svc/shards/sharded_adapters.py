@@ -79,21 +79,24 @@ class ShardedAdapters:
         task.add_done_callback(self._catching_up.discard)
 
     async def _catch_up(self, live: LiveShard, given: dict[str, str]) -> None:
-        """Loads what there is, as soon as the shard has a worker; what is unloaded meanwhile it gives up, too."""
+        """Loads what there is, as soon as the shard has a worker; what is unloaded meanwhile it gives up, too. What it
+        cannot load keeps nothing else from it."""
         pause_s = FIRST_PAUSE_S
         while self._shards.live.get(live.index) is live and given != self._loaded:
-            for name, path in list(self._loaded.items()):
-                try:
-                    await answer_of(live.control.LoadAdapter(pb.ControlLoadAdapterRequest(name=name, path=path)))
-                except grpc.aio.AioRpcError:
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                    break
-                given[name] = path
-            for name in given.keys() - self._loaded.keys():
+            for name, _ in given.items() - self._loaded.items():  # or another is called so now
                 with contextlib.suppress(grpc.aio.AioRpcError):  # it has heard so already
                     await answer_of(live.control.UnloadAdapter(pb.ControlUnloadAdapterRequest(name=name)))
                 del given[name]
+            is_whole = True
+            for name, path in [each for each in self._loaded.items() if each not in given.items()]:
+                try:
+                    await answer_of(live.control.LoadAdapter(pb.ControlLoadAdapterRequest(name=name, path=path)))
+                    given[name] = path
+                except grpc.aio.AioRpcError:
+                    is_whole = False
+            if not is_whole:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _has_no_worker(error: BaseException) -> bool:

@@ -96,7 +96,7 @@ def test_what_cannot_be_named():
     assert (
         refused(loop.begin(loop.engine.unload_adapter("x"))) == "UnknownName: adapter 'x' is not here; loaded: 'a', 'b'"
     )
-    for name, path in (("", "/a"), ("a", ""), ("n" * 257, "/a")):
+    for name, path in (("", "/a"), ("a", ""), ("n" * 257, "/a"), ("a\nb", "/a"), ("\x1b[2J", "/a")):
         assert isinstance(loop.begin(loop.engine.load_adapter(name, path)).exception(0), InvalidRequest)
     assert loop.begin(loop.engine.load_adapter("a", "/adapters/a")).result(0) == 2, "it is there already"
     assert not link.calls
@@ -153,6 +153,44 @@ def test_a_worker_that_cannot_load_what_others_have_gets_none_of_its_groups_unti
     loop.reply(second, Load)
     assert call.result(0) == 1
     assert second.steps[0].groups[0].request_id == "one"
+
+
+def test_an_adapter_of_one_of_two_models_is_loaded_where_it_can_be():
+    loop = Turned()
+    first, second, other = (
+        loop.join("first", model="m"),
+        loop.join("second", 2, model="m"),
+        loop.join("o", 3, model="o"),
+    )
+    call = loop.begin(loop.engine.load_adapter("a", "/adapters/a"))
+    for link in (first, second):
+        loop.reply(link, Load)
+    loop.reply(other, Load, "the model has no place for it")
+    assert call.result(0) == 1 and loop.engine.adapter_names() == ["a"]
+    loop.engine.submit(loop.group("one", adapter="a", model="m"))
+    with pytest.raises(UnknownName, match="adapter 'a' is not for this model: its workers could not load it"):
+        loop.engine.submit(loop.group("two", adapter="a", model="o"))
+    loop.turn()
+    assert first.steps or second.steps
+    call = loop.begin(loop.engine.load_adapter("b", "/adapters/b"))
+    loop.reply(first, Load)
+    loop.reply(second, Load, "no memory")
+    loop.reply(other, Load, "the model has no place for it")
+    assert refused(call) == "WorkerFailed: adapter 'b': worker second: no memory", "of its own model all have to"
+
+
+def test_what_many_workers_or_adapters_say_is_short():
+    loop = Turned()
+    links = [loop.join(f"worker-{number}", number + 1) for number in range(20)]
+    call = loop.begin(loop.engine.load_adapter("a", "/adapters/a"))
+    for link in links:
+        loop.reply(link, Load, "no " * 200)
+    assert refused(call).endswith("; and 17 more workers") and len(refused(call)) < 3000
+    for number in range(20):
+        loop.load(f"{number}" * 100, *links)
+    with pytest.raises(UnknownName) as unknown:
+        loop.take("one", "x" * 100_000)
+    assert len(str(unknown.value)) < 2000
 
 
 def test_a_worker_lost_while_loading_is_not_waited_for():
@@ -350,3 +388,12 @@ def test_a_configured_adapter_waits_for_a_worker_that_can_load_it():
     assert second.steps[0].groups[0].adapter == "a" and not first.steps
     unloading = loop.begin(loop.engine.unload_adapter("a"))
     assert loop.engine.adapter_names() == [] and not unloading.done()
+
+
+def test_a_configured_adapter_whose_path_is_wrong_can_be_loaded_from_another():
+    loop = Turned(adapters={"a": "/typo"})
+    link = loop.join()
+    assert "NotReady: adapter 'a' is being loaded" in refused(loop.begin(loop.engine.unload_adapter("a")))
+    loop.reply(link, Load, "adapter folder /typo does not exist")
+    assert loop.begin(loop.engine.unload_adapter("a")).result(0) == 1
+    assert loop.load("a", link) == 2

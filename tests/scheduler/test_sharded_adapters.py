@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import grpc
+
 from protos import inference_pb2 as pb
 from scheduler_svc.shards.sharded_adapters import ShardedAdapters
 from scheduler_svc.shards.shards import LiveShard, Shards
@@ -20,10 +22,13 @@ class FakeShard:
         self.may_unload = asyncio.Event()
         self.may_unload.set()
         self.num_asked = 0
+        self.cannot_load: set[str] = set()  # names
 
     async def LoadAdapter(self, request: pb.ControlLoadAdapterRequest) -> pb.ControlLoadAdapterResponse:
         self.num_asked += 1
         await self.may_load.wait()
+        if request.name in self.cannot_load:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, grpc.aio.Metadata(), grpc.aio.Metadata())
         self.loaded.append(request.name)
         return pb.ControlLoadAdapterResponse(generation=1)
 
@@ -106,3 +111,24 @@ async def test_a_shard_that_comes_while_the_others_unload_an_adapter_does_not_ke
         while adapters._catching_up:
             await asyncio.sleep(0)
     assert first.loaded == late.loaded == []
+
+
+async def test_what_a_shard_that_came_late_cannot_load_keeps_nothing_else_from_it() -> None:
+    shards = FakeShards()
+    adapters = ShardedAdapters(cast(Shards, shards))
+    first, late = FakeShard(0), FakeShard(1)
+    late.cannot_load = {"bad"}
+    for shard in (first, late):
+        shard.may_load.set()
+    shards.begin(first)
+    async with asyncio.timeout(20):
+        for name in ("bad", "good", "fine"):
+            await adapters.load(pb.ControlLoadAdapterRequest(name=name, path=f"/{name}"))
+        shards.begin(late)
+        while late.num_asked < 3:
+            await asyncio.sleep(0)
+        assert set(late.loaded) == {"good", "fine"}
+        late.cannot_load.clear()
+        while adapters._catching_up:
+            await asyncio.sleep(0.01)
+    assert sorted(late.loaded) == ["bad", "fine", "good"], "each once"

@@ -14,8 +14,8 @@ class Timed(Loop):
         self.now_ns = 100 * SECOND
         super().__init__(clock=lambda: self.now_ns, **settings)
 
-    def join_now(self, name: str) -> FakeLink:
-        link = self.join(name)
+    def join_now(self, name: str, epoch: int = 1, max_loras: int = 0) -> FakeLink:
+        link = self.join(name, epoch, max_loras=max_loras)
         link.last_heard_ns = self.now_ns
         return link
 
@@ -81,3 +81,49 @@ def test_what_no_worker_can_hold_ends_after_the_same_time() -> None:
     assert not loop.ends
     loop.pass_time(2, link)
     assert "no other came within 30 s" in loop.ends["large"][1] and not link.is_closed
+
+
+def test_a_request_whose_adapter_nobody_can_load_any_more_is_told_so_and_does_not_keep_it() -> None:
+    """Its folder may be gone when the worker that comes for a lost one looks for it."""
+    loop = Timed(worker_wait_timeout_s=30.0)
+    first = loop.join_now("first", max_loras=1)
+    loading = loop.engine.load_adapter("a", "/adapters/a")
+    loop.turn()
+    first.calls.pop()[1]("")
+    loop.turn()
+    assert loading.result(0) == 1
+    loop.engine.worker_lost(first, "gone")
+    second = loop.join_now("second", epoch=2, max_loras=1)
+    loop.turn()
+    loop.engine.submit(loop.group("early", adapter="a"))
+    loop.turn()
+    second.calls.pop()[1]("adapter folder /adapters/a does not exist")
+    loop.engine.submit(loop.group("late", adapter="a"))
+    unloading = loop.engine.unload_adapter("a")
+    loop.turn()
+    loop.pass_time(29, second)
+    assert not loop.ends and not unloading.done()
+    loop.pass_time(2, second)
+    why = "none of the workers that are left has loaded adapter 'a'; no other came within 30 s (--worker-wait-timeout)"
+    assert {request_id: message for request_id, (_, message) in loop.ends.items()} == {"early": why, "late": why}
+    assert unloading.result(0) == 1
+
+
+def test_a_request_waits_no_longer_than_its_adapter_takes_to_load() -> None:
+    loop = Timed(worker_wait_timeout_s=30.0)
+    link = loop.join_now("worker", max_loras=1)
+    loop.engine.load_adapter("a", "/adapters/a")
+    loop.turn()
+    link.calls.pop()[1]("")
+    loop.engine.worker_lost(link, "gone")
+    loop.turn()
+    link = loop.join_now("again", epoch=2, max_loras=1)
+    loop.engine.submit(loop.group("one", adapter="a"))
+    loop.turn()
+    loop.pass_time(20, link)
+    assert not link.steps
+    link.calls.pop()[1]("")
+    loop.turn()
+    assert link.steps[0].groups[0].request_id == "one"
+    loop.pass_time(0.5, link)
+    assert not loop.ends
