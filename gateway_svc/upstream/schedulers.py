@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from gateway_svc.errors import InvalidField
 from octavo.client import AsyncClient, Metadata
 from octavo.retrying import RetryPolicy
 from protos import inference_pb2 as pb
@@ -62,7 +63,7 @@ class Schedulers:
 
     async def find_adapter(self, request: pb.GenerateRequest | pb.TokenizeRequest, metadata: Metadata) -> None:
         """Makes a request whose model is an adapter's name one of the adapter. Names of models are remembered; for any
-        other the scheduler is asked. Raises RequestFailed."""
+        other the scheduler is asked. Raises RequestFailed, and InvalidField where another adapter is named beside."""
         name = request.model
         if not name or name in self._model_names:
             return
@@ -70,6 +71,8 @@ class Schedulers:
         if name not in self._model_names and name in await self.list_adapters(metadata):
             request.model = ""
             if isinstance(request, pb.GenerateRequest):
+                if request.adapter not in ("", name):
+                    raise InvalidField("adapter", f"got {request.adapter[:256]!r}, and model {name!r} is another one")
                 request.adapter = name
 
     async def list_adapters(self, metadata: Metadata) -> list[str]:

@@ -102,9 +102,15 @@ class Adapters:
     # ---- from any thread --------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Those that a request may name."""
+        """Those that a request may name, and the configured ones that it may once a worker could load them: whoever
+        takes a name for that of a model or of nothing would give up, and not try again."""
         with self._lock:
-            return self._names()
+            to_come = [
+                name
+                for name, adapter in self._by_name.items()
+                if adapter.is_configured and adapter.phase is Phase.LOADING
+            ]
+            return sorted([*self._names(), *to_come])
 
     def generations(self) -> dict[str, int]:
         """Of those that a request may name."""

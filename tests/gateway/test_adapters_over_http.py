@@ -75,6 +75,26 @@ def test_names_of_nothing_and_wrong_bodies_are_refused(running: Gateway) -> None
     assert status == 400 and "rank" in answer["error"]["message"]
 
 
+def test_two_adapters_in_one_request_are_refused(running: Gateway, pirate: str) -> None:
+    for path, content in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
+        for stream in (False, True):
+            body = {"model": pirate, "max_tokens": 2, "stream": stream, **content}
+            status, _, answer = running.ask("POST", f"/v1/{path}", {**body, "adapter": "poet"})
+            assert status == 400 and "adapter: got 'poet', and model 'pirate' is another one" in answer
+            assert running.ask("POST", f"/v1/{path}", {**body, "adapter": pirate})[0] == 200
+
+
+def test_a_configured_adapter_that_is_not_there_yet_is_a_matter_of_time() -> None:
+    """A client that hears of no such model does not try again."""
+    worker = FakeWorker(max_loras=1)
+    worker.broken_paths.add("/late")
+    with worker, scheduler(f"--worker={worker.address}", "--lora-modules=late=/late") as service:
+        service.wait_until_ready()
+        with gateway(service.address) as running:
+            status, answer = running.post("/v1/completions", {"model": "late", "prompt": "a"})
+            assert status == 503 and "adapter 'late' is being loaded: worker" in answer["error"]["message"]
+
+
 def test_nothing_is_loaded_where_that_is_not_allowed(service: Service) -> None:
     with gateway(service.address) as running:
         assert running.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"})[0] == 404

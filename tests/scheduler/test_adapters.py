@@ -392,6 +392,7 @@ def test_a_configured_adapter_waits_for_a_worker_that_can_load_it():
 
 def test_a_configured_adapter_whose_path_is_wrong_can_be_loaded_from_another():
     loop = Turned(adapters={"a": "/typo"})
+    assert loop.engine.adapter_names() == ["a"], "it is to come"
     link = loop.join()
     assert "NotReady: adapter 'a' is being loaded" in refused(loop.begin(loop.engine.unload_adapter("a")))
     loop.reply(link, Load, "adapter folder /typo does not exist")
