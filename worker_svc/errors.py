@@ -9,3 +9,7 @@ class ProtocolError(Exception):
 
 class StartupError(Exception):
     """The worker cannot start as it is configured; the message is what the user reads."""
+
+
+class GroupError(StartupError):
+    """All ranks of a parallel group raise it together, and need not tell each other."""

@@ -29,7 +29,7 @@ from octavo.shared.signals import on_signal
 from protos import worker_pb2_grpc
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
-from worker_svc.errors import StartupError
+from worker_svc.errors import GroupError, StartupError
 from worker_svc.follower import follow
 from worker_svc.host.compute_threads import set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
@@ -156,6 +156,10 @@ def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
         try:
             yield group
             group.tell_end()
+        except Exception as error:
+            if not isinstance(error, GroupError):
+                group.tell_failure(error)
+            raise
         finally:
             group.leave()
     finally:

@@ -101,6 +101,19 @@ def test_a_rank_with_other_options_is_refused_by_all(folder: Path, tmp_path: Pat
         assert "rank 1 has settings" in line and "Traceback" not in line
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_cannot_load_its_part_ends_all_with_its_reason(lost: int, folder: Path, tmp_path: Path) -> None:
+    folders = [folder, folder]
+    folders[lost] = tmp_path / "nowhere"
+    begun_s = time.monotonic()
+    with ranks_by_hand((folders[0], folders[1]), tmp_path) as (_, ranks):
+        assert [rank.wait(20) for rank in ranks] == [1, 1]
+    assert time.monotonic() - begun_s < 15  # a rank that is only silent would have 30 s
+    for line in said(tmp_path):
+        assert "nowhere" in line and "Traceback" not in line
+    assert f"rank {lost}: " in said(tmp_path)[1 - lost]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
 @pytest.mark.parametrize("split", SPLITS)
 async def test_a_lost_rank_ends_its_worker_and_no_request(

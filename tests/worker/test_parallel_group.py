@@ -83,6 +83,10 @@ class FakeStore:
         self._check()
         return self.values[key].encode()
 
+    def check(self, keys: list[str]) -> bool:
+        self._check()
+        return all(key in self.values for key in keys)
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
@@ -132,6 +136,15 @@ def test_a_rank_that_still_starts_may_be_silent_for_longer() -> None:
     assert store.timeout.total_seconds() == STARTING_SILENCE_S  # a call may wait as long
     all_watches[1].ready()
     assert store.timeout.total_seconds() == SILENCE_S
+
+
+def test_a_rank_that_fails_by_itself_tells_the_others_why() -> None:
+    all_watches, store, _ = watches(3)
+    assert [watch.look() for watch in all_watches] == ["", "", ""]
+    all_watches[2].tell_failure("no tensor model.norm.weight")
+    assert [watch.look() for watch in all_watches[:2]] == ["rank 2: no tensor model.norm.weight"] * 2
+    store.is_gone = True
+    all_watches[1].tell_failure("nobody is left to hear it")
 
 
 def test_the_end_of_the_store_is_that_of_rank_0() -> None:

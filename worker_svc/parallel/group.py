@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -21,7 +22,7 @@ from google.protobuf.message import Message
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from protos import ranks_pb2
-from worker_svc.errors import StartupError
+from worker_svc.errors import GroupError, StartupError
 from worker_svc.parallel.layout import Layout
 from worker_svc.parallel.membership import Membership
 from worker_svc.parallel.process_ranks import ProcessRanks
@@ -29,7 +30,7 @@ from worker_svc.parallel.process_stages import ProcessStages
 from worker_svc.parallel.ranks import OnlyRank, Ranks
 from worker_svc.parallel.stages import OnlyStage, Stages
 from worker_svc.parallel.step_channel import GroupChannel, StepChannel
-from worker_svc.parallel.watch import Watch, count_key
+from worker_svc.parallel.watch import BEAT_S, Watch, count_key
 
 log = structlog.get_logger()
 
@@ -101,8 +102,15 @@ class ParallelGroup:
         """The end of others is no failure from now on."""
         self._watch.stop()
 
+    def tell_failure(self, error: Exception) -> None:
+        """This rank ends with an error that the others do not have; returns when they have had time to see it, before
+        connections to it break."""
+        self._watch.stop()  # whoever ends now ends because of this rank
+        self._watch.tell_failure(" ".join(str(error).split())[:500] or type(error).__name__)
+        time.sleep(3 * BEAT_S)
+
     def check_alike(self, model_hash: str, settings: str) -> None:
-        """Raises StartupError on every rank where one has another model, other versions, options or kernels."""
+        """Raises GroupError on every rank where one has another model, other versions, options or kernels."""
         own = ranks_pb2.RankIdentity(
             octavo_version=_octavo_version(),
             torch_version=str(torch.__version__),
@@ -116,7 +124,7 @@ class ParallelGroup:
                 mine, theirs = getattr(first, field.name), getattr(other, field.name)
                 if mine != theirs:
                     what = field.name.replace("_", " ")
-                    raise StartupError(f"rank {rank} has {what} {theirs!r}, rank 0 has {mine!r}")
+                    raise GroupError(f"rank {rank} has {what} {theirs!r}, rank 0 has {mine!r}")
 
 
 def meet(

@@ -1,11 +1,13 @@
 """Ends a rank within 2 s of another's end, or silence: nobody can compute without all, and collectives wait for ever.
 
 Every rank counts in a key of the group's store, from a thread of its own. Rank 0 looks at all others' counts, they at
-its count. A process that ends this way answers nothing more; schedulers see one lost worker.
+its count. A process that ends this way answers nothing more; schedulers see one lost worker. A rank that ends by itself
+says why before, in another key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Protocol
 BEAT_S = 0.2
 SILENCE_S = 1.4
 STARTING_SILENCE_S = 30.0  # until `ready`: imports and compilers keep a process from its other threads for seconds
+FAILURE = "octavo/failure"  # key
 STALL_S = 0.5  # a beat that is later than this tells of a process that was stopped or starved itself
 
 
@@ -26,6 +29,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Waits until there is one."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of calls from now on."""
@@ -70,12 +76,19 @@ class Watch:
         """The end of others means nothing any more."""
         self._is_over.set()
 
+    def tell_failure(self, why: str) -> None:
+        """This rank is about to end: the others end with its reason, at their next look."""
+        with contextlib.suppress(Exception):  # the others are gone, or will miss this rank
+            self._store.set(FAILURE, f"rank {self._rank}: {why}")
+
     def look(self) -> str:
-        """Counts, and says which rank is lost; empty: none."""
+        """Counts, and says which rank is lost and why; empty: none."""
         now_s = self._clock()
         self._beats += 1
         try:
             self._store.set(count_key(self._rank), str(self._beats))
+            if self._store.check([FAILURE]):
+                return self._store.get(FAILURE).decode()
             counts = {rank: self._store.get(count_key(rank)) for rank in self._others}
         except Exception as error:  # of several kinds, by version and by what happened to the connection
             return f"rank 0 cannot be reached: {' '.join(str(error).split())[:200]}"

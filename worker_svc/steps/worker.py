@@ -31,7 +31,7 @@ from worker_svc.cache.cache_engine import STAGING_BYTES
 from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.cache.cached_blocks import CachedBlocks
 from worker_svc.config import WorkerConfig
-from worker_svc.errors import ProtocolError, StartupError
+from worker_svc.errors import GroupError, ProtocolError, StartupError
 from worker_svc.host.device_memory import memory_of
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.host.touch_ahead import TouchAhead
@@ -193,7 +193,7 @@ class Worker:
         return self._sizes
 
     def _least(self, size: Callable[[], CacheSizes]) -> CacheSizes:
-        """The cache that every rank has room for. Raises StartupError on all where one has none."""
+        """The cache that every rank has room for. Raises GroupError on all where one has none."""
         if self._group is None:
             return size()
         own, mine = None, ranks_pb2.RankSizes()
@@ -206,7 +206,7 @@ class Worker:
         everyones = self._group.exchange(mine)
         for rank, sizes in enumerate(everyones):
             if sizes.error:
-                raise StartupError(f"rank {rank}: {sizes.error}")
+                raise GroupError(f"rank {rank}: {sizes.error}")
         assert own is not None, "an error of its own is among all"
         return CacheSizes(
             min(sizes.num_device_blocks for sizes in everyones),
