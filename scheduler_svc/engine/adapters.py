@@ -118,7 +118,7 @@ class Adapters:
             return {name: self._by_name[name].generation for name in self._names()}
 
     def use(self, group: SequenceGroup) -> None:
-        """A request is being taken; `release` has to follow. Raises Unsupported, UnknownName, NotReady."""
+        """A request is being taken; `release` has to follow. Raises what `_unknown` gives."""
         if not group.adapter:
             return
         with self._lock:
@@ -345,7 +345,9 @@ class Adapters:
     def _unknown(self, name: str) -> RequestRefused:
         adapter = self._by_name.get(name)
         if adapter is not None and adapter.is_configured and adapter.phase is Phase.LOADING:
-            return NotReady(f"adapter {name!r} is being loaded: {adapter.why_not or 'try again'}")
+            if adapter.why_not and not adapter.asked:  # whoever tries again hears the same
+                return WorkerFailed(f"adapter {name!r} could not be loaded: {adapter.why_not}")
+            return NotReady(f"adapter {name!r} is being loaded: try again")
         if not self._is_supported:
             return _unsupported()
         state = "is not here" if adapter is None else f"is {adapter.phase.value}"

@@ -84,15 +84,15 @@ def test_two_adapters_in_one_request_are_refused(running: Gateway, pirate: str) 
             assert running.ask("POST", f"/v1/{path}", {**body, "adapter": pirate})[0] == 200
 
 
-def test_a_configured_adapter_that_is_not_there_yet_is_a_matter_of_time() -> None:
-    """A client that hears of no such model does not try again."""
+def test_a_configured_adapter_that_could_not_be_loaded_has_its_reason() -> None:
+    """And not that there is no such model, whose client would look for another name."""
     worker = FakeWorker(max_loras=1)
     worker.broken_paths.add("/late")
     with worker, scheduler(f"--worker={worker.address}", "--lora-modules=late=/late") as service:
         service.wait_until_ready()
         with gateway(service.address) as running:
             status, answer = running.post("/v1/completions", {"model": "late", "prompt": "a"})
-            assert status == 503 and "adapter 'late' is being loaded: worker" in answer["error"]["message"]
+    assert status == 400 and "adapter 'late' could not be loaded: worker" in answer["error"]["message"]
 
 
 def test_nothing_is_loaded_where_that_is_not_allowed(service: Service) -> None:

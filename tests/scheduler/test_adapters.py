@@ -14,6 +14,7 @@ from scheduler_svc.errors import (
     RequestRefused,
     UnknownName,
     Unsupported,
+    WorkerFailed,
 )
 from tests.scheduler.hand_turned_loop import FakeLink, Loop
 
@@ -379,9 +380,11 @@ def test_a_configured_adapter_waits_for_a_worker_that_can_load_it():
         loop.take("early", "a")
     first = loop.join("first")
     assert loop.reply(first, Load, "no such folder").path == "/adapters/a"
-    with pytest.raises(NotReady, match="adapter 'a' is being loaded: worker first: no such folder"):
+    with pytest.raises(WorkerFailed, match="adapter 'a' could not be loaded: worker first: no such folder"):
         loop.take("late", "a")
     second = loop.join("second", epoch=4)
+    with pytest.raises(NotReady, match="adapter 'a' is being loaded: try again"):
+        loop.take("too early", "a")
     loop.reply(second, Load)
     assert loop.engine.adapter_names() == ["a"]
     loop.take("one", "a")
