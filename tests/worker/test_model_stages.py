@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import load_model
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart, layers_of
+from worker_svc.parallel.process_stages import ProcessStages
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.stages import OnlyStage, Stages
 
@@ -158,6 +160,39 @@ def test_a_tensor_without_a_place_is_found_by_the_stage_that_has_its_layer(tmp_p
     load_model(folder, ModelPart.of(config, None, stage(0, 2)), "cpu")
     with pytest.raises(ModelError, match=r"no place for tensor model\.layers\.2\.surprise"):
         load_model(folder, ModelPart.of(config, None, stage(1, 2)), "cpu")
+
+
+class Sent:
+    """A transfer of gloo's, which is not completed before somebody has waited for it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = weakref.ref(data)
+        self.is_over = False
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+def test_what_has_been_handed_on_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Sent] = []
+
+    def isend(data: torch.Tensor, to: int) -> Sent:
+        sent.append(Sent(data))
+        return sent[-1]
+
+    monkeypatch.setattr("torch.distributed.isend", isend)
+    stages = ProcessStages(0, 2, -1, 1)
+    for _ in range(20):
+        stages.hand_on(torch.zeros(3, 4))
+    kept = [each for each in sent if each.data() is not None]
+    assert 0 < len(kept) <= stages.count and not any(each.is_over for each in kept)
+    assert stages.bytes_sent == 20 * 48
+    sent[-2].is_over = True  # as NCCL says by itself
+    stages.hand_on(torch.zeros(3, 4))
+    assert sent[-3].data() is None
 
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ class Stages(Protocol):
         """Fills `out` with what the stage before has handed on of the same step; waits for it."""
 
     def hand_on(self, x: torch.Tensor) -> None:
-        """Gives `x` to the next stage. Returns at once; nobody may change `x` any more."""
+        """Gives `x` to the next stage, and does not wait for it unless that one is many steps behind; nobody may change
+        `x` any more."""
 
 
 class OnlyStage:
