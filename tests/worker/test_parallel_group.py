@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 from datetime import timedelta
+from multiprocessing.resource_sharer import DupFd
 
 import pytest
 
+from tests import forkserver
 from worker_svc.errors import StartupError
 from worker_svc.parallel import step_channel
 from worker_svc.parallel.membership import Membership, membership_of
@@ -65,6 +68,31 @@ def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.
     assert got == [messages, messages]
     for channel in (writer, *readers):
         channel.close()
+
+
+def _write_numbers(wakers: list[DupFd], memory: DupFd, count: int) -> None:
+    channel = SharedMemoryChannel(memory.detach(), [waker.detach() for waker in wakers], 0)
+    for number in range(count):
+        channel.send(number.to_bytes(8, "little"))
+
+
+def test_a_count_is_never_seen_half_written() -> None:
+    """By a process that looks while another writes: threads of one take turns. Two cores have to be free to see it."""
+    count, seen = 100_000, [0]
+    forkserver.start()
+    with closing(SharedMemoryChannel.create(2)) as channel:
+        memory, *wakers = map(DupFd, channel.descriptors)
+        writer = forkserver.CONTEXT.Process(target=_write_numbers, args=(wakers, memory, count))
+        writer.start()
+        try:
+            with memoryview(channel._map)[:8].cast("Q") as written:
+                while seen[-1] < count * 12:
+                    if written[0] != seen[-1]:
+                        seen.append(written[0])
+        finally:
+            writer.kill()
+            writer.join()
+    assert seen == sorted(seen) and not any(each % 12 for each in seen)
 
 
 class FakeStore:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 _RING_BYTES = 1 << 28  # untouched pages take no memory; a step is at most 64 MiB
 _HEADER_BYTES = mmap.PAGESIZE
-_COUNT, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
+_LENGTH = struct.Struct("<I")
 _FULL_PAUSE_S = 0.001
 
 
@@ -48,6 +48,8 @@ class SharedMemoryChannel:
         """
         self._descriptors = [memory, *wakers]
         self._map, self._wakers, self._rank = mmap.mmap(memory, _HEADER_BYTES + _RING_BYTES), wakers, rank
+        # Written whole, each in one instruction: `struct.pack_into` writes zeros first, and others look meanwhile.
+        self._counts = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
 
     @classmethod
     def create(cls, size: int) -> SharedMemoryChannel:
@@ -69,32 +71,25 @@ class SharedMemoryChannel:
 
     def send(self, message: bytes) -> None:
         """See `StepChannel`."""
-        written = self._count(0)
+        written = self._counts[0]
         end = written + _LENGTH.size + len(message)
-        while end - min(self._count(rank) for rank in range(1, len(self._wakers) + 1)) > _RING_BYTES:
+        while end - min(self._counts[rank] for rank in range(1, len(self._wakers) + 1)) > _RING_BYTES:
             time.sleep(_FULL_PAUSE_S)
         self._write(written, _LENGTH.pack(len(message)))
         self._write(written + _LENGTH.size, message)
-        self._set_count(0, end)
+        self._counts[0] = end
         for waker in self._wakers:
             os.eventfd_write(waker, 1)
 
     def receive(self) -> bytes:
         """See `StepChannel`."""
-        read = self._count(self._rank)
-        while self._count(0) == read:
+        read = self._counts[self._rank]
+        while self._counts[0] == read:
             os.eventfd_read(self._wakers[self._rank - 1])
         (length,) = _LENGTH.unpack(self._read(read, _LENGTH.size))
         message = self._read(read + _LENGTH.size, length)
-        self._set_count(self._rank, read + _LENGTH.size + length)
+        self._counts[self._rank] = read + _LENGTH.size + length
         return message
-
-    def _count(self, rank: int) -> int:
-        count: int = _COUNT.unpack_from(self._map, rank * _COUNT.size)[0]
-        return count
-
-    def _set_count(self, rank: int, count: int) -> None:
-        _COUNT.pack_into(self._map, rank * _COUNT.size, count)
 
     def _write(self, count: int, data: bytes) -> None:
         start = count % _RING_BYTES
@@ -110,6 +105,7 @@ class SharedMemoryChannel:
 
     def close(self) -> None:
         """For tests: a process keeps its channel until it ends."""
+        self._counts.release()
         self._map.close()
         for descriptor in self._descriptors:
             with contextlib.suppress(OSError):
