@@ -147,7 +147,7 @@ def test_promises_that_are_none_are_refused(fixture: Fixture, blocks: list[int],
     step.cached_blocks.block_ids_u32 = np.array(blocks, "<u4").tobytes()
     step.cached_blocks.hashes = bytes(hashes)
     with pytest.raises(ProtocolError, match="cached_blocks"):
-        fixture.cached.promise(step, fixture.states)
+        fixture.states.apply_blocks(step, lambda each: fixture.cached.begin(step, fixture.states, each))
     with pytest.raises(ProtocolError, match="forgotten_blocks"):
         fixture.cached.forget(worker_pb2.Step(forgotten_blocks_u32=np.array([8], "<u4").tobytes()))
 

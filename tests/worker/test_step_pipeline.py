@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 import weakref
 from typing import Any
@@ -20,6 +21,7 @@ from worker_svc.cache.cached_blocks import CachedBlocks
 from worker_svc.host.output_copies import HostOutputs, OutputCopies
 from worker_svc.mirror.sequence_states import UNKNOWN, SequenceStates
 from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.step_pipeline import StepPipeline
 from worker_svc.steps.step_timer import StepTimer
 
@@ -31,7 +33,12 @@ class Pipeline:
     """One over a fake model, with everything that it says kept."""
 
     def __init__(
-        self, outputs: OutputCopies | None = None, *, has_graphs: bool = False, model: FakeModel | None = None
+        self,
+        outputs: OutputCopies | None = None,
+        *,
+        has_graphs: bool = False,
+        model: FakeModel | None = None,
+        answers: StageAnswers | None = None,
     ) -> None:
         self.model = model or FakeModel()
         self.outputs = LateOutputs()
@@ -42,7 +49,12 @@ class Pipeline:
         self.cached = CachedBlocks(MAX_SEQS * MAX_BLOCKS)
         backend = ReplayedGraphs if has_graphs else None
         runner = ModelRunner(
-            self.model, fake_config(), BLOCK_SIZE, outputs=outputs or self.outputs, graph_backend=backend
+            self.model,
+            fake_config(),
+            BLOCK_SIZE,
+            outputs=outputs or self.outputs,
+            graph_backend=backend,
+            answers=answers,
         )
         runner.allocate_cache(MAX_SEQS * MAX_BLOCKS, 0)
         runner.capture_graphs(MAX_SEQS, MAX_LEN, 0)
@@ -354,3 +366,110 @@ def test_answers_are_those_of_steps_taken_one_by_one(
         known = slice(0, plain.states.num_tokens[slot])
         assert np.array_equal(plain.states.token_ids[slot, known], late.states.token_ids[slot, known])
     late.states.check_integrity()
+
+
+# ---- Stages ---------------------------------------------------------------------------------------------------------
+
+
+class QueuedChannel:
+    """See `StepChannel`: within one process."""
+
+    def __init__(self) -> None:
+        self.messages = queue.SimpleQueue[bytes]()
+
+    def send(self, message: bytes) -> None:
+        self.messages.put(message)
+
+    def receive(self) -> bytes:
+        return self.messages.get(timeout=5)
+
+
+class TwoStages:
+    """Two pipelines that take the same steps; what the last one draws, the first one answers."""
+
+    def __init__(self) -> None:
+        self.channel = QueuedChannel()
+        self.last = Pipeline(HostOutputs(), answers=StageAnswers(self.channel, is_last=True))
+        self.first = Pipeline(HostOutputs(), answers=StageAnswers(self.channel, is_last=False))
+
+    def take(self, step: worker_pb2.Step, num_arrivals: int = 0) -> None:
+        self.last.take(step)
+        self.first.take(step)
+        self.first.arrivals.arrive(num_arrivals)
+
+    def check_alike(self, plain: Pipeline) -> None:
+        """Once all is answered: all three have said and have kept the same, and no answer is left over."""
+        self.first.pipeline.settle()
+        assert self.channel.messages.empty()
+        for stage in (self.last, self.first):
+            for one, other in zip(plain.results, stage.results, strict=True):
+                assert (one.step_id, one.status, one.error, one.outputs) == (
+                    other.step_id,
+                    other.status,
+                    other.error,
+                    other.outputs,
+                )
+            for slot in np.flatnonzero(plain.states.occupied):
+                known = slice(0, plain.states.num_tokens[slot])
+                assert np.array_equal(plain.states.token_ids[slot, known], stage.states.token_ids[slot, known])
+            assert np.array_equal(plain.states.num_tokens, stage.states.num_tokens)
+            assert np.array_equal(plain.states.num_computed_tokens, stage.states.num_computed_tokens)
+            stage.states.check_integrity()
+
+
+def wrong_steps(step_id: int) -> dict[str, worker_pb2.Step]:
+    """After steps with slots 0 and 1: one for each place where a contradiction is found."""
+    steps = {
+        "order": decode(step_id + 1, [0]),
+        "release": worker_pb2.Step(step_id=step_id, released_slots_u16=slots_u16([5])),
+        "slot": decode(step_id, [4]),
+        "token": prefill(step_id, [[3], [99]]),
+        "blocks": decode(step_id, [0]),
+        "forgotten": decode(step_id, [0, 1]),
+        "budget": prefill(step_id, [[1] * 40, [1] * 40]),
+    }
+    for name in ("token", "budget"):
+        steps[name].released_slots_u16 = slots_u16([0, 1])
+    steps["blocks"].cached_blocks.block_ids_u32 = np.array([0, 1], "<u4").tobytes()
+    steps["blocks"].cached_blocks.hashes = bytes(33)
+    steps["forgotten"].forgotten_blocks_u32 = np.array([10_000], "<u4").tobytes()
+    return steps
+
+
+@pytest.mark.parametrize("name", wrong_steps(1))
+def test_stages_find_a_wrong_step_together_and_no_answer_is_taken_for_that_of_another(name: str) -> None:
+    plain, stages = Pipeline(HostOutputs()), TwoStages()
+    resumed = prefill(6, [[7, 8], [9]])
+    resumed.resume_after, resumed.released_slots_u16 = 4, slots_u16(range(MAX_SEQS))
+    steps = [prefill(1, [[3], [4]]), decode(2, [0]), decode(3, [1]), wrong_steps(4)[name], decode(5, [0, 1])]
+    if name == "order":
+        resumed.resume_after = 5
+    for step in (*steps, resumed, worker_pb2.Step(step_id=7), decode(8, [0, 1])):
+        plain.take(step)
+        stages.take(step)
+    stages.check_alike(plain)
+    assert [status for _, status in plain.answered] == [OK, OK, OK, FAILED, SKIPPED, OK, OK, OK]
+
+
+@settings(max_examples=40)
+@given(scripts())
+def test_stages_answer_what_one_rank_does(script: list[tuple[worker_pb2.Step, int]]) -> None:
+    """Also steps that need a token which is on its way from the last stage."""
+    plain, stages = Pipeline(HostOutputs()), TwoStages()
+    for step, num_arrivals in script:
+        plain.take(step)
+        stages.take(step, num_arrivals)
+    stages.check_alike(plain)
+
+
+def test_stages_fork_draw_children_and_tell_of_rows_that_are_not_finite() -> None:
+    plain, stages = Pipeline(HostOutputs()), TwoStages()
+    stages.last.model.poison = plain.model.poison = 5
+    steps = [prefill(1, [[3]]), forking(2), decode(3, [0, 1]), bringing_children(4), decode(5, [0, 2, 3])]
+    other = prefill(6, [[5], [6]])
+    other.released_slots_u16 = slots_u16([0, 1])
+    for step in (*steps, other, decode(7, [0, 1])):
+        plain.take(step)
+        stages.take(step)
+    stages.check_alike(plain)
+    assert plain.results[5].outputs.row_errors

@@ -51,7 +51,9 @@ class CachedBlocks:
             self._forget(blocks)
 
     def begin(self, step: worker_pb2.Step, states: SequenceStates, operations: BlockOperations) -> None:
-        """Call it before the step's block operations; `states` are as they were before it."""
+        """Call it before the step's block operations; `states` are as they were before it. Raises ProtocolError, with
+        nothing changed, for what cannot be promised: no rank of a parallel group may find that after computing."""
+        self._read_promises(step)
         if step.released_slots_u16:
             for slot in read_slots(step.released_slots_u16, states.max_num_seqs, "released_slots").tolist():
                 self.used(states.block_tables[slot, : states.num_blocks[slot]])
@@ -72,22 +74,14 @@ class CachedBlocks:
         self._forget(states.block_tables[slots, first])
 
     def promise(self, step: worker_pb2.Step, states: SequenceStates) -> int:
-        """Call it when the step is launched: what it names is known unless it fails. Returns a number for `failed`.
-
-        Raises ProtocolError.
-        """
+        """Call it when the step is launched: what it names is known unless it fails. Returns a number for `failed`."""
         self._num_steps += 1
-        if not step.cached_blocks.block_ids_u32:
+        blocks, size = self._read_promises(step)
+        if not size:
             return self._num_steps
-        blocks = read_column(step.cached_blocks.block_ids_u32, "<u4", "cached_blocks")
-        check_below(blocks, self._num_blocks, "cached_blocks")
-        hashes = step.cached_blocks.hashes
-        size, rest = divmod(len(hashes), len(blocks))
-        if rest or not 0 < size <= MAX_HASH_BYTES:
-            raise ProtocolError(f"cached_blocks has {len(hashes)} bytes of hashes for {len(blocks)} blocks")
         self._forget(blocks)
         for number, block in enumerate(blocks.tolist()):
-            digest = hashes[number * size : (number + 1) * size]
+            digest = step.cached_blocks.hashes[number * size : (number + 1) * size]
             if (other := self._block_of.get(digest)) is not None:  # which its scheduler has no use for any more
                 self._drop(other)
             self._block_of[digest], self._hash_of[block] = block, digest
@@ -135,6 +129,18 @@ class CachedBlocks:
             blocks = blocks[[len(digest) == size for digest in hashes]]
             hashes = [digest for digest in hashes if len(digest) == size]
         return worker_pb2.CachedBlocks(block_ids_u32=blocks.astype("<u4").tobytes(), hashes=b"".join(hashes))
+
+    def _read_promises(self, step: worker_pb2.Step) -> tuple[Ints, int]:
+        """The blocks that a step names, and the bytes of each one's hash; 0: there are none. Raises ProtocolError."""
+        blocks = read_column(step.cached_blocks.block_ids_u32, "<u4", "cached_blocks")
+        if not blocks.size:
+            return blocks, 0
+        check_below(blocks, self._num_blocks, "cached_blocks")
+        num_bytes = len(step.cached_blocks.hashes)
+        size, rest = divmod(num_bytes, len(blocks))
+        if rest or not 0 < size <= MAX_HASH_BYTES:
+            raise ProtocolError(f"cached_blocks has {num_bytes} bytes of hashes for {len(blocks)} blocks")
+        return blocks, size
 
     def _forget(self, blocks: npt.NDArray[np.integer]) -> None:
         for block in blocks[self._is_known[blocks]].tolist():
