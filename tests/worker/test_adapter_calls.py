@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
@@ -17,6 +19,7 @@ from tests.adapters import make_adapter
 from tests.tiny_models import make_tiny_llama
 from tests.worker.fake_model import prefill, slots_u16, tokens_of
 from tests.worker.test_lease import Stream
+from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
 from worker_svc.models.config import ModelConfig
@@ -55,6 +58,17 @@ class Setup:
         await stream.send(open=worker_pb2.OpenLease(settings_id=self.settings_id))
         stream.epoch = (await stream.wait_for("notice")).lease.epoch
         return stream
+
+    async def close(self, stream: Stream) -> None:
+        """Returns when the lease is free."""
+        await stream.call.done_writing()
+        with pytest.raises(EOFError):
+            await stream.wait_for("result")
+        async with asyncio.timeout(10):
+            while (
+                await self.stub.GetInfo(worker_pb2.GetInfoRequest())
+            ).lifecycle == worker_pb2.WORKER_LIFECYCLE_LEASED:
+                await asyncio.sleep(0.01)
 
     async def load(self, name: str, epoch: int, generation: int = 1, folder: str = "") -> None:
         request = worker_pb2.LoadAdapterRequest(
@@ -125,14 +139,28 @@ async def test_only_the_lease_that_holds_the_worker_loads_and_unloads(setup: Set
     assert (notice.adapter_loaded.name, notice.adapter_loaded.generation) == ("a", 7)
     assert f"epoch {wrong} is not" in await refusal(setup.unload("a", wrong))
     assert await setup.loaded() == {"a": 7}
-    await stream.call.done_writing()
-    with pytest.raises(EOFError):
-        await stream.wait_for("result")
+    await setup.close(stream)
     again = await setup.open()
     assert await setup.loaded() == {}
     assert f"epoch {stream.epoch} is not" in await refusal(setup.load("a", stream.epoch))
     await setup.load("a", again.epoch, generation=1)
     assert await setup.loaded() == {"a": 1}
+
+
+async def test_a_lease_finds_no_blocks_that_were_computed_with_adapters_of_an_earlier_one(setup: Setup) -> None:
+    """Its scheduler may be the same, and the adapter's folder have been written anew meanwhile."""
+    stream = await setup.open()
+    await setup.load("a", stream.epoch)
+    await stream.run(step_of(1, "a", ""))
+    promises = prefill(2, [])
+    tables = [group.sequences[0].block_table[0] for group in step_of(1, "a", "").groups]
+    promises.cached_blocks.block_ids_u32 = np.array(tables, "<u4").tobytes()
+    promises.cached_blocks.hashes = b"A" * 32 + b"B" * 32
+    await stream.run(promises)
+    await setup.close(stream)
+    again = Stream(setup.stub.Execute())
+    await again.send(open=worker_pb2.OpenLease(settings_id=setup.settings_id))
+    assert (await again.wait_for("notice")).lease.cached_blocks.hashes == b"B" * 32
 
 
 async def test_what_cannot_be_loaded_changes_nothing(setup: Setup) -> None:
@@ -146,8 +174,17 @@ async def test_what_cannot_be_loaded_changes_nothing(setup: Setup) -> None:
     assert await setup.loaded() == {"a": 1, "b": 1}
 
 
-async def test_a_worker_is_asked_for_all_that_it_may_have_at_once(tmp_path: Path) -> None:
+async def test_a_worker_is_asked_for_all_that_it_may_have_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a scheduler that it joins, which does not ask again for one that was refused."""
+    read = AdapterSet.read
+
+    def read_slowly(adapters: AdapterSet, path: str) -> Adapter:
+        time.sleep(0.01)  # so that all are here before the first ones are read
+        return read(adapters, path)
+
+    monkeypatch.setattr(AdapterSet, "read", read_slowly)
     async with served(tmp_path, max_loaded=80) as setup:
         stream = await setup.open()
         names = [f"a{number}" for number in range(80)]

@@ -82,6 +82,26 @@ def test_what_is_written_to_is_forgotten(fixture: Fixture) -> None:
     assert set(fixture.told()) == {2, 5}, "4 was the destination, 2 the source"
 
 
+def test_what_was_computed_with_an_adapter_is_not_told(fixture: Fixture) -> None:
+    fixture.states.loaded_adapters = {"a": 0}
+    fixture.step(promises={2: 2})
+    group = fixture.group(1, [4, 5, 6], computed=0)
+    group.adapter = "a"
+    fixture.step(groups=[group], rows=(1, 12), promises={4: 4, 5: 5, 6: 6})
+    assert set(fixture.told()) == {2}
+    fixture.step(rows=(0, 4), promises={3: 3})
+    fixture.step(copies=worker_pb2.BlockPairs(pairs_u32=np.array([6, 7, 3, 4], "<u4").tobytes()), promises={7: 7, 4: 8})
+    assert set(fixture.told()) == {2, 3, 4}, "a copy is as its source is"
+    operations = BlockOperations(swap_out=NONE, swap_in=np.array([[0, 5]]), copies=NONE)
+    fixture.cached.begin(worker_pb2.Step(), fixture.states, operations)
+    fixture.step(promises={5: 5})
+    assert set(fixture.told()) == {2, 3, 4}, "nobody knows what was swapped out"
+    fixture.states.loaded_adapters = {}
+    fixture.cached.begin(worker_pb2.Step(), fixture.states, operations)
+    fixture.step(promises={5: 5})
+    assert set(fixture.told()) == {2, 3, 4, 5}
+
+
 def test_what_is_swapped_in_replaces_what_was_there(fixture: Fixture) -> None:
     fixture.step(promises={2: 2, 5: 5})
     operations = BlockOperations(swap_out=np.array([[2, 0]]), swap_in=np.array([[0, 5]]), copies=NONE)

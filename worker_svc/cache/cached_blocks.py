@@ -1,9 +1,11 @@
 """Which device blocks still hold what a scheduler computed in them: what outlives its lease.
 
 A step names the blocks that are full of known tokens once it has gone well, each with the hash of its content. They are
-remembered until something writes to them, a step over them fails, or a scheduler drops them; the next one to
-take the lease is told of them and need not compute them again. That a block is written to is seen here, in what the
-step computes and moves, and not believed: a wrong entry would be wrong text. Knows what no hash means.
+remembered until something writes to them, a step over them fails, or a scheduler drops them; the next one to take the
+lease is told of them and need not compute them again. Not of those that were computed with an adapter: adapters end
+with their lease, and what is loaded under the same name after it may hold other numbers. That a block is written to is
+seen here, in what the step computes and moves, and not believed: a wrong entry would be wrong text. Knows what no hash
+means.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class CachedBlocks:
         self._is_known: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._promised_in: Ints = np.zeros(num_blocks, np.int64)  # number of the step; rises over leases
         self._last_used: Ints = np.zeros(num_blocks, np.int64)
+        self._is_adapted: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)  # computed with one, or maybe so
         self._num_steps = self._num_uses = 0
         self._bad_slots: set[int] = set()  # over whose blocks the model failed, until they are released
 
@@ -61,17 +64,22 @@ class CachedBlocks:
         for pairs in (operations.swap_in, operations.copies):
             if pairs.size:
                 self._forget(pairs[:, 1])
+        # Of what was swapped out it is not kept.
+        self._is_adapted[operations.swap_in[:, 1]] = bool(states.loaded_adapters)
+        self._is_adapted[operations.copies[:, 1]] = self._is_adapted[operations.copies[:, 0]]
 
     def compute(self, states: SequenceStates, rows: AppliedRows) -> None:
         """Call it before the step's rows write to the cache."""
-        if not self._block_of:
+        if not self._block_of and not states.loaded_adapters and not self._is_adapted.any():
             return
         first, last = rows.context_lens // states.block_size, (rows.seq_lens - 1) // states.block_size
         slots = rows.slots
         if (first != last).any():  # not so in a step of decodes
             counts = last - first + 1
             slots, first = np.repeat(slots, counts), np.repeat(first, counts) + ragged_offsets(counts)
-        self._forget(states.block_tables[slots, first])
+        blocks = states.block_tables[slots, first]
+        self._forget(blocks)
+        self._is_adapted[blocks] = states.adapter_numbers[slots] >= 0
 
     def promise(self, step: worker_pb2.Step, states: SequenceStates) -> int:
         """Call it when the step is launched: what it names is known unless it fails. Returns a number for `failed`."""
@@ -120,6 +128,7 @@ class CachedBlocks:
             for slot in np.flatnonzero(states.occupied).tolist():
                 self.used(states.block_tables[slot, : states.num_blocks[slot]])
             self._bad_slots.clear()
+        self._forget(np.flatnonzero(self._is_adapted))
         known = np.flatnonzero(self._is_known)
         blocks = known[np.argsort(self._last_used[known], kind="stable")][-MAX_TOLD:]
         hashes = [self._hash_of[block] or b"" for block in blocks.tolist()]
