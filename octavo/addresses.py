@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from octavo.errors import RequestFailed
 from octavo.forks import refuse_in_fork
+from octavo.shared.ports import is_loopback
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2_grpc as pb_grpc
 
@@ -35,6 +36,17 @@ def split_addresses(addresses: str | Sequence[str]) -> list[str]:
     if not found:
         raise ValueError("no address; HOST:PORT is accepted, and several of them")
     return list(dict.fromkeys(found))
+
+
+def check_may_send_key(addresses: str | Sequence[str], *, is_encrypted: bool) -> None:
+    """Raises ValueError for a key that would go over a network where everybody reads it."""
+    for address in split_addresses(addresses):
+        target = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
+        if not (is_encrypted or target.startswith("unix:") or is_loopback(target.rpartition(":")[0].strip("[]"))):
+            raise ValueError(
+                f"api_key: {address} is another machine, which it would reach as plain text; TLS (credentials, --tls), "
+                "or plaintext_key where the network is to be trusted"
+            )
 
 
 class Server:

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from octavo.addresses import Server, Servers, first_failure
+from octavo.addresses import Server, Servers, check_may_send_key, first_failure
 from octavo.errors import RequestFailed
 from octavo.generation import Generation, build_messages, build_request, repeatable
 from octavo.interruptible_stream import InterruptibleStream
@@ -76,7 +76,16 @@ class _Call:
 class _Settings:
     """What both clients are made of, apart from the kind of channel."""
 
-    def __init__(self, api_key: str | None, retry: RetryPolicy | None) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        api_key: str | None,
+        retry: RetryPolicy | None,
+        *,
+        is_encrypted: bool,
+    ) -> None:
+        if api_key:
+            check_may_send_key(address, is_encrypted=is_encrypted)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._retry = retry or RetryPolicy()
 
@@ -85,7 +94,8 @@ class AsyncClient(_Settings):
     """Calls a scheduler from an event loop. Use as an async context manager, or `await close()`.
 
     `address` is HOST:PORT or any other gRPC target, or several, in a list or with commas between them: the first is
-    used as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; `retry`
+    used as long as it answers, then the next. `credentials` (see `channel_credentials`) switch TLS on; without them
+    `api_key` is sent to this machine alone, unless `plaintext_key` says that the network is to be trusted. `retry`
     says how long to wait for a lost scheduler, two minutes by default, and is called when that begins. Clients of one
     process and address share a connection, over which a scheduler takes 1,024 calls at once; with `own_connection`
     this one has its own. With `share_calls` streams of this client go over one call (`GenerateMany`): for who has
@@ -98,11 +108,12 @@ class AsyncClient(_Settings):
         *,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        plaintext_key: bool = False,
         retry: RetryPolicy | None = None,
         own_connection: bool = False,
         share_calls: bool = False,
     ) -> None:
-        super().__init__(api_key, retry)
+        super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._shared_calls = SharedCalls() if share_calls else None
         channels = grpc.aio.insecure_channel, grpc.aio.secure_channel
         self._servers = Servers(address, credentials, *channels, own_connection=own_connection)
@@ -309,9 +320,10 @@ class Client(_Settings):
         *,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        plaintext_key: bool = False,
         retry: RetryPolicy | None = None,
     ) -> None:
-        super().__init__(api_key, retry)
+        super().__init__(address, api_key, retry, is_encrypted=plaintext_key or credentials is not None)
         self._servers = Servers(address, credentials, grpc.insecure_channel, grpc.secure_channel)
 
     def generate(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from scheduler_svc.requests.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
+ACCESS = "access"  # likewise
 MAX_SHARDS = 256  # a byte of each request's number
 
 
@@ -57,6 +58,12 @@ class SchedulerConfig:
         "metadata field with a call's tenant, set by a proxy (default: clients name their tenant themselves)",
         group=REQUESTS,
         metavar="FIELD",
+    )
+    keys_file: Path | None = option(
+        None,
+        "keys of those who may call, with tenant and roles; `octavo keys add` writes it (default: everybody may)",
+        group=ACCESS,
+        metavar="FILE",
     )
     preemption_mode: str = option(
         "auto",
@@ -160,6 +167,8 @@ class SchedulerConfig:
             if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
         check_metadata_field(self.tenant_metadata)
+        if self.keys_file is not None and self.tenant_metadata:
+            raise ValueError(f"tenant_metadata is {self.tenant_metadata!r}, but with keys_file each key has its tenant")
         self.weights()  # raises for what is none
         self.model_names()  # likewise
         self.adapters()  # likewise

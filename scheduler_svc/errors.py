@@ -62,5 +62,13 @@ class TooMany(RequestRefused):
     """As many of these as there may be at once are there."""
 
 
+class Unauthenticated(RequestRefused):
+    """Nobody knows who asks."""
+
+
+class NotAllowed(RequestRefused):
+    """Whoever asks is known, and may not do this."""
+
+
 class NotReady(RequestRefused):
     """There never was a worker, or the server drains."""

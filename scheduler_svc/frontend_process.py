@@ -23,6 +23,7 @@ from octavo.shared.ports import BindError
 from octavo.shared.rpc import CHANNEL_OPTIONS, bind
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
+from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import GRACE_S, public_server
 from scheduler_svc.config import SchedulerConfig
@@ -76,9 +77,15 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         )
         texts = TextProcesses(frontend.models, **config.text_options())
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
-        inference = InferenceService(frontend, texts, link, mailboxes, admission, Tenants(config.tenant_metadata))
+        authority = Authority.of(config)
+        tenants = Tenants(config.tenant_metadata, None if authority is None else authority.keys)
+        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants)
         server, health = public_server(
-            config, inference, partial(forward, CONTROL, channel, probe="GetServerInfo"), shares_port=True
+            config,
+            inference,
+            partial(forward, CONTROL, channel, probe="GetServerInfo"),
+            shares_port=True,
+            authority=authority,
         )
 
         is_listening = False

@@ -221,7 +221,8 @@ def _target(arguments: argparse.Namespace) -> GrpcTarget | HttpTarget:
         return GrpcTarget(
             arguments.address,
             model=arguments.model,
-            api_key=arguments.api_key,
+            api_key=connection.api_key(arguments),
+            plaintext_key=arguments.plaintext_key,
             credentials=connection.credentials(arguments),
             ignore_eos=not arguments.keep_eos,
             retry_window_s=arguments.retry_window or 0.0,
@@ -231,7 +232,7 @@ def _target(arguments: argparse.Namespace) -> GrpcTarget | HttpTarget:
     return HttpTarget(
         arguments.url,
         model=arguments.model,
-        api_key=arguments.api_key,
+        api_key=connection.api_key(arguments),
         chat=arguments.chat,
         takes_ids=arguments.vocab_size is not None,
         ignore_eos=not arguments.keep_eos,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.retrying import RetryPolicy, Waiting
 
 RETRY_WINDOW = "OCTAVO_RETRY_WINDOW"
+API_KEY = "OCTAVO_API_KEY"
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how long to wait for a server that is lost or not there yet (default: ${RETRY_WINDOW}, else 120 for"
         " requests that have begun and 0 for others)",
     )
-    group.add_argument("--api-key", metavar="KEY", help="sent as `authorization: Bearer KEY`")
+    add_key_arguments(group)
     add_tls_arguments(group)
 
 
@@ -47,7 +48,7 @@ def add_optional_address(parser: argparse.ArgumentParser, what: str) -> None:
     """For a command that asks a server only where one is named: `connect` where `address` is not None."""
     group = parser.add_argument_group("server")
     group.add_argument("--address", type=addresses, metavar="HOST:PORT", help=what)
-    group.add_argument("--api-key", metavar="KEY", help="sent as `authorization: Bearer KEY`")
+    add_key_arguments(group)
     add_tls_arguments(group)
     parser.set_defaults(retry_window=None)
 
@@ -103,6 +104,43 @@ def _tell(waiting: Waiting) -> None:
         print(f"(waiting for the server, for up to {waiting.left_s:.0f} s: {waiting.failure})", file=sys.stderr)
 
 
+def add_key_arguments(group: argparse._ActionsContainer) -> None:
+    """Adds the flags that `metadata` and `connect` read."""
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"sent as `authorization: Bearer KEY` (default: ${API_KEY}, which other users of this machine do not see)",
+    )
+    group.add_argument(
+        "--plaintext-key", action="store_true", help="send the key to another machine without TLS, for all to read"
+    )
+
+
+def api_key(arguments: argparse.Namespace) -> str | None:
+    """The key of the command line, or that of the environment."""
+    return arguments.api_key or os.environ.get(API_KEY) or None
+
+
+def metadata(arguments: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Of calls without an `octavo.Client`. Raises OptionError where they would show a key to the network."""
+    from octavo.addresses import check_may_send_key
+
+    key = api_key(arguments)
+    if key is None:
+        return ()
+    try:
+        check_may_send_key(arguments.address, is_encrypted=uses_tls(arguments) or arguments.plaintext_key)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    return (("authorization", f"Bearer {key}"),)
+
+
+def uses_tls(arguments: argparse.Namespace) -> bool:
+    """Whether the server is spoken to over TLS."""
+    files = (arguments.tls_ca_file, arguments.tls_client_cert_file, arguments.tls_client_key_file)
+    return arguments.tls or any(files)
+
+
 def add_tls_arguments(group: argparse._ActionsContainer) -> None:
     """Adds the flags that `credentials` reads."""
     group.add_argument("--tls", action="store_true", help="use TLS, trusting the system's authorities")
@@ -113,9 +151,9 @@ def add_tls_arguments(group: argparse._ActionsContainer) -> None:
 
 def credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials | None:
     """None: without TLS."""
-    files = (arguments.tls_ca_file, arguments.tls_client_cert_file, arguments.tls_client_key_file)
-    if not (arguments.tls or any(files)):
+    if not uses_tls(arguments):
         return None
+    files = (arguments.tls_ca_file, arguments.tls_client_cert_file, arguments.tls_client_key_file)
     from octavo.cli import CommandError
     from octavo.client import channel_credentials
 
@@ -133,8 +171,13 @@ def connect(arguments: argparse.Namespace) -> Iterator[Client]:
     from octavo.errors import RequestFailed
 
     retry = retry_policy(arguments)
+    metadata(arguments)  # raises
     with Client(
-        arguments.address, api_key=arguments.api_key, credentials=credentials(arguments), retry=retry
+        arguments.address,
+        api_key=api_key(arguments),
+        credentials=credentials(arguments),
+        retry=retry,
+        plaintext_key=arguments.plaintext_key,
     ) as client:
         try:
             yield client

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="look once, and end")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each look")
     connection.add_address(parser)
+    connection.add_key_arguments(parser)
     connection.add_tls_arguments(parser)
 
 
@@ -48,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.dashboard.server_watch import ServerWatch
     from octavo.shared.rpc import CHANNEL_OPTIONS
 
-    credentials = connection.credentials(arguments)
+    credentials, metadata = connection.credentials(arguments), connection.metadata(arguments)
     channel = (
         grpc.insecure_channel(arguments.address, CHANNEL_OPTIONS)
         if credentials is None
         else grpc.secure_channel(arguments.address, credentials, CHANNEL_OPTIONS)
     )
     try:
-        with channel, ServerWatch(channel, arguments.requests) as watch:
+        with channel, ServerWatch(channel, arguments.requests, metadata) as watch:
             watch.look()  # speeds are of what happens between two looks
             if sys.stdout.isatty() and not (arguments.json or arguments.once):
                 _draw(watch, arguments)

@@ -19,7 +19,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _TIMEOUT_S = 5.0
 _RETRY_S = 1.0  # until a stream of steps that broke off is asked for again
@@ -55,7 +55,9 @@ class ServerWatch:
     tokens a second are missing and the rest is there.
     """
 
-    def __init__(self, channel: grpc.Channel, num_requests: int) -> None:
+    def __init__(self, channel: grpc.Channel, num_requests: int, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        """`metadata` are sent with each call: a key, where one is wanted."""
+        self._metadata = metadata
         self._control = inference_pb2_grpc.ControlStub(channel)
         self._num_requests = num_requests
         self._lock = threading.Lock()
@@ -78,12 +80,13 @@ class ServerWatch:
 
     def look(self) -> View:
         """The state now. Raises grpc.RpcError where no server answers within 5 s."""
-        info = self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=_TIMEOUT_S)
-        load = self._control.GetLoad(pb.GetLoadRequest(), timeout=_TIMEOUT_S)
+        info = self._control.GetServerInfo(pb.GetServerInfoRequest(), timeout=_TIMEOUT_S, metadata=self._metadata)
+        load = self._control.GetLoad(pb.GetLoadRequest(), timeout=_TIMEOUT_S, metadata=self._metadata)
         requests: list[pb.RequestState] = []
         if self._num_requests:
             page = pb.ListRequestsRequest(page_size=self._num_requests)
-            requests.extend(self._control.ListRequests(page, timeout=_TIMEOUT_S).requests)
+            found = self._control.ListRequests(page, timeout=_TIMEOUT_S, metadata=self._metadata)
+            requests.extend(found.requests)
         return View(info, load, requests, self._speeds(load))
 
     def _speeds(self, load: pb.Load) -> dict[str, Speed]:
@@ -101,7 +104,7 @@ class ServerWatch:
     def _read_steps(self) -> None:
         while not self._closed.is_set():
             try:
-                self._stream = self._control.WatchSteps(pb.WatchStepsRequest())
+                self._stream = self._control.WatchSteps(pb.WatchStepsRequest(), metadata=self._metadata)
                 for step in self._stream:
                     self._count(step)
             except grpc.RpcError:

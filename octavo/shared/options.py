@@ -28,7 +28,8 @@ from octavo.shared.command_line import Parser, did_you_mean
 
 PREFIX = "OCTAVO_"
 COMMON, LOGGING, OTHER = "common", "logging and metrics", "other"  # groups of options: the first, and the last two
-NOT_OPTIONS = frozenset({"OCTAVO_CACHE", "OCTAVO_TERMINAL"})  # read elsewhere (`cache`, `log`), by every command
+# Read elsewhere: by every command, and by those that ask a server.
+NOT_OPTIONS = frozenset({"OCTAVO_CACHE", "OCTAVO_TERMINAL", "OCTAVO_API_KEY"})
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})

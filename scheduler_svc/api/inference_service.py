@@ -149,6 +149,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 request = prepared.request
                 request.request_id = request.request_id or request_id
                 request.tenant = self._tenants.check(of_call, request.tenant)
+                request.cache_salt = self._tenants.cache_salt(metadata, request.cache_salt)
                 group = await self._new_group(prepared, arrival_ns)
                 if group.output.is_behind:
                     await self._catch_up(group.output)

@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from octavo.shared.keys import CONTROL, METRICS, Keys
 from octavo.shared.ports import BindError
+from scheduler_svc.api.authority import Authority
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.vital_parts import VitalParts
 
@@ -33,7 +35,11 @@ PATHS = ("/metrics", "/")
 class MetricsServer:
     """Serves what `collector` tells, from now on. Raises OSError when it cannot listen there."""
 
-    def __init__(self, collector: Collector, host: str, port: int, vital: VitalParts | None = None) -> None:
+    def __init__(
+        self, collector: Collector, host: str, port: int, vital: VitalParts | None = None, keys: Keys | None = None
+    ) -> None:
+        """`keys`: only who brings one with role metrics or control is answered; None: everybody is."""
+        self._keys = keys
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         self._socket = _listening_socket(host, port)
@@ -92,16 +98,21 @@ class MetricsServer:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET is answered\n")
         if path.partition("?")[0] not in PATHS:
             return _response(HTTPStatus.NOT_FOUND, "text/plain", b"the metrics are at /metrics\n")
-        fields = (line.partition(":") for line in lines)
-        accept = next((value for name, _, value in fields if name.strip().lower() == "accept"), "")
+        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if self._keys is not None:
+            caller = self._keys.of_header(fields.get("authorization", ""))
+            if caller is None or not caller.roles & {METRICS, CONTROL}:
+                return _response(HTTPStatus.UNAUTHORIZED, "text/plain", b"a key with role metrics is wanted\n")
+        accept = fields.get("accept", "")
         encode, content_type = choose_encoder(accept)
         return _response(HTTPStatus.OK, content_type, encode(self._registry), is_head=method == "HEAD")
 
 
 def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool = False) -> bytes:
+    challenge = "WWW-Authenticate: Bearer\r\n" if status is HTTPStatus.UNAUTHORIZED else ""
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\n"
-        f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{challenge}\r\n"
     )
     return head.encode() + (b"" if is_head else body)
 
@@ -113,9 +124,10 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 
 def serve_metrics(collector: Collector, config: SchedulerConfig, vital: VitalParts) -> MetricsServer | None:
     """Raises BindError for a port that was asked for and cannot be had."""
+    authority = Authority.of(config)
     port = METRICS_PORT if config.metrics_port is None else config.metrics_port
     try:
-        server = MetricsServer(collector, config.host, port, vital)
+        server = MetricsServer(collector, config.host, port, vital, None if authority is None else authority.keys)
     except OSError as error:
         if config.metrics_port is not None:
             raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None

@@ -8,6 +8,7 @@ import grpc
 
 from octavo.shared.rpc import Health, add_introspection
 from scheduler_svc.api import inference_service
+from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.grpc_server import new_server
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.config import SchedulerConfig
@@ -22,9 +23,10 @@ def public_server(
     add_control: Callable[[grpc.aio.Server], None],
     *,
     shares_port: bool = False,
+    authority: Authority | None = None,
 ) -> tuple[grpc.aio.Server, Health]:
     """A server that is neither bound nor started, and its health; `add_control` adds whatever answers `Control`."""
-    server = new_server(config, shares_port=shares_port)
+    server = new_server(config, shares_port=shares_port, authority=authority)
     inference_service.add_to_server(inference, server)
     add_control(server)
     return server, add_introspection(server, SERVICES)

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from octavo.shared.rpc import behaviour
+from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.open_calls import Call, OpenCalls
 from scheduler_svc.api.status import refusals
 from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull, RequestRefused, RequestTimeout, Unsupported
@@ -39,10 +40,17 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
 
     Args:
         calls: counts them; None where all callers are trusted.
+        authority: says who may call what; None: everybody everything.
         read_timeout_s: for each message that is awaited; None: no bound.
     """
 
-    def __init__(self, calls: OpenCalls | None = None, read_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        calls: OpenCalls | None = None,
+        read_timeout_s: float | None = None,
+        authority: Authority | None = None,
+    ) -> None:
+        self._authority = authority
         self._calls = calls or OpenCalls(max_calls=2**31, cut=lambda peer: False)
         self._trusts_callers = calls is None
         self._read_timeout_s = read_timeout_s
@@ -54,7 +62,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """Wraps a method when it is first called, and keeps the wrapped one."""
+        """Wraps a method when it is first called, and keeps the wrapped one. Who may not call it is refused unread."""
+        if self._authority is not None:
+            try:
+                self._authority.check(details.method, details.invocation_metadata)
+            except RequestRefused as refusal:
+                return grpc.stream_stream_rpc_method_handler(partial(self._refuse, refusal))
         if (guarded := self._guarded.get(details.method)) is not None:
             return guarded
         handler = await continuation(details)
@@ -64,9 +77,14 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         return guarded
 
     async def _refuse_unknown(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await self._refuse(Unsupported("there is no such method"), requests, context)
+
+    async def _refuse(
+        self, refusal: RequestRefused, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> None:
         async with refusals(context):
             with self._calls.open(context.peer()):
-                raise Unsupported("there is no such method")
+                raise refusal
 
     def _guard(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         behave = behaviour(handler)

@@ -18,11 +18,13 @@ from scheduler_svc.errors import (
     DuplicateRequest,
     InvalidRequest,
     NameTaken,
+    NotAllowed,
     NotReady,
     QueueFull,
     RequestRefused,
     RequestTimeout,
     TooMany,
+    Unauthenticated,
     UnknownName,
     Unsupported,
     WorkerFailed,
@@ -41,6 +43,8 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TooMany: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
 }
 MAX_TEXT_BYTES = 500
 MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
@@ -99,7 +103,7 @@ def _loggable(error: RequestRefused) -> dict[str, object]:
     """Why, but for what the client wrote: a message quotes what is wrong with a request, a field's name does not."""
     if isinstance(error, InvalidRequest):
         return {"fields": [violation.field.partition("[")[0] for violation in error.violations[:MAX_VIOLATIONS]]}
-    quotes_nothing = isinstance(error, QueueFull | TooMany | NotReady | RequestTimeout)
+    quotes_nothing = isinstance(error, QueueFull | TooMany | NotReady | RequestTimeout | Unauthenticated | NotAllowed)
     return {"why": str(error) if quotes_nothing else type(error).__name__}
 
 

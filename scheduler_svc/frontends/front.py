@@ -11,6 +11,7 @@ import grpc
 
 from octavo.shared.rpc import Health, bind
 from scheduler_svc.api import control_service
+from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import GRACE_S, public_server
@@ -71,10 +72,11 @@ class InProcessFront:
         self._texts = TextProcesses(serving.frontend.models, **self._config.text_options())
         admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
         core = EngineCore(serving.engine)
-        tenants = Tenants(self._config.tenant_metadata)
+        authority = Authority.of(self._config)
+        tenants = Tenants(self._config.tenant_metadata, None if authority is None else authority.keys)
         self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
         add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
-        self._server, self._health = public_server(self._config, self._inference, add_control)
+        self._server, self._health = public_server(self._config, self._inference, add_control, authority=authority)
         port = bind(self._server, self._config.host, self._config.port)
         await self._server.start()
         self._texts.start()

@@ -1,4 +1,5 @@
-"""Whose a call is: what a proxy in front of this server wrote into its metadata, or else what the client says.
+"""Whose a call is: what its key says, or what a proxy in front of this server wrote into its metadata, or else what the
+client says.
 
 Metadata are pairs of a lower-case name and a value, as HTTP's headers are, so this serves every way in.
 """
@@ -7,8 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from scheduler_svc.errors import FieldViolation, InvalidRequest
+from scheduler_svc.errors import FieldViolation, InvalidRequest, Unauthenticated
+
+if TYPE_CHECKING:  # a command line is read without it
+    from octavo.shared.keys import Caller, Keys
 
 MAX_TENANT_CHARS = 256
 
@@ -16,13 +21,17 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Tenants:
-    """`field` is the name of the metadata that brings the tenant; empty: clients are believed."""
+    """`field` is the name of the metadata that brings the tenant; empty: clients are believed, unless there are `keys`,
+    each of which has its tenant."""
 
-    def __init__(self, field: str = "") -> None:
-        self._field = field
+    def __init__(self, field: str = "", keys: Keys | None = None) -> None:
+        self._field, self._keys = field, keys
 
     def of_call(self, metadata: Metadata | None) -> str | None:
-        """None: whatever the request says. A call without the field is of the unnamed tenant. Raises InvalidRequest."""
+        """None: whatever the request says. A call without the field is of the unnamed tenant. Raises InvalidRequest,
+        and Unauthenticated for a call whose key is not known, or not any more."""
+        if self._keys is not None:
+            return self._caller(self._keys, metadata).tenant
         if not self._field:
             return None
         found = {str(value) for name, value in metadata or () if name == self._field}
@@ -41,9 +50,23 @@ class Tenants:
         if of_call is None:
             return claimed
         if claimed and claimed != of_call:
-            what = f"got {claimed[:MAX_TENANT_CHARS]!r}; accepted here: none, as metadata {self._field!r} brings it"
+            brings = "the key" if self._keys is not None else f"metadata {self._field!r}"
+            what = f"got {claimed[:MAX_TENANT_CHARS]!r}; accepted here: none, as {brings} brings it"
             raise InvalidRequest(FieldViolation("tenant", what))
         return of_call
+
+    def cache_salt(self, metadata: Metadata | None, asked: str) -> str:
+        """Of a request: with keys, prefixes are shared within a tenant, or with keys that name the same `prefixes`. Who
+        found another's prompt in the cache would know it from how soon the first token comes."""
+        if self._keys is None:
+            return asked
+        return f"{self._caller(self._keys, metadata).prefixes} {asked}"
+
+    @staticmethod
+    def _caller(keys: Keys, metadata: Metadata | None) -> Caller:
+        if (caller := keys.of_metadata(metadata)) is None:
+            raise Unauthenticated("the key of this call is not known")
+        return caller
 
 
 def check_metadata_field(name: str) -> None:

@@ -28,13 +28,21 @@ class GrpcTarget:
         *,
         model: str = "",
         api_key: str | None = None,
+        plaintext_key: bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         ignore_eos: bool = True,
         retry_window_s: float = 0.0,
     ) -> None:
         retry = RetryPolicy(window_s=retry_window_s)
         self._clients = [
-            AsyncClient(address, api_key=api_key, credentials=credentials, retry=retry, own_connection=True)
+            AsyncClient(
+                address,
+                api_key=api_key,
+                plaintext_key=plaintext_key,
+                credentials=credentials,
+                retry=retry,
+                own_connection=True,
+            )
             for _ in range(NUM_CONNECTIONS)
         ]
         self._turns = itertools.cycle(self._clients)

@@ -1,0 +1,192 @@
+"""Keys of those who may call a service: a file with the hash of each, read again when it changes.
+
+    keys:
+      - name: web            # in logs, and the tenant where none is given
+        sha256: 5e88...      # of the key
+        tenant: shop
+        roles: [inference]   # of ROLES; this one where none is given
+        prefixes: common     # shares cached prefixes with keys that say the same (default: the tenant)
+
+Keys are drawn at random (`new_key`), so one hash without salt is enough: nobody tries 2^256 of them. What was read last
+stays in force while the file cannot be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import yaml
+
+log = structlog.get_logger()
+
+INFERENCE, CONTROL, METRICS = ROLES = ("inference", "control", "metrics")
+LOOK_AGAIN_S = 1.0
+MAX_TOKEN_CHARS = 512
+_FIELDS = frozenset({"name", "sha256", "tenant", "roles", "prefixes"})
+_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
+_BEARER = "bearer "
+
+
+class KeysFileError(ValueError):
+    """A keys file that cannot be used; one line that names file and entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom a key stands for."""
+
+    name: str
+    tenant: str
+    roles: frozenset[str]
+    prefixes: str
+
+
+class Keys:
+    """Those of one file; thread-safe."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises KeysFileError."""
+        self._path, self._clock = path, clock
+        self._lock = threading.Lock()
+        self._stamp = _stamp(path)
+        self._callers = read_keys(path)
+        self._looked_s = clock()
+        self.num_failures = 0  # of reading it again
+
+    def find(self, token: str) -> Caller | None:
+        """Whose key this is. Takes as long for any token: every key is compared, and none byte by byte."""
+        self._look_again()
+        digest, found = hash_of(token[:MAX_TOKEN_CHARS]), None
+        for known, caller in self._callers.items():
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+    def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
+        """Whose key a call brings as `authorization: Bearer KEY`."""
+        values = [value for name, value in metadata or () if name == "authorization"]
+        return self.of_header(values[0]) if len(values) == 1 else None
+
+    def of_header(self, value: str | bytes) -> Caller | None:
+        """Whose key the value of such a header has."""
+        text = value if isinstance(value, str) else value.decode("latin-1")
+        if text[: len(_BEARER)].lower() != _BEARER:
+            return None
+        return self.find(text[len(_BEARER) :].strip())
+
+    def _look_again(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_AGAIN_S or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._looked_s = now_s
+            stamp = _stamp(self._path)
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            before, self._callers = self._callers, read_keys(self._path)
+            came = sorted({caller.name for caller in self._callers.values()} - _names(before))
+            went = sorted(_names(before) - _names(self._callers))
+            log.info("keys were read again", file=str(self._path), keys=len(self._callers), new=came, gone=went)
+        except KeysFileError as error:
+            self.num_failures += 1
+            log.error("keys stay as they were", why=str(error))
+        finally:
+            self._lock.release()
+
+
+def _names(callers: dict[str, Caller]) -> set[str]:
+    return {caller.name for caller in callers.values()}
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes when the file does."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def new_key() -> str:
+    """256 random bits, with letters before them by which a key is known where it was left by mistake."""
+    return f"octavo-{secrets.token_urlsafe(32)}"
+
+
+def hash_of(key: str) -> str:
+    """What stands in the file."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: Path) -> dict[str, Caller]:
+    """Callers by the hash of their key. Raises KeysFileError."""
+    return check_entries(read_entries(path), str(path))
+
+
+def check_entries(entries: list[dict[str, Any]], file: str) -> dict[str, Caller]:
+    """Callers by the hash of their key. Raises KeysFileError, which names the `file`."""
+    callers: dict[str, Caller] = {}
+    for number, entry in enumerate(entries):
+        where = f"{file}: keys[{number}]"
+        digest, caller = _caller(entry, where)
+        if digest in callers:
+            raise KeysFileError(f"{where} has the key of {callers[digest].name!r}")
+        if any(caller.name == other.name for other in callers.values()):
+            raise KeysFileError(f"{where}: name {caller.name!r} is there twice")
+        callers[digest] = caller
+    return callers
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """As they stand in the file. Raises KeysFileError."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeysFileError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text in UTF-8'}") from None
+    except yaml.YAMLError as error:
+        raise KeysFileError(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
+    entries = data.get("keys") if isinstance(data, dict) and set(data) == {"keys"} else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise KeysFileError(f"{path}: a list of entries under `keys` is accepted, and nothing else")
+    return entries
+
+
+def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Replaces the file at once, readable by this user alone. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(yaml.safe_dump({"keys": entries}, sort_keys=False))
+    partial.replace(path)
+
+
+def _caller(entry: dict[str, Any], where: str) -> tuple[str, Caller]:
+    if unknown := sorted(map(str, set(entry) - _FIELDS)):
+        raise KeysFileError(f"{where} has {unknown[0]!r}; known: {', '.join(sorted(_FIELDS))}")
+    digest = entry.get("sha256")
+    if not (isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest)):
+        raise KeysFileError(f"{where}: sha256 is to be 64 hexadecimal digits in quotes; `octavo keys add` writes them")
+    roles = entry.get("roles", [INFERENCE])
+    if not (isinstance(roles, list) and roles and set(map(str, roles)) <= set(ROLES)):
+        raise KeysFileError(f"{where}: roles is {roles!r}; a list of {', '.join(ROLES)} is accepted")
+    name = _text(entry, "name", None, where)
+    tenant = _text(entry, "tenant", name, where)
+    return digest, Caller(name, tenant, frozenset(roles), _text(entry, "prefixes", tenant, where))
+
+
+def _text(entry: dict[str, Any], field: str, default: str | None, where: str) -> str:
+    text = entry.get(field, default)
+    if not (isinstance(text, str) and _TEXT.fullmatch(text)):
+        raise KeysFileError(f"{where}: {field} is {text!r}; 1 to 256 printable characters without spaces are accepted")
+    return text

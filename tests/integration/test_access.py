@@ -1,0 +1,200 @@
+"""A scheduler with a keys file: who may call what, whose requests are whose, and what one tenant learns of another."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from octavo.shared.keys import hash_of
+from octavo.shared.ports import free_port
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.fakes import FakeWorker
+from tests.integration.scheduler_process import Service, scheduler
+
+CODE = grpc.StatusCode
+KEYS = {
+    "web": {},
+    "web-too": {"tenant": "web"},
+    "shop": {},
+    "ops": {"roles": ["control"]},
+    "eyes": {"roles": ["metrics"]},
+    "one": {"prefixes": "both"},
+    "other": {"prefixes": "both"},
+}
+PROMPT = list(range(1, 65))
+
+
+def with_key(name: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer key of {name}")]
+
+
+def write_keys(path: Path, *names: str) -> None:
+    entries = [{"name": name, "sha256": hash_of(f"key of {name}"), **KEYS[name]} for name in names]
+    path.write_text(yaml.safe_dump({"keys": entries}))
+
+
+class Served:
+    def __init__(self, service: Service, keys_file: Path, metrics_port: int) -> None:
+        self.service, self.keys_file, self.metrics_port = service, keys_file, metrics_port
+        self.channel = grpc.insecure_channel(service.address)
+        self.inference = inference_pb2_grpc.InferenceStub(self.channel)
+        self.control = inference_pb2_grpc.ControlStub(self.channel)
+
+    def generate(self, name: str, request_id: str = "", **fields: object) -> list[pb.GenerateResponse]:
+        request = pb.GenerateRequest(request_id=request_id, prompt_token_ids=pb.TokenIds(ids=PROMPT), **fields)
+        request.sampling_params.max_tokens = 2
+        return list(self.inference.Generate(request, metadata=with_key(name)))
+
+    def num_cached(self, name: str, **fields: object) -> int:
+        return self.generate(name, **fields)[-1].usage.cached_tokens
+
+
+@pytest.fixture(scope="module", params=["one process", "frontends"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    keys_file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    write_keys(keys_file, *KEYS)
+    port = free_port()
+    flags = ["--frontends=2"] if request.param == "frontends" else []
+    with FakeWorker() as worker:
+        options = [f"--worker={worker.address}", f"--keys-file={keys_file}", f"--metrics-port={port}", *flags]
+        with scheduler(*options) as service:
+            service.wait_until_ready()
+            it = Served(service, keys_file, port)
+            with it.channel:
+                yield it
+
+
+def refusal(call: object, *arguments: object, metadata: object = None) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as raised:
+        answer = call(*arguments, metadata=metadata)  # type: ignore[operator]  # a stub's method
+        list(answer)
+    return raised.value.code(), raised.value.details()
+
+
+@pytest.mark.parametrize("metadata", [None, with_key("nobody"), [("authorization", "key of web")]])
+def test_without_a_known_key_nothing_is_answered(served: Served, metadata: object) -> None:
+    for call, request in (
+        (served.inference.Generate, pb.GenerateRequest(prompt="a")),
+        (served.inference.ListModels, pb.ListModelsRequest()),
+        (served.inference.Abort, pb.AbortRequest(request_id="a")),
+        (served.control.Drain, pb.DrainRequest()),
+        (served.control.GetLoad, pb.GetLoadRequest()),
+        (served.control.WatchSteps, pb.WatchStepsRequest()),
+        (channelz_pb2_grpc.ChannelzStub(served.channel).GetServers, channelz_pb2.GetServersRequest()),
+    ):
+        assert refusal(call, request, metadata=metadata)[0] is CODE.UNAUTHENTICATED, call
+    many = served.inference.GenerateMany
+    assert refusal(many, iter([pb.GenerateManyRequest(key=1)]), metadata=metadata)[0] is CODE.UNAUTHENTICATED
+
+
+def test_each_role_opens_its_own(served: Served) -> None:
+    code, why = refusal(served.control.Drain, pb.DrainRequest(), metadata=with_key("web"))
+    assert code is CODE.PERMISSION_DENIED and why == "key 'web' is not for this call; it takes role control"
+    assert refusal(served.control.ListRequests, pb.ListRequestsRequest(), metadata=with_key("eyes"))[0] is (
+        CODE.PERMISSION_DENIED
+    )
+    generate = pb.GenerateRequest(prompt="a")
+    for name in ("ops", "eyes"):
+        assert refusal(served.inference.Generate, generate, metadata=with_key(name))[0] is CODE.PERMISSION_DENIED
+    assert served.generate("web")[-1].usage.completion_tokens == 2
+    assert served.control.ListWorkers(pb.ListWorkersRequest(), metadata=with_key("ops")).workers
+    for name in ("ops", "eyes"):
+        assert served.control.GetLoad(pb.GetLoadRequest(), metadata=with_key(name)).workers
+
+
+def test_probes_need_no_key_and_reflection_any(served: Served) -> None:
+    health = health_pb2_grpc.HealthStub(served.channel)
+    asked = health_pb2.HealthCheckRequest(service="octavo.v1.Inference")
+    assert health.Check(asked).status == health_pb2.HealthCheckResponse.SERVING
+    reflection = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    assert refusal(reflection, iter([question]))[0] is CODE.UNAUTHENTICATED
+    (answer,) = reflection(iter([question]), metadata=with_key("eyes"))
+    assert "octavo.v1.Inference" in {service.name for service in answer.list_services_response.service}
+
+
+def test_a_request_is_of_its_keys_tenant_and_nobody_elses(served: Served) -> None:
+    request = pb.GenerateRequest(request_id="mine", prompt_token_ids=pb.TokenIds(ids=PROMPT))
+    request.sampling_params.max_tokens, request.sampling_params.ignore_eos = 400, True
+    running = served.inference.Generate(request, metadata=with_key("web"))
+    next(running)
+    (state,) = served.control.ListRequests(pb.ListRequestsRequest(), metadata=with_key("ops")).requests
+    assert (state.request_id, state.tenant) == ("mine", "web")
+    abort = pb.AbortRequest(request_id="mine")
+    assert not served.inference.Abort(abort, metadata=with_key("shop")).found
+    assert served.generate("shop", "mine")[-1].usage.completion_tokens == 2  # ids are a tenant's own
+    claimed = pb.AbortRequest(request_id="mine", tenant="web")
+    code, why = refusal(served.inference.Abort, claimed, metadata=with_key("shop"))
+    assert code is CODE.INVALID_ARGUMENT and "as the key brings it" in why
+    assert served.inference.Abort(abort, metadata=with_key("web-too")).found
+    assert [output.finish_reason for message in running for output in message.outputs][-1] == pb.FINISH_REASON_ABORT
+
+
+def test_prefixes_are_shared_within_a_tenant_and_where_the_file_says_so(served: Served) -> None:
+    served.generate("web")
+    assert served.num_cached("web-too") > 0
+    served.control.FlushPrefixCache(pb.FlushPrefixCacheRequest(), metadata=with_key("ops"))
+    served.generate("web")
+    assert served.num_cached("shop") == 0 and served.num_cached("one") == 0
+    assert served.num_cached("other") > 0
+    assert served.num_cached("other", cache_salt="own") == 0  # a request's salt counts all the same
+    # What two salts and tenants are made of cannot be shifted from one to the other.
+    assert served.num_cached("shop", cache_salt="x") == 0
+
+
+def scraped(served: Served, key: str | None) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{served.metrics_port}/metrics")
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, str(error.headers["WWW-Authenticate"])
+
+
+def test_metrics_are_for_keys_with_that_role(served: Served) -> None:
+    assert scraped(served, None) == scraped(served, "key of web") == (401, "Bearer")
+    for name in ("eyes", "ops"):
+        status, text = scraped(served, f"key of {name}")
+        assert status == 200 and "octavo:num_requests_running" in text
+
+
+def test_a_key_that_is_taken_away_or_added_counts_within_moments(served: Served) -> None:
+    """The last test of this server."""
+    ask = pb.ListModelsRequest()
+    served.keys_file.write_text("keys: [")
+    time.sleep(2.2)
+    assert served.inference.ListModels(ask, metadata=with_key("web")).models, "what was there stays in force"
+    write_keys(served.keys_file, "shop")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            served.inference.ListModels(ask, metadata=with_key("web"))
+        except grpc.RpcError as error:
+            assert error.code() is CODE.UNAUTHENTICATED
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert served.inference.ListModels(ask, metadata=with_key("shop")).models
+
+
+@pytest.mark.parametrize("flags", [[], ["--frontends=2"]])
+def test_a_keys_file_that_cannot_be_read_keeps_a_server_from_starting(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with scheduler("--worker=127.0.0.1:1", f"--keys-file={tmp_path}/nowhere", *flags) as service:
+        assert service.process.wait(timeout=20) == 2
+    said = capfd.readouterr().err
+    assert f"--keys-file: {tmp_path}/nowhere: No such file or directory" in said and "Traceback" not in said

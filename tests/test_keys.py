@@ -1,0 +1,147 @@
+"""Keys files: what is read of them, when they are read again, and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from octavo.cli import main
+from octavo.client import Client
+from octavo.shared.keys import LOOK_AGAIN_S, ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
+
+
+def write(path: Path, *entries: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump({"keys": list(entries)}))
+    return path
+
+
+def entry(name: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": hash_of(f"key of {name}"), **fields}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_key_stands_for_its_tenant_and_roles(tmp_path: Path) -> None:
+    keys = Keys(write(tmp_path / "k", entry("web"), entry("ops", tenant="us", roles=["control"], prefixes="all")))
+    web, ops = keys.find("key of web"), keys.of_metadata([("a", "b"), ("authorization", "bEaReR  key of ops ")])
+    assert web and (web.tenant, web.roles, web.prefixes) == ("web", {"inference"}, "web")
+    assert ops and (ops.tenant, ops.roles, ops.prefixes) == ("us", {"control"}, "all")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        [],
+        [("authorization", "key of web")],
+        [("authorization", "Bearer key of we")],
+        [("authorization", "Bearer ")],
+        [("authorization", f"Bearer {hash_of('key of web')}")],
+        [("authorization", "Bearer key of web"), ("authorization", "Bearer key of web")],
+        [("authorization", b"Bearer \xff")],
+    ],
+)
+def test_what_is_no_known_key(metadata: Any, tmp_path: Path) -> None:
+    assert Keys(write(tmp_path / "k", entry("web"))).of_metadata(metadata) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("keys: [", "is no YAML"),
+        ("- a", "a list of entries under `keys`"),
+        ("keys: []\nother: 1", "a list of entries under `keys`"),
+        ("keys: [1]", "a list of entries under `keys`"),
+        ("keys: [{name: a, sha256: secret}]", r"keys\[0\]: sha256 is to be 64 hexadecimal digits"),
+        (yaml.safe_dump({"keys": [entry("a"), entry("a") | {"sha256": hash_of("b")}]}), "name 'a' is there twice"),
+        (yaml.safe_dump({"keys": [entry("a"), entry("a") | {"name": "b"}]}), r"keys\[1\] has the key of 'a'"),
+        (yaml.safe_dump({"keys": [entry("a", roles=["admin"])]}), r"roles is \['admin'\]"),
+        (yaml.safe_dump({"keys": [entry("a", roles=[])]}), "roles is"),
+        (yaml.safe_dump({"keys": [entry("a b")]}), "name is 'a b'"),
+        (yaml.safe_dump({"keys": [entry("a", key="secret")]}), "has 'key'; known: name"),
+    ],
+)
+def test_a_file_that_leaves_anything_open_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(KeysFileError, match=complaint) as raised:
+        read_keys(path)
+    assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+def test_a_file_is_read_again_when_it_changes_and_the_old_keys_stay_while_it_cannot_be(tmp_path: Path) -> None:
+    path, clock = write(tmp_path / "k", entry("a")), Clock()
+    keys = Keys(path, clock)
+    write(path, entry("b"), entry("c"))
+    assert keys.find("key of a") and not keys.find("key of b")  # it was looked at a moment ago
+    clock.now_s += LOOK_AGAIN_S
+    assert keys.find("key of b") and not keys.find("key of a")
+    for broken in ("keys: [", None):
+        path.unlink()
+        if broken is not None:
+            path.write_text(broken)
+        clock.now_s += LOOK_AGAIN_S
+        assert keys.find("key of b")
+    assert keys.num_failures == 2
+    write(path, entry("a"))
+    clock.now_s += LOOK_AGAIN_S
+    assert keys.find("key of a") and not keys.find("key of b") and keys.num_failures == 2
+
+
+def test_the_command_makes_lists_and_removes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.yaml"
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["keys", arguments[0], str(path), *arguments[1:]])
+        said = capsys.readouterr()
+        return code, said.out.strip(), said.err.strip()
+
+    code, key, _ = run("add", "web", "--tenant", "shop")
+    assert code == 0 and len(key) > 40 and key not in path.read_text()
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    ops = json.loads(run("add", "ops", "--role", "control", "--role", "metrics", "--json")[1])
+    keys = Keys(path)
+    web, other = keys.find(key), keys.find(ops["key"])
+    assert web and other and (web.tenant, other.roles) == ("shop", {"control", "metrics"})
+    assert json.loads(run("list", "--json")[1]) == [
+        {"name": "web", "tenant": "shop", "roles": ["inference"], "prefixes": "shop"},
+        {"name": "ops", "tenant": "ops", "roles": ["control", "metrics"], "prefixes": "ops"},
+    ]
+    before = path.read_text()
+    for wrong, complaint in ((("add", "web"), "name 'web' is there twice"), (("remove", "nobody"), "has no key")):
+        code, out, err = run(*wrong)
+        assert (code, out) == (2, "") and complaint in err
+    assert path.read_text() == before
+    assert run("remove", "web")[0] == 0 and not Keys(path).find(key)
+    path.write_text("keys: 1")
+    assert run("add", "web")[0] == 2 and path.read_text() == "keys: 1"  # left for whoever wrote it
+
+
+def test_keys_are_long_and_never_the_same() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100 and all(key.startswith("octavo-") and len(key) >= 50 for key in keys)
+    assert ROLES == ("inference", "control", "metrics")
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "scheduler:50051", "dns:///scheduler:1", "127.0.0.1:1,10.0.0.1:1"])
+def test_a_client_sends_no_key_in_plain_text_to_another_machine(address: str) -> None:
+    with pytest.raises(ValueError, match="is another machine, which it would reach as plain text"):
+        Client(address, api_key="secret")
+    Client(address, api_key="secret", plaintext_key=True).close()
+    Client(address).close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/tmp/socket", "dns:///localhost:1"])
+def test_this_machine_may_have_it(address: str) -> None:
+    with Client(address, api_key="secret"):
+        pass
