@@ -21,6 +21,7 @@ from tests.worker.exact_logits import truth_of_folder
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from tests.worker.ranks_in_threads import on_all_ranks
+from worker_svc.adapters import peft_config
 from worker_svc.adapters.adapted_linear import AdaptedLinear
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
@@ -348,6 +349,21 @@ def test_an_adapter_has_what_its_configuration_says(
     with_tensors(lambda all_: [all_.pop(name) for name in list(all_) if not any(at in name for at in inside)])(adapter)
     with_config(**targets)(adapter)
     assert sorted({layer for layer, _ in adapters.read(str(adapter)).parts}) == layers
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "target_modules"])
+def test_a_pattern_that_would_take_years_is_refused(
+    key: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_config, "PATTERNS_TIMEOUT_S", 0.3)
+    _, adapters = load(folder)
+    adapter, pattern = make_adapter(tmp_path / "adapter", folder), r"(([a-z._0-9]+)+)+X?Y"
+    with_config(**{key: {pattern: 4} if key == "rank_pattern" else pattern})(adapter)
+    with pytest.raises(AdapterError, match=r"the patterns of .* take too long, more than 0[.]3 s"):
+        adapters.read(str(adapter))
+    with_config(**{key: {r".*\.k_proj": 4} if key == "rank_pattern" else r".*_proj"})(adapter)
+    monkeypatch.setattr(peft_config, "PATTERNS_TIMEOUT_S", 20.0)
+    adapters.read(str(adapter))
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ class _Reader:
             modules.setdefault(self._module_of(name), set()).add(name)
         if not modules:
             raise AdapterError(f"{self._path} holds no tensors")
+        self._config.check_patterns(list(self._places))
         self._check_targets(modules)
         parts: dict[tuple[int, str], list[LowRank]] = {}
         for module, names in modules.items():
