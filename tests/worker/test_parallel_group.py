@@ -13,6 +13,7 @@ import pytest
 from tests import forkserver
 from worker_svc.errors import StartupError
 from worker_svc.parallel import step_channel
+from worker_svc.parallel import watch as watch_module
 from worker_svc.parallel.membership import Membership, membership_of
 from worker_svc.parallel.step_channel import SharedMemoryChannel
 from worker_svc.parallel.watch import BEAT_S, SILENCE_S, STARTING_SILENCE_S, Watch, count_key
@@ -179,6 +180,35 @@ def test_the_end_of_the_store_is_that_of_rank_0() -> None:
     (_, watch), store, _ = watches(2)
     store.is_gone = True
     assert watch.look() == "rank 0 cannot be reached: Connection reset by peer (of many lines)"
+
+
+class StuckStore(FakeStore):
+    """That of a process which was stopped: calls do not come back, whatever their timeout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        self.may_answer.wait(60)
+        return b""
+
+
+def test_a_rank_0_that_answers_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "SILENCE_S", 0.4)
+    store, ends, ended = StuckStore(), list[str](), threading.Event()
+
+    def end(why: str) -> None:
+        ends.append(why)
+        ended.set()
+
+    watch = Watch(store, 1, 2, end)
+    watch.ready()
+    watch.start()
+    assert ended.wait(5)
+    store.may_answer.set()
+    watch._thread.join(5)
+    assert [why[:30] for why in ends] == ["rank 0 has not answered for 0."]
 
 
 def test_the_thread_ends_the_group_once_and_not_after_stop() -> None:

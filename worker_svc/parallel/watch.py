@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol
 
@@ -60,16 +60,20 @@ class Watch:
         store.set_timeout(timedelta(seconds=STARTING_SILENCE_S))
         self._is_over = threading.Event()
         self._beats = 0
+        self._looked_s = self._clock()  # when rank 0's store answered last
         self._thread = threading.Thread(target=self._run, name="watch of ranks", daemon=True)
+        self._guard = threading.Thread(target=self._run_guard, name="watch of rank 0's store", daemon=True)
 
     def start(self) -> None:
         """Begins to count. Returns at once."""
+        self._looked_s = self._clock()
         self._thread.start()
+        self._guard.start()
 
     def ready(self) -> None:
         """From now on a rank is lost after SILENCE_S."""
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
-        self._silence_s = SILENCE_S
+        self._silence_s, self._looked_s = SILENCE_S, self._clock()
         self._seen.clear()
 
     def stop(self) -> None:
@@ -100,16 +104,42 @@ class Watch:
                 return f"rank {rank} has been silent for {now_s - since_s:.1f} s"
         return ""
 
+    def look_at_store(self) -> str:
+        """Says whether rank 0 is lost because its store does not answer; empty: it is not. A call to the store of a
+        process that was stopped, or of a machine that is gone, waits for ever, whatever its timeout is."""
+        silent_s = self._clock() - self._looked_s
+        return f"rank 0 has not answered for {silent_s:.1f} s" if silent_s > self._silence_s else ""
+
     def _run(self) -> None:
+        for has_slept in self._beat():
+            if has_slept:
+                self._seen.clear()
+            why = self.look()
+            self._looked_s = self._clock()
+            if self._has_ended(why):
+                return
+
+    def _run_guard(self) -> None:
+        for has_slept in self._beat():
+            if has_slept:
+                self._looked_s = self._clock()
+            if self._has_ended(self.look_at_store()):
+                return
+
+    def _beat(self) -> Iterator[bool]:
+        """At every beat until `stop`: whether this process has slept. Who sleeps has heard nothing."""
         planned_s = self._clock()
         while not self._is_over.wait(max(planned_s - self._clock(), 0)):
-            if self._clock() - planned_s > STALL_S:
-                self._seen.clear()  # whoever sleeps has heard nothing
-            why = self.look()
-            if why and not self._is_over.is_set():
-                self._end(why)
-                return
+            yield self._clock() - planned_s > STALL_S
             planned_s = self._clock() + BEAT_S
+
+    def _has_ended(self, why: str) -> bool:
+        """Ends the group where `why` says so, unless it is over."""
+        if not why or self._is_over.is_set():
+            return False
+        self._is_over.set()
+        self._end(why)
+        return True
 
 
 def count_key(rank: int) -> str:
