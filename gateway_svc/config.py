@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from octavo.shared.log import LEVELS
-from octavo.shared.options import COMMON, LOGGING, check_port, is_host, option
+from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
 
-REQUESTS, PAGE, CONNECTIONS = "requests", "page", "connections"  # groups of options
+REQUESTS, PAGE, CONNECTIONS, ACCESS = "requests", "page", "connections", "access"  # groups of options
 DEFAULT_PORT = 8000
 
 
@@ -25,6 +26,17 @@ class GatewayConfig:
         metavar="ADDRESS",
     )
     processes: int = option(1, "processes that share the port", group=COMMON)
+
+    tls_cert_file: Path | None = option(
+        None, "certificate (PEM) for HTTPS, shown to schedulers as well", group=ACCESS, metavar="FILE"
+    )
+    tls_key_file: Path | None = option(None, "its key (PEM)", group=ACCESS, metavar="FILE")
+    tls_client_ca_file: Path | None = option(
+        None, "authorities (PEM) of clients, who then have to show a certificate", group=ACCESS, metavar="FILE"
+    )
+    scheduler_tls_ca_file: Path | None = option(
+        None, "authorities (PEM) of schedulers, which are then spoken to over TLS", group=ACCESS, metavar="FILE"
+    )
 
     max_body_bytes: int = option(1_048_576, "size of one request; larger ones are refused with 413", group=REQUESTS)
     retry_window: float = option(
@@ -82,6 +94,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         for address in self.scheduler.split(","):
             host, _, port = address.strip().removeprefix("dns:///").rpartition(":")
             is_tcp = is_host(host.strip("[]")) and port.isdecimal() and 0 < int(port) <= 65535

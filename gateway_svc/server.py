@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import grpc
 import structlog
 import uvicorn
 import uvloop
@@ -29,9 +30,10 @@ from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 from octavo.shared import log as logging
 from octavo.shared.connections import allow_open_files
-from octavo.shared.options import environment_without_options, to_arguments
+from octavo.shared.options import OptionError, environment_without_options, to_arguments
 from octavo.shared.ports import BindError, check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
+from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, TlsError, client_credentials, server_tls
 
 log = structlog.get_logger()
 
@@ -54,14 +56,36 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
     allow_open_files(config.max_connections)
     gc.freeze()  # what was imported is for life: no collection has to look at it again
     retry = RetryPolicy(window_s=config.retry_window)
-    schedulers = Schedulers(config.scheduler, retry, config.pass_header, share_calls=config.share_calls)
-    server = new_server(config, new_service(config, schedulers))
+    schedulers = Schedulers(
+        config.scheduler, retry, config.pass_header, share_calls=config.share_calls, credentials=_credentials(config)
+    )
+    tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    server = new_server(config, new_service(config, schedulers), tls)
+    following = None if tls is None else asyncio.create_task(_follow_certificates(tls))
     log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)
     try:
         await server.serve(sockets=[listener])
     finally:
+        if following is not None:
+            following.cancel()
         await schedulers.close()
     log.info("gateway has ended")
+
+
+async def _follow_certificates(tls: ServerTls) -> None:
+    while True:
+        await asyncio.sleep(LOOK_AGAIN_S)
+        tls.look_again()
+
+
+def _credentials(config: GatewayConfig) -> grpc.ChannelCredentials | None:
+    """Raises OptionError."""
+    if config.scheduler_tls_ca_file is None:
+        return None
+    try:
+        return client_credentials(config.scheduler_tls_ca_file, config.tls_cert_file, config.tls_key_file)
+    except TlsError as error:
+        raise OptionError(f"TLS: {error}") from None
 
 
 def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
@@ -70,8 +94,8 @@ def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
     return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval)
 
 
-def new_server(config: GatewayConfig, service: Service) -> uvicorn.Server:
-    """What listens; it ends when its `should_exit` is set, or at a signal."""
+def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = None) -> uvicorn.Server:
+    """What listens, by HTTPS where there is `tls`; it ends when its `should_exit` is set, or at a signal."""
     bounds = Bounds(config.max_connections, config.read_timeout, config.write_timeout)
     server = _Server(
         uvicorn.Config(
@@ -87,6 +111,7 @@ def new_server(config: GatewayConfig, service: Service) -> uvicorn.Server:
             timeout_keep_alive=math.ceil(config.keep_alive),
             timeout_graceful_shutdown=math.ceil(config.drain_timeout),
             backlog=_BACKLOG,
+            ssl_context_factory=None if tls is None else lambda config, default: tls.context(),
         )
     )
     server.live = service.live

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk with the model",
     "model": "fetch, list, show or remove models",
     "adapter": "load, list or unload low-rank adapters of a server",
+    "certs": "make certificates for trying TLS out",
     "keys": "make, list or remove keys of those who may call a server",
     "top": "watch a server: models, workers, queues and blocks",
     "completion": "let a shell complete commands and options with Tab",

@@ -60,6 +60,10 @@ class ServeConfig:
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
     """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError."""
+    if any((scheduler.tls_cert_file, scheduler.worker_tls_ca_file, worker.token_file, scheduler.worker_token_file)):
+        raise PlanError(
+            "octavo serve is for one machine, without TLS and tokens: octavo scheduler and octavo worker have them"
+        )
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.shared.log import LEVELS
-from octavo.shared.options import COMMON, LOGGING, check_port, is_host, option
+from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption_modes import MODES
 from scheduler_svc.models.model_names import ModelNames
@@ -58,6 +58,28 @@ class SchedulerConfig:
         "metadata field with a call's tenant, set by a proxy (default: clients name their tenant themselves)",
         group=REQUESTS,
         metavar="FIELD",
+    )
+    tls_cert_file: Path | None = option(
+        None, "certificate (PEM) for clients and metrics; switches TLS on", group=ACCESS, metavar="FILE"
+    )
+    tls_key_file: Path | None = option(None, "its key (PEM)", group=ACCESS, metavar="FILE")
+    tls_client_ca_file: Path | None = option(
+        None, "authorities (PEM) of clients, who then have to show a certificate", group=ACCESS, metavar="FILE"
+    )
+    worker_tls_ca_file: Path | None = option(
+        None,
+        "authorities (PEM) of workers, which are then spoken to over TLS and shown the certificate",
+        group=ACCESS,
+        metavar="FILE",
+    )
+    worker_tls_name: str = option(
+        "",
+        "name that workers' certificates have to have (default: the host of each address)",
+        group=ACCESS,
+        metavar="NAME",
+    )
+    worker_token_file: Path | None = option(
+        None, "file with the token that workers want (their --token-file)", group=ACCESS, metavar="FILE"
     )
     keys_file: Path | None = option(
         None,
@@ -167,6 +189,9 @@ class SchedulerConfig:
             if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
         check_metadata_field(self.tenant_metadata)
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        if self.worker_tls_name and self.worker_tls_ca_file is None:
+            raise ValueError("worker_tls_name is for TLS, which worker_tls_ca_file switches on")
         if self.keys_file is not None and self.tenant_metadata:
             raise ValueError(f"tenant_metadata is {self.tenant_metadata!r}, but with keys_file each key has its tenant")
         self.weights()  # raises for what is none

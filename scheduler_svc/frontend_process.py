@@ -25,7 +25,7 @@ from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.inference_service import InferenceService
-from scheduler_svc.api.public_server import GRACE_S, public_server
+from scheduler_svc.api.public_server import GRACE_S, credentials_of, public_server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.frontends.forwarding import forward
@@ -103,7 +103,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
                 await server.start()
                 link.say_listening(os.getpid())
 
-        bind(server, config.host, config.port)
+        bind(server, config.host, config.port, credentials_of(config))
         texts.start()
         try:
             await link.follow(on_state)

@@ -13,6 +13,7 @@ import structlog
 
 from octavo.shared import log as logging
 from octavo.shared.options import OptionError
+from octavo.shared.tls import server_tls
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.api.metrics_server import serve_metrics
@@ -39,7 +40,8 @@ def main(config: SchedulerConfig) -> int:
     if not config.worker:
         raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
     logging.configure(config.log_level)
-    Authority.of(config)  # here, as frontends could only end over it, one after the other
+    Authority.of(config)  # here, as frontends could only end over them, one after the other
+    server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         if config.shards > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from protos import worker_pb2
@@ -14,6 +15,7 @@ from scheduler_svc.engine.turn_watch import TurnWatch
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.vital_parts import VitalParts
+from scheduler_svc.workers.worker_channel import open_channel
 from scheduler_svc.workers.worker_pool import WorkerPool
 from scheduler_svc.workers.worker_quota import WorkerQuota
 
@@ -48,7 +50,7 @@ class Serving:
             EngineSettings(
                 scheduling_policy=config.scheduling_policy,
                 tenant_weights=config.weights(),
-                tenants_are_known=bool(config.tenant_metadata),
+                tenants_are_known=bool(config.tenant_metadata or config.keys_file),
                 preemption_mode=config.preemption_mode,
                 enable_prefix_caching=config.enable_prefix_caching,
                 enable_chunked_prefill=config.enable_chunked_prefill,
@@ -69,6 +71,7 @@ class Serving:
             self.engine,
             config.worker,
             self.vital,
+            connect=partial(open_channel, config),
             max_workers=config.max_workers,
             bounds=worker_pb2.InitializeRequest(
                 max_num_seqs=config.max_num_seqs or 0,

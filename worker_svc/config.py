@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from octavo.shared.cores import parse_cores
 from octavo.shared.log import LEVELS
-from octavo.shared.options import COMMON, LOGGING, check_port, option
+from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, option
 
 AUTO: Literal["auto"] = "auto"
 MODEL_FILES, MEMORY, COMPUTE, ADAPTERS = "model files", "memory", "computing", "adapters"  # groups of options
+ACCESS = "access"  # likewise
 
 MAX_FINISH_TIMEOUT_S = 86_400.0  # a message says it in milliseconds of 32 bits
 
@@ -133,6 +135,26 @@ class WorkerConfig:
     max_lora_rank: int = option(16, "largest rank of an adapter, up to 256", group=ADAPTERS)
     max_cpu_loras: int = option(32, "most adapters that are loaded at a time", group=ADAPTERS)
 
+    tls_cert_file: Path | None = option(
+        None, "certificate (PEM) for schedulers; switches TLS on", group=ACCESS, metavar="FILE"
+    )
+    tls_key_file: Path | None = option(None, "its key (PEM)", group=ACCESS, metavar="FILE")
+    tls_client_ca_file: Path | None = option(
+        None, "authorities (PEM) of schedulers, which then have to show a certificate", group=ACCESS, metavar="FILE"
+    )
+    tls_client_name: tuple[str, ...] = option(
+        (),
+        "a name, or SPIFFE URI, that such a certificate may have; repeatable (default: any)",
+        group=ACCESS,
+        metavar="NAME",
+    )
+    token_file: Path | None = option(
+        None,
+        "file with a token that schedulers have to bring (their --worker-token-file)",
+        group=ACCESS,
+        metavar="FILE",
+    )
+
     finish_timeout: float = option(
         20.0, "seconds after SIGTERM to finish requests that no other worker can take over", group=COMMON
     )
@@ -145,6 +167,9 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
+        check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        if self.tls_client_name and self.tls_client_ca_file is None:
+            raise ValueError("tls_client_name is for certificates of schedulers, which tls_client_ca_file asks for")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; auto, cpu, cuda and cuda:N are accepted")
         if self.kv_cache_dtype == "fp8" and self.device == "cpu":

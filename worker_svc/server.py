@@ -26,6 +26,7 @@ from octavo.shared import log as logging
 from octavo.shared.connection_shares import ConnectionShares, watch
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from octavo.shared.signals import on_signal
+from octavo.shared.tls import server_tls
 from protos import worker_pb2_grpc
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
@@ -43,6 +44,7 @@ from worker_svc.parallel.group import ParallelGroup, end_group, meet
 from worker_svc.parallel.membership import membership_of
 from worker_svc.parallel.started_ranks import StartedRanks, inherited_channel
 from worker_svc.service.devices import cache_dtype, choose_device
+from worker_svc.service.door import Door
 from worker_svc.service.message_guard import MessageGuard
 from worker_svc.service.worker_service import WorkerService
 from worker_svc.steps.failures import is_out_of_memory
@@ -67,14 +69,18 @@ class WorkerServer:
     """A gRPC server around a `WorkerService`."""
 
     def __init__(self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles) -> None:
-        """Create it on the event loop that will serve. Listens to nothing before `start`. Raises BindError."""
+        """Create it on the event loop that will serve. Listens to nothing before `start`. Raises BindError, OptionError
+        and StartupError."""
         self.service = WorkerService(worker, model_config, files)
         self._worker = worker
-        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(MessageGuard(),))
+        config = worker.config
+        tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+        guard = MessageGuard(Door.of(config.token_file, config.tls_client_name))
+        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(guard,))
         watch(self._server, ConnectionShares(MAX_WORKER_CONNECTIONS, self.service.scheduler_peers))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         self._health = add_introspection(self._server, [SERVICE_NAME])
-        self.port = bind(self._server, worker.config.host, worker.config.port)
+        self.port = bind(self._server, config.host, config.port, None if tls is None else tls.credentials())
 
     async def start(self) -> None:
         """Initialises with the worker's own bounds, and says meanwhile what it serves. Raises StartupError."""

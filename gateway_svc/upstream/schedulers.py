@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import grpc
+
 from gateway_svc.errors import InvalidField
 from octavo.client import AsyncClient, Metadata
 from octavo.retrying import RetryPolicy
@@ -24,11 +26,19 @@ class Schedulers:
         addresses: as `AsyncClient` takes them.
         pass_headers: names of HTTP headers, in lower case, that go on as metadata.
         share_calls: streams go over a call that others share.
+        credentials: of TLS; None: there is none.
     """
 
     def __init__(
-        self, addresses: str, retry: RetryPolicy, pass_headers: Iterable[str] = (), *, share_calls: bool = True
+        self,
+        addresses: str,
+        retry: RetryPolicy,
+        pass_headers: Iterable[str] = (),
+        *,
+        share_calls: bool = True,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        self._credentials = credentials
         self._addresses, self._retry, self._share_calls = addresses, retry, share_calls
         self._passed = frozenset(name.encode("ascii") for name in pass_headers)
         self._clients: list[AsyncClient] = []
@@ -141,7 +151,13 @@ class Schedulers:
             if count < STREAMS_PER_CONNECTION:
                 return place
         self._clients.append(
-            AsyncClient(self._addresses, retry=self._retry, own_connection=True, share_calls=self._share_calls)
+            AsyncClient(
+                self._addresses,
+                retry=self._retry,
+                credentials=self._credentials,
+                own_connection=True,
+                share_calls=self._share_calls,
+            )
         )
         self._num_streams.append(0)
         return len(self._clients) - 1

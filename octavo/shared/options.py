@@ -417,6 +417,14 @@ def check_port(name: str, port: int | None) -> None:
         raise ValueError(f"{name} is {port}; 0 to 65535 is accepted")
 
 
+def check_tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
+    """Raises ValueError for what is no certificate with its key."""
+    if (cert is None) != (key is None):
+        raise ValueError("tls_cert_file and tls_key_file go together")
+    if client_ca is not None and cert is None:
+        raise ValueError("tls_client_ca_file is for TLS, which tls_cert_file switches on")
+
+
 def is_host(name: str) -> bool:
     """Whether it may be looked up: each part between two dots has 1 to 63 characters, as names on the net have."""
     try:

@@ -152,11 +152,14 @@ def behaviour(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
     return kinds[handler.request_streaming, handler.response_streaming]
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Lets `server` listen on host:port without TLS and returns the port (0 takes a free one). Raises BindError."""
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Lets `server` listen on host:port and returns the port (0 takes a free one). Without `credentials` there is no
+    TLS. Raises BindError."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        taken: int = server.add_insecure_port(address)
+        taken: int = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:  # grpc does not say why; the socket itself does
         check_port_is_free(host, port)
         raise BindError(f"cannot listen on {address}") from error

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from octavo.shared.keys import CONTROL, METRICS, Keys
 from octavo.shared.ports import BindError
+from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, server_tls
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.vital_parts import VitalParts
@@ -36,10 +37,16 @@ class MetricsServer:
     """Serves what `collector` tells, from now on. Raises OSError when it cannot listen there."""
 
     def __init__(
-        self, collector: Collector, host: str, port: int, vital: VitalParts | None = None, keys: Keys | None = None
+        self,
+        collector: Collector,
+        host: str,
+        port: int,
+        vital: VitalParts | None = None,
+        keys: Keys | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """`keys`: only who brings one with role metrics or control is answered; None: everybody is."""
-        self._keys = keys
+        self._keys, self._tls = keys, tls
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         self._socket = _listening_socket(host, port)
@@ -63,7 +70,15 @@ class MetricsServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_HEAD_BYTES)
+        context = None if self._tls is None else self._tls.context()
+        timeout_s = None if context is None else TIMEOUT_S
+        server = await asyncio.start_server(
+            self._connected, sock=self._socket, limit=MAX_HEAD_BYTES, ssl=context, ssl_handshake_timeout=timeout_s
+        )
+        while self._tls is not None and not self._stopping.is_set():
+            self._tls.look_again()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), LOOK_AGAIN_S)
         await self._stopping.wait()
         server.close()
 
@@ -125,9 +140,11 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 def serve_metrics(collector: Collector, config: SchedulerConfig, vital: VitalParts) -> MetricsServer | None:
     """Raises BindError for a port that was asked for and cannot be had."""
     authority = Authority.of(config)
+    tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
     port = METRICS_PORT if config.metrics_port is None else config.metrics_port
     try:
-        server = MetricsServer(collector, config.host, port, vital, None if authority is None else authority.keys)
+        keys = None if authority is None else authority.keys
+        server = MetricsServer(collector, config.host, port, vital, keys, tls)
     except OSError as error:
         if config.metrics_port is not None:
             raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None

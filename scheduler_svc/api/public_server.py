@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 
 from octavo.shared.rpc import Health, add_introspection
+from octavo.shared.tls import server_tls
 from scheduler_svc.api import inference_service
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.grpc_server import new_server
@@ -15,6 +16,12 @@ from scheduler_svc.config import SchedulerConfig
 
 SERVICES = ("octavo.v1.Inference", "octavo.v1.Control")
 GRACE_S = 1.0  # for streams to read their last message
+
+
+def credentials_of(config: SchedulerConfig) -> grpc.ServerCredentials | None:
+    """What its port shows; None: no TLS. Raises OptionError."""
+    tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    return None if tls is None else tls.credentials()
 
 
 def public_server(

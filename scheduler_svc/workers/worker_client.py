@@ -9,7 +9,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from octavo.shared.rpc import WORKER_CHANNEL_OPTIONS
+from octavo.shared.tls import TlsError
 from protos import SCHEMA_REVISION, inference_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.leases.worker_claims import (
     MAX_TOKENIZER_BYTES,
@@ -56,6 +57,13 @@ class WorkerRefused(Exception):
     def __init__(self, message: str, *, expected: worker_pb2.WorkerInfo | None = None) -> None:
         super().__init__(message)
         self.expected = expected
+
+
+class Connect(Protocol):
+    """Opens a channel to a worker."""
+
+    def __call__(self, address: str, *, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+        """May raise OSError or ValueError where files cannot be read: it is asked again."""
 
 
 class _Closed(Exception):
@@ -204,8 +212,12 @@ def _problem(call: grpc.Future) -> str:
 class WorkerClient:
     """Keeps one address connected until `close`."""
 
-    def __init__(self, address: str, members: Members, listener: Listener, vital: VitalParts) -> None:
+    def __init__(
+        self, address: str, members: Members, listener: Listener, vital: VitalParts, connect: Connect | None = None
+    ) -> None:
+        """`connect` opens a channel with the given options; None: without TLS and token."""
         self.address = address
+        self._connect = connect or grpc.insecure_channel
         self.state = ConnectionState()
         self.was_heard = False  # whether it has ever said who it is
         self.heard_s = time.monotonic()  # when it did so last; before that, since when it is asked
@@ -247,9 +259,7 @@ class WorkerClient:
         while not self._is_done():
             retry_s = RETRY_S
             try:
-                with grpc.insecure_channel(
-                    self.address, options=[*WORKER_CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
-                ) as channel:
+                with self._connect(self.address, options=[*WORKER_CHANNEL_OPTIONS, *RECONNECT_OPTIONS]) as channel:
                     self._serve(channel)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, "the stream ended")
             except _Closed:
@@ -266,6 +276,9 @@ class WorkerClient:
                 self._now(inference_pb2.WORKER_HEALTH_CONNECTING, f"{error.code().name}: {error.details()}")
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     retry_s = LEASED_RETRY_S
+            except (OSError, TlsError) as error:
+                self._now(inference_pb2.WORKER_HEALTH_CONNECTING, f"certificates or token: {error}")
+                retry_s = LEASED_RETRY_S
             except Exception as error:
                 log.exception("worker client failed", worker=self.address)
                 self._now(inference_pb2.WORKER_HEALTH_LOST, str(error))

@@ -27,7 +27,7 @@ from scheduler_svc.models.served_model import ServedModel, fingerprint_of
 from scheduler_svc.models.served_models import AwaitedModel, KnownModel, ServedModels
 from scheduler_svc.text.tokenizer import Tokenizer
 from scheduler_svc.vital_parts import VitalParts
-from scheduler_svc.workers.worker_client import Membership, StepStream, WorkerClient, WorkerRefused
+from scheduler_svc.workers.worker_client import Connect, Membership, StepStream, WorkerClient, WorkerRefused
 from scheduler_svc.workers.worker_quota import WorkerQuota
 
 log = structlog.get_logger()
@@ -47,6 +47,7 @@ class WorkerPool:
         bounds: the most that this scheduler wants of a worker's own bounds; zero takes them as they are.
         tokenizer_folder: takes the place of the tokenizer files of all workers. Raises TokenizerError.
         names: how requests name models.
+        connect: see `WorkerClient`.
 
     Attributes:
         models: those that are known now. Another object whenever anything about them has changed.
@@ -65,7 +66,9 @@ class WorkerPool:
         max_models: int = 16,
         forget_after_s: float = 0.0,
         quota: WorkerQuota | None = None,
+        connect: Connect | None = None,
     ) -> None:
+        self._connect = connect
         self.engine, self._metrics = engine, engine.metrics
         engine.on_wanted = self._on_wanted
         self._quota = quota or WorkerQuota(None)
@@ -322,7 +325,7 @@ class WorkerPool:
 
     def _add(self, address: str) -> None:
         self._has_addresses = True
-        client = self.clients[address] = WorkerClient(address, self, self.engine, self._vital)
+        client = self.clients[address] = WorkerClient(address, self, self.engine, self._vital, self._connect)
         client.start()
 
     def _follow_names(self) -> None:

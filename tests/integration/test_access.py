@@ -23,7 +23,7 @@ from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import Service, scheduler
 
 CODE = grpc.StatusCode
-KEYS = {
+KEYS: dict[str, dict[str, object]] = {
     "web": {},
     "web-too": {"tenant": "web"},
     "shop": {},
@@ -51,13 +51,14 @@ class Served:
         self.inference = inference_pb2_grpc.InferenceStub(self.channel)
         self.control = inference_pb2_grpc.ControlStub(self.channel)
 
-    def generate(self, name: str, request_id: str = "", **fields: object) -> list[pb.GenerateResponse]:
-        request = pb.GenerateRequest(request_id=request_id, prompt_token_ids=pb.TokenIds(ids=PROMPT), **fields)
+    def generate(self, name: str, request_id: str = "", cache_salt: str = "") -> list[pb.GenerateResponse]:
+        prompt = pb.TokenIds(ids=PROMPT)
+        request = pb.GenerateRequest(request_id=request_id, prompt_token_ids=prompt, cache_salt=cache_salt)
         request.sampling_params.max_tokens = 2
         return list(self.inference.Generate(request, metadata=with_key(name)))
 
-    def num_cached(self, name: str, **fields: object) -> int:
-        return self.generate(name, **fields)[-1].usage.cached_tokens
+    def num_cached(self, name: str, cache_salt: str = "") -> int:
+        return self.generate(name, cache_salt=cache_salt)[-1].usage.cached_tokens
 
 
 @pytest.fixture(scope="module", params=["one process", "frontends"])

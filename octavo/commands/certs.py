@@ -1,0 +1,90 @@
+"""`octavo certs`: a development set of certificates: an authority of its own, and one for each service and a client.
+
+For trying TLS out. Where it counts, certificates come from an authority that others guard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROLES = ("scheduler", "worker", "gateway", "client")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where they go, and for whom they are."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; what it has is kept")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name or address that they are for, beside localhost and 127.0.0.1; repeatable",
+    )
+    parser.add_argument("--days", type=int, default=30, metavar="N", help="how long they last (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises CommandError where openssl is missing or fails."""
+    from octavo.cli import CommandError
+
+    if shutil.which("openssl") is None:
+        raise CommandError("openssl is missing, which makes the certificates: apt-get install openssl")
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    if not (folder / "ca.pem").exists():
+        subject = ["-subj", "/CN=Octavo development authority", "-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+        days = ["-days", str(10 * arguments.days)]
+        _openssl(folder, "req", "-x509", *_new_key("ca"), "-out", "ca.pem", *days, *subject)
+        made.append("ca")
+    for role in ROLES:
+        if not (folder / f"{role}.pem").exists():
+            _sign(folder, role, arguments.name, arguments.days)
+            made.append(role)
+    for key in folder.glob("*.key"):
+        key.chmod(0o600)
+    print(f"{folder}: {', '.join(made) or 'nothing new'}")
+    return 0
+
+
+def _sign(folder: Path, role: str, names: list[str], days: int) -> None:
+    """Asks the authority in the folder for the certificate of one role."""
+    alternatives = [f"DNS:{role}", "DNS:localhost", "IP:127.0.0.1", "IP:::1", f"URI:spiffe://octavo/{role}"]
+    alternatives += [f"IP:{name}" if _is_address(name) else f"DNS:{name}" for name in names]
+    with tempfile.TemporaryDirectory() as other:
+        extensions, request = Path(other) / "extensions", Path(other) / "request"
+        extensions.write_text(f"subjectAltName={','.join(alternatives)}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        _openssl(folder, "req", *_new_key(role), "-out", str(request), "-subj", f"/CN={role}")
+        signed_by = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+        made = ["-out", f"{role}.pem", "-days", str(days), "-extfile", str(extensions)]
+        _openssl(folder, "x509", "-req", "-in", str(request), *signed_by, *made)
+
+
+def _new_key(name: str) -> list[str]:
+    return ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", f"{name}.key"]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    from octavo.cli import CommandError
+
+    before = os.umask(0o077)
+    try:
+        done = subprocess.run(["openssl", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    finally:
+        os.umask(before)
+    if done.returncode:
+        raise CommandError(f"openssl {arguments[0]}: {' '.join(done.stderr.split())[-300:]}")

@@ -1,0 +1,191 @@
+"""TLS of what listens and what connects: PEM files, read again when they change.
+
+New files are tried on each other before they count: a certificate that is expired, has another key or cannot be read
+leaves the old one in force, with one line in the log. TLS 1.2 is the least, as gRPC and Python have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import structlog
+
+from octavo.shared.options import OptionError
+
+log = structlog.get_logger()
+
+LOOK_AGAIN_S = 1.0
+
+
+class TlsError(ValueError):
+    """Files that cannot be used; one line that names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Of one side, in PEM. `client_ca`: authorities of those who connect, who then have to show a certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @property
+    def all(self) -> list[Path]:
+        """Those that are there."""
+        return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+
+
+class ServerTls:
+    """What a server shows. Thread-safe."""
+
+    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises TlsError."""
+        self._files, self._clock, self._lock = files, clock, threading.Lock()
+        self._contexts: list[ssl.SSLContext] = []
+        self._stamp, self._looked_s = _stamp(files), clock()
+        self._contents = _read(files)
+        self.num_failures = 0  # of reading them again
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For a gRPC server; each connection gets the newest certificate."""
+        shown = self._contents
+
+        def newest() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal shown
+            self.look_again()
+            if self._contents is shown:
+                return None
+            shown = self._contents
+            return _configuration(shown)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, self._files.client_ca is not None)
+
+    def context(self) -> ssl.SSLContext:
+        """For any other server; `look_again` brings it new certificates."""
+        context = _context(self._files)
+        self._contexts.append(context)
+        return context
+
+    def look_again(self) -> None:
+        """Reads the files where they have changed; once a second at most."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_AGAIN_S or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._looked_s, stamp = now_s, _stamp(self._files)
+            if stamp == self._stamp:
+                return
+            contents = _read(self._files)
+            self._stamp = stamp
+            for context in self._contexts:
+                context.load_cert_chain(self._files.cert, self._files.key)
+            self._contents = contents
+            log.info("certificates were read again", file=str(self._files.cert))
+        except TlsError as error:
+            if stamp != self._stamp:
+                self.num_failures += 1
+                log.error("certificates stay as they were", why=str(error))
+                self._stamp = stamp
+        finally:
+            self._lock.release()
+
+
+def client_credentials(
+    ca: Path | None = None, cert: Path | None = None, key: Path | None = None
+) -> grpc.ChannelCredentials:
+    """For a channel that is opened now: authorities to trust (None: the system's), and what this side shows. Raises
+    TlsError."""
+    contents = []
+    for path in (ca, key, cert):
+        contents.append(None if path is None else _bytes_of(path))
+    return grpc.ssl_channel_credentials(*contents)
+
+
+def check_name(auth_context: Mapping[str, Iterable[bytes]], allowed: Iterable[str]) -> str | None:
+    """Of the names in a peer's certificate (DNS names, URIs as SPIFFE has them, the common name) one that is allowed;
+    None: there is none."""
+    fields = ("x509_subject_alternative_name", "x509_common_name")
+    names = [name.decode(errors="replace") for field in fields for name in auth_context.get(field, ())]
+    known = set(allowed)
+    return next((name for name in names if name in known), None)
+
+
+def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
+    cert, key, client_ca = contents
+    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
+
+
+def _stamp(files: TlsFiles) -> tuple[object, ...]:
+    """Changes when one of them does."""
+    stamp: list[object] = []
+    for path in files.all:
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            stamp.append((str(path), found.st_mtime_ns, found.st_size, found.st_ino))
+    return tuple(stamp)
+
+
+def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
+    """Certificate, key and authorities, which fit each other. Raises TlsError."""
+    cert, key = _bytes_of(files.cert), _bytes_of(files.key)
+    client_ca = None if files.client_ca is None else _bytes_of(files.client_ca)
+    _try_on_each_other(files)
+    return cert, key, client_ca
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TlsError(f"{path}: {error.strerror}") from None
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(files.cert, files.key)
+    if files.client_ca is not None:
+        context.load_verify_locations(files.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _try_on_each_other(files: TlsFiles) -> None:
+    """A handshake in memory with a client that trusts this very certificate: it fails over another key, and over a time
+    that is past or has not begun. Raises TlsError."""
+    try:
+        _context(files)  # authorities that are none
+        server_side = _context(TlsFiles(files.cert, files.key))
+        client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client_side.check_hostname = False
+        client_side.load_verify_locations(files.cert)
+        client_side.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [client_side.wrap_bio(back, there), server_side.wrap_bio(there, back, server_side=True)]
+        while ends:
+            for end in list(ends):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+                    ends.remove(end)
+    except ssl.SSLCertVerificationError as error:
+        raise TlsError(f"{files.cert}: {error.verify_message}") from None
+    except (ssl.SSLError, OSError) as error:
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
+        raise TlsError(f"{', '.join(map(str, files.all))}: {str(reason).replace('_', ' ').lower()}") from None
+
+
+def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:
+    """Of the options of a service; None: it has no TLS. Raises OptionError."""
+    if cert is None or key is None:
+        return None
+    try:
+        return ServerTls(TlsFiles(cert, key, client_ca))
+    except TlsError as error:
+        raise OptionError(f"TLS: {error}") from None

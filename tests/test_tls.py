@@ -1,0 +1,127 @@
+"""TLS files: which fit each other, and that new ones count while broken ones change nothing."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, TlsError, TlsFiles, check_name
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certs")
+    assert main(["certs", str(folder), "--name", "10.1.2.3", "--name", "octavo.example"]) == 0
+    return folder
+
+
+@pytest.fixture
+def certs(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "certs"))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def files(folder: Path, cert: str = "scheduler", key: str = "scheduler", ca: str | None = None) -> TlsFiles:
+    return TlsFiles(folder / f"{cert}.pem", folder / f"{key}.key", None if ca is None else folder / f"{ca}.pem")
+
+
+def make_expired(folder: Path) -> None:
+    """`expired.pem` has the key of the scheduler, and ended a day ago."""
+    request = ["openssl", "req", "-new", "-key", "scheduler.key", "-subj", "/CN=late", "-out", "late.csr"]
+    sign = ["openssl", "x509", "-req", "-in", "late.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-days", "-1"]
+    subprocess.run(request, cwd=folder, check=True, capture_output=True)
+    subprocess.run([*sign, "-out", "expired.pem"], cwd=folder, check=True, capture_output=True)
+
+
+def test_what_does_not_fit_is_refused_in_a_line_that_names_it(certs: Path) -> None:
+    make_expired(certs)
+    (certs / "empty.pem").write_text("")
+    for wrong, complaint in (
+        (files(certs, key="worker"), "key values mismatch"),
+        (files(certs, cert="nowhere"), "nowhere.pem: No such file or directory"),
+        (files(certs, cert="empty"), "empty.pem"),
+        (files(certs, ca="empty"), "empty.pem"),
+        (files(certs, cert="expired"), "expired.pem: certificate has expired"),
+    ):
+        with pytest.raises(TlsError, match=complaint) as raised:
+            ServerTls(wrong)
+        assert "\n" not in str(raised.value)
+    ServerTls(files(certs, ca="ca"))
+
+
+def shown_to_a_client(context: ssl.SSLContext) -> bytes:
+    """The certificate, in DER, that a server with this context shows."""
+    ours, theirs = socket.socketpair()
+
+    def serve() -> None:
+        context.wrap_socket(theirs, server_side=True).close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    with anybody.wrap_socket(ours) as client:
+        shown = client.getpeercert(binary_form=True)
+    thread.join(10)
+    assert shown is not None
+    return shown
+
+
+def der(path: Path) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(path.read_text())
+
+
+def test_new_files_count_and_broken_ones_leave_the_old_in_force(certs: Path) -> None:
+    make_expired(certs)
+    clock, old = Clock(), der(certs / "scheduler.pem")
+    tls = ServerTls(files(certs), clock)
+    context = tls.context()
+    assert shown_to_a_client(context) == old
+    for broken in ("worker.pem", "expired.pem"):  # of another key, and too late
+        shutil.copy(certs / broken, certs / "scheduler.pem")
+        clock.now_s += LOOK_AGAIN_S
+        for _ in range(3):  # one line, and not again until they change
+            tls.look_again()
+            clock.now_s += LOOK_AGAIN_S
+        assert shown_to_a_client(context) == old
+    assert tls.num_failures == 2
+    shutil.copy(certs / "worker.pem", certs / "scheduler.pem")
+    shutil.copy(certs / "worker.key", certs / "scheduler.key")
+    tls.look_again()
+    assert shown_to_a_client(context) == der(certs / "worker.pem") and tls.num_failures == 2
+
+
+def test_versions_before_1_2_are_refused(certs: Path) -> None:
+    context = ServerTls(files(certs)).context()
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_certificates_are_for_the_names_that_were_asked_for_and_nobody_else_reads_the_keys(made: Path) -> None:
+    text = subprocess.run(
+        ["openssl", "x509", "-in", made / "worker.pem", "-noout", "-text"], check=True, capture_output=True, text=True
+    ).stdout
+    for name in ("DNS:worker", "IP Address:127.0.0.1", "DNS:octavo.example", "10.1.2.3", "URI:spiffe://octavo/worker"):
+        assert name in text
+    assert all(key.stat().st_mode & 0o077 == 0 for key in made.glob("*.key"))
+    before = (made / "worker.pem").read_bytes()
+    assert main(["certs", str(made)]) == 0 and (made / "worker.pem").read_bytes() == before
+
+
+def test_a_name_of_the_certificate_has_to_be_one_that_is_allowed() -> None:
+    shown = {"x509_subject_alternative_name": [b"a.example", b"spiffe://octavo/scheduler"], "x509_common_name": [b"s"]}
+    assert check_name(shown, ["b", "spiffe://octavo/scheduler"]) == "spiffe://octavo/scheduler"
+    assert check_name(shown, ["s"]) == "s"
+    assert check_name(shown, ["example", "spiffe://octavo"]) is None and check_name({}, ["s"]) is None
