@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from protos import worker_pb2
@@ -15,7 +14,7 @@ from scheduler_svc.engine.turn_watch import TurnWatch
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.vital_parts import VitalParts
-from scheduler_svc.workers.worker_channel import open_channel
+from scheduler_svc.workers.worker_channel import WorkerChannels
 from scheduler_svc.workers.worker_pool import WorkerPool
 from scheduler_svc.workers.worker_quota import WorkerQuota
 
@@ -71,7 +70,13 @@ class Serving:
             self.engine,
             config.worker,
             self.vital,
-            connect=partial(open_channel, config),
+            connect=WorkerChannels(
+                config.worker_tls_ca_file,
+                config.tls_cert_file,
+                config.tls_key_file,
+                config.worker_tls_name,
+                config.worker_token_file,
+            ),
             max_workers=config.max_workers,
             bounds=worker_pb2.InitializeRequest(
                 max_num_seqs=config.max_num_seqs or 0,

@@ -143,5 +143,5 @@ def test_a_client_sends_no_key_in_plain_text_to_another_machine(address: str) ->
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/tmp/socket", "dns:///localhost:1"])
 def test_this_machine_may_have_it(address: str) -> None:
-    with Client(address, api_key="secret"):
-        pass
+    with Client(address, api_key="secret") as client:
+        assert client._metadata == (("authorization", "Bearer secret"),)

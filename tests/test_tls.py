@@ -18,7 +18,7 @@ from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, TlsError, TlsFiles, check
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certs")
-    assert main(["certs", str(folder), "--name", "10.1.2.3", "--name", "octavo.example"]) == 0
+    assert main(["certs", str(folder), "--name", "10.1.2.3", "--name", "host.example"]) == 0
     return folder
 
 
@@ -113,7 +113,7 @@ def test_certificates_are_for_the_names_that_were_asked_for_and_nobody_else_read
     text = subprocess.run(
         ["openssl", "x509", "-in", made / "worker.pem", "-noout", "-text"], check=True, capture_output=True, text=True
     ).stdout
-    for name in ("DNS:worker", "IP Address:127.0.0.1", "DNS:octavo.example", "10.1.2.3", "URI:spiffe://octavo/worker"):
+    for name in ("DNS:worker", "IP Address:127.0.0.1", "DNS:host.example", "10.1.2.3", "URI:spiffe://octavo/worker"):
         assert name in text
     assert all(key.stat().st_mode & 0o077 == 0 for key in made.glob("*.key"))
     before = (made / "worker.pem").read_bytes()

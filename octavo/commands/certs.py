@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a host name or address that they are for, beside localhost and 127.0.0.1; repeatable",
     )
+    parser.add_argument("--json", action="store_true", help="print what was made as JSON")
     parser.add_argument("--days", type=int, default=30, metavar="N", help="how long they last (default: %(default)s)")
 
 
@@ -49,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
             made.append(role)
     for key in folder.glob("*.key"):
         key.chmod(0o600)
-    print(f"{folder}: {', '.join(made) or 'nothing new'}")
+    if arguments.json:
+        print(json.dumps({"folder": str(folder), "made": made}))
+    else:
+        print(f"{folder}: {', '.join(made) or 'nothing new'}")
     return 0
 
 

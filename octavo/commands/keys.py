@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("file", type=Path, metavar="FILE", help="the --keys-file of schedulers")
     for action in (add, remove):
         action.add_argument("name", metavar="NAME", help="of the key, as logs have it")
-    for action in (add, listing):
+    for action in (add, listing, remove):
         action.add_argument("--json", action="store_true", help="print JSON")
     add.add_argument("--tenant", metavar="TENANT", help="whose requests it sends (default: NAME)")
     add.add_argument(
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         if len(left) == len(entries):
             raise OptionError(f"{path} has no key {arguments.name!r}")
         write_entries(path, left)
-        print(f"{arguments.name} is removed")
+        print(json.dumps({"name": arguments.name}) if arguments.json else f"{arguments.name} is removed")
         return 0
     except KeysFileError as error:
         raise OptionError(str(error)) from None

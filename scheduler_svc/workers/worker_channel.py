@@ -6,26 +6,43 @@ Files are read at each attempt, so that new certificates and tokens count from t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 
 from octavo.shared.tls import client_credentials
-from scheduler_svc.config import SchedulerConfig
 
 
-def open_channel(config: SchedulerConfig, address: str, *, options: Sequence[tuple[str, int]]) -> grpc.Channel:
-    """See `Connect`."""
-    if config.worker_tls_ca_file is None:
-        channel = grpc.insecure_channel(address, options=options)
-    else:
-        credentials = client_credentials(config.worker_tls_ca_file, config.tls_cert_file, config.tls_key_file)
-        name = [("grpc.ssl_target_name_override", config.worker_tls_name)] if config.worker_tls_name else []
-        channel = grpc.secure_channel(address, credentials, options=[*options, *name])
-    if config.worker_token_file is None:
-        return channel
-    token = config.worker_token_file.read_text(encoding="ascii").strip()
-    return grpc.intercept_channel(channel, _WithToken(token))
+@dataclass(frozen=True, slots=True)
+class WorkerChannels:
+    """See `Connect`.
+
+    Args:
+        ca_file: authorities of workers' certificates; None: without TLS.
+        cert_file, key_file: what is shown to them.
+        name: that their certificates have to have; empty: the host of the address.
+        token_file: brought with each call.
+    """
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    name: str = ""
+    token_file: Path | None = None
+
+    def __call__(self, address: str, *, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+        """See `Connect`."""
+        if self.ca_file is None:
+            channel = grpc.insecure_channel(address, options=options)
+        else:
+            credentials = client_credentials(self.ca_file, self.cert_file, self.key_file)
+            name = [("grpc.ssl_target_name_override", self.name)] if self.name else []
+            channel = grpc.secure_channel(address, credentials, options=[*options, *name])
+        if self.token_file is None:
+            return channel
+        return grpc.intercept_channel(channel, _WithToken(self.token_file.read_text(encoding="ascii").strip()))
 
 
 class _Details(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 from octavo.shared import log
 from protos import worker_pb2
 from tests import malformed_bytes
+from worker_svc.config import WorkerConfig
 from worker_svc.server import WorkerServer
 
 
@@ -18,7 +19,7 @@ async def test_each_is_refused_with_one_line_of_the_log(monkeypatch: pytest.Monk
     lines = io.StringIO()
     monkeypatch.setattr("sys.stderr", lines)
     log.configure("debug")
-    config = SimpleNamespace(host="127.0.0.1", port=0)
+    config = WorkerConfig(port=0)
     nothing: Any = SimpleNamespace(config=config)
     server = WorkerServer(nothing, nothing, nothing)
     await server._server.start()
