@@ -27,6 +27,7 @@ class GatewayConfig:
     )
     processes: int = option(1, "processes that share the port", group=COMMON)
 
+    insecure: bool = option(False, "listen where others reach this service although nothing locks it", group=ACCESS)
     tls_cert_file: Path | None = option(
         None, "certificate (PEM) for HTTPS, shown to schedulers as well", group=ACCESS, metavar="FILE"
     )

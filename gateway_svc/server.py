@@ -30,6 +30,7 @@ from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 from octavo.shared import log as logging
 from octavo.shared.connections import allow_open_files
+from octavo.shared.exposure import check_exposure
 from octavo.shared.options import OptionError, environment_without_options, to_arguments
 from octavo.shared.ports import BindError, check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
@@ -43,6 +44,8 @@ _BACKLOG = 2048
 def main(config: GatewayConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code. Raises BindError."""
     logging.configure(config.log_level)
+    is_locked = config.tls_cert_file is not None
+    check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks="--tls-cert-file")
     if config.processes > 1:
         return _run_several(config)
     listener = listen(config)

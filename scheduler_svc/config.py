@@ -81,6 +81,7 @@ class SchedulerConfig:
     worker_token_file: Path | None = option(
         None, "file with the token that workers want (their --token-file)", group=ACCESS, metavar="FILE"
     )
+    insecure: bool = option(False, "listen where others reach this service although nothing locks it", group=ACCESS)
     keys_file: Path | None = option(
         None,
         "keys of those who may call, with tenant and roles; `octavo keys add` writes it (default: everybody may)",

@@ -12,6 +12,7 @@ from dataclasses import replace
 import structlog
 
 from octavo.shared import log as logging
+from octavo.shared.exposure import check_exposure
 from octavo.shared.options import OptionError
 from octavo.shared.tls import server_tls
 from scheduler_svc.api.authority import Authority
@@ -40,6 +41,9 @@ def main(config: SchedulerConfig) -> int:
     if not config.worker:
         raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
     logging.configure(config.log_level)
+    is_locked = config.keys_file is not None or config.tls_cert_file is not None
+    locks = "--keys-file and --tls-cert-file"
+    check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks=locks)
     Authority.of(config)  # here, as frontends could only end over them, one after the other
     server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

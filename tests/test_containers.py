@@ -231,7 +231,7 @@ def test_the_file_with_shards_gives_the_scheduler_options_that_it_takes_and_room
 
 @pytest.mark.parametrize("service", TARGETS)
 def test_variables_that_compose_hands_on_are_options_of_the_command(service: str) -> None:
-    handed_on = set(compose()["services"][service]["environment"]) | {
+    handed_on = {word.partition("=")[0] for word in compose()["services"][service]["environment"]} | {
         word.partition("=")[0] for word in " ".join(said(service, "ENV")).split() if word.startswith("OCTAVO_")
     }
     config = {"scheduler": SchedulerConfig, "worker": WorkerConfig, "gateway": GatewayConfig}[service]

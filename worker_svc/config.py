@@ -148,6 +148,7 @@ class WorkerConfig:
         group=ACCESS,
         metavar="NAME",
     )
+    insecure: bool = option(False, "listen where others reach this service although nothing locks it", group=ACCESS)
     token_file: Path | None = option(
         None,
         "file with a token that schedulers have to bring (their --worker-token-file)",

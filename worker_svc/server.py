@@ -24,6 +24,7 @@ from octavo.models.fetch import available
 from octavo.models.hub_cache import TOKENIZER, served_name
 from octavo.shared import log as logging
 from octavo.shared.connection_shares import ConnectionShares, watch
+from octavo.shared.exposure import check_exposure
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from octavo.shared.signals import on_signal
 from octavo.shared.tls import server_tls
@@ -122,6 +123,10 @@ def main(config: WorkerConfig) -> int:
     """
     is_rank = config.num_ranks > 1 and "RANK" in os.environ
     logging.configure(config.log_level, **({"rank": os.environ["RANK"]} if is_rank else {}))
+    if not is_rank or os.environ["RANK"] == "0":  # others listen to nobody
+        is_locked = config.token_file is not None or config.tls_cert_file is not None
+        locks = "--token-file and --tls-cert-file"
+        check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks=locks)
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     compiling = _follow_compiler(config)

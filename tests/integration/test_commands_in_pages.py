@@ -30,8 +30,8 @@ from tests.test_fleet import write_mooncake
 from tests.tiny_models import make_tiny_llama
 
 MODEL = "smollm2-135m-instruct"
-WORKER = f"octavo worker --model {MODEL} --host 0.0.0.0 --port 50061"
-SCHEDULER = "octavo scheduler --host 0.0.0.0 --worker gpu-1:50061 --worker gpu-2:50061"
+WORKER = f"octavo worker --model {MODEL} --host 0.0.0.0 --insecure --port 50061"
+SCHEDULER = "octavo scheduler --host 0.0.0.0 --insecure --worker gpu-1:50061 --worker gpu-2:50061"
 GATEWAY = "octavo gateway --scheduler 127.0.0.1:50051 --port 8000"
 WATCH = "grpcurl -plaintext 127.0.0.1:50051 octavo.v1.Control/WatchSteps"
 CONTRIBUTORS = {"docs/adding-a-kernel.md", "docs/adding-a-model.md"}  # what they show is not there yet
@@ -58,6 +58,7 @@ ELSEWHERE = {
     "octavo top": ("tests/integration/test_top.py", "at_a_terminal"),
     "octavo chat": ("tests/integration/test_chat_commands.py", "conversation"),
     "docker compose up --build --scale worker=3": ("deploy/try-compose.sh", "--scale worker="),
+    "docker compose --profile http build": ("deploy/try-compose.sh", "build"),
     "docker compose -f compose.yaml -f compose.gpu.yaml up": ("tests/test_containers.py", "compose.gpu.yaml"),
     "docker compose -f compose.yaml -f compose.ranks.yaml up": ("tests/test_containers.py", "compose.ranks.yaml"),
     "docker compose -f compose.yaml -f compose.ranks.yaml up --build": (
@@ -68,6 +69,34 @@ ELSEWHERE = {
         "tests/integration/test_parallel_ranks.py",
         "--tensor-parallel-size=2",
     ),
+    "octavo worker --model MODEL --pipeline-parallel-size 2": (
+        "tests/integration/test_parallel_ranks.py",
+        "--pipeline-parallel-size=2",
+    ),
+    "octavo scheduler --worker 127.0.0.1:50061 --keys-file keys.yaml": (
+        "tests/integration/test_access.py",
+        "--keys-file",
+    ),
+    "octavo worker --model MODEL --host 0.0.0.0 --tls-cert-file certs/worker.pem --tls-key-file certs/worker.key "
+    "--tls-client-ca-file certs/ca.pem --tls-client-name spiffe://octavo/scheduler": (
+        "tests/integration/test_tls.py",
+        "--tls-client-name=spiffe://octavo/scheduler",
+    ),
+    "octavo scheduler --worker gpu-1:50061 --host 0.0.0.0 --worker-tls-ca-file certs/ca.pem "
+    "--tls-cert-file certs/scheduler.pem --tls-key-file certs/scheduler.key": (
+        "tests/integration/test_tls.py",
+        "--worker-tls-ca-file",
+    ),
+    "octavo gateway --scheduler scheduler:50051 --scheduler-tls-ca-file certs/ca.pem "
+    "--tls-cert-file certs/gateway.pem --tls-key-file certs/gateway.key": (
+        "tests/integration/test_tls.py",
+        "--scheduler-tls-ca-file",
+    ),
+    'octavo generate "The sea is" --address scheduler:50051 --tls-ca-file certs/ca.pem': (
+        "tests/integration/test_tls.py",
+        '"generate", "The sea is"',
+    ),
+    "octavo certs certs --name gpu-1 --name gpu-2": ("tests/test_tls.py", "--name"),
     "octavo worker --model MODEL --tensor-parallel-size 2": (
         "tests/integration/test_parallel_ranks.py",
         "--tensor-parallel-size=2",
@@ -150,7 +179,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         f"/v1 --model {MODEL}": f"/v1 --model={MODEL}",  # by the name that is served
         f"--model {MODEL}": f"--model {model}",
         f'LLM(model="{MODEL}")': f'LLM(model="{model}")',
-        "0.0.0.0 --port 50061": f"127.0.0.1 --port {worker}",
+        "0.0.0.0 --insecure --port 50061": f"127.0.0.1 --port {worker}",
         "0.0.0.0": "127.0.0.1",
         "gpu-1:50061": f"127.0.0.1:{worker}",
         "gpu-2:50061": f"127.0.0.1:{free_port()}",  # a machine that is not there yet

@@ -103,6 +103,14 @@ def test_a_request_goes_over_all_links(served: Ports, certs: Path) -> None:
         assert len(output.outputs[0].token_ids) == 4
 
 
+def test_the_command_speaks_tls(served: Ports, certs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [f"--tls-client-cert-file={certs / 'client.pem'}", f"--tls-client-key-file={certs / 'client.key'}"]
+    asked = ["generate", "The sea is", "--max-tokens=3", f"--address={served.scheduler}"]
+    assert main([*asked, f"--tls-ca-file={certs / 'ca.pem'}", *own]) == 0
+    assert main([*asked, "--tls", *own]) == 1, "the system's authorities know nothing of it"
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_client_without_a_certificate_or_without_tls_is_told_nothing(served: Ports, certs: Path) -> None:
     for one in (client(served.scheduler, certs, None), Client(served.scheduler, retry=AT_ONCE)):
         with one, pytest.raises(RequestFailed) as raised:
