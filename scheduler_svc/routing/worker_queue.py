@@ -74,7 +74,17 @@ class WorkerQueue:
         head = self._looked_at = self._worker.waiting.peek()
         if head is None or not head.adapter:
             return head
-        return self._first_admitted(self._worker.waiting.candidates(LOOK_AHEAD))
+        groups = self._worker.waiting.candidates(LOOK_AHEAD)
+        found = self._first_admitted(groups)
+        if found is not None or len(groups) < LOOK_AHEAD:
+            return found
+        # Many of an adapter without room hide nobody behind them. The gate, asked on in the same order, turns them down.
+        behind = self._worker.waiting.candidates(1, self._is_admitted)
+        return behind[0] if behind else None
+
+    def _is_admitted(self, group: SequenceGroup) -> bool:
+        self._looked_at = group
+        return self._worker.adapter_gate.admits(group.adapter)
 
     def _first_admitted(self, groups: list[SequenceGroup]) -> SequenceGroup | None:
         gate = self._worker.adapter_gate

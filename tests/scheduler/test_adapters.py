@@ -401,3 +401,24 @@ def test_a_configured_adapter_whose_path_is_wrong_can_be_loaded_from_another():
     loop.reply(link, Load, "adapter folder /typo does not exist")
     assert loop.begin(loop.engine.unload_adapter("a")).result(0) == 1
     assert loop.load("a", link) == 2
+
+
+def test_many_requests_of_an_adapter_without_room_hide_nobody_behind_them():
+    loop = Turned()
+    link = loop.join(max_num_seqs=8, max_loras=1)
+    loop.load("in use", link)
+    loop.load("waits", link)
+    loop.take("first", "in use")
+    for number in range(100):
+        loop.engine.submit(loop.group(f"waits {number}", adapter="waits"))
+    behind = [loop.take("base", ""), loop.take("of the one in use", "in use")]
+    for _ in range(4):
+        loop.answer(link)
+        loop.turn()
+    assert all(group.first_scheduled_ns is not None for group in behind)
+    for _ in range(2000):  # nor do those wait for ever
+        if not loop.engine.num_live:
+            break
+        loop.answer(link)
+        loop.turn()
+    assert not loop.engine.num_live
