@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -155,7 +156,7 @@ def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
     if config.num_ranks == 1:
         yield None
         return
-    started, member = None, membership_of(config.num_ranks, os.environ)
+    started, member, ending_s = None, membership_of(config.num_ranks, os.environ), 0.0
     if member is None:
         started = StartedRanks(config, config.num_ranks, end_group)
         member = started.membership
@@ -163,10 +164,13 @@ def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
         channel = started.channel if started else inherited_channel(member.rank)
         device = choose_device(config.device, member.local_rank)
         num_stages = config.pipeline_parallel_size
-        group = meet(member, device, channel, num_stages=num_stages, is_ordered=config.batch_invariant)
+        # On a thread of its own: Ctrl-C ends the wait for a future, but none within torch, which may be of minutes.
+        meeting = partial(meet, member, device, channel, num_stages=num_stages, is_ordered=config.batch_invariant)
+        group = ModelThread("meeting").call(meeting).result()
         try:
             yield group
             group.tell_end()
+            ending_s = ENDING_S
         except Exception as error:
             if not isinstance(error, GroupError):
                 group.tell_failure(error)
@@ -175,7 +179,7 @@ def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
             group.leave()
     finally:
         if started is not None:
-            started.end(ENDING_S)
+            started.end(ending_s)
 
 
 def _follow_compiler(config: WorkerConfig) -> CompileProgress | None:

@@ -86,6 +86,22 @@ async def test_ranks_of_several_machines_answer_as_one_model_and_end_as_one(
         assert [rank.wait(20) for rank in ranks] == [0, 0], said(tmp_path)
 
 
+def test_ctrl_c_ends_a_rank_that_waits_for_others(folder: Path, tmp_path: Path) -> None:
+    member = Membership(0, 2, local_rank=0, local_size=1, address="127.0.0.1", port=free_port())
+    log = tmp_path / "rank.log"
+    with log.open("w") as file:
+        environment = os.environ | member.variables()
+        rank = ForkedCommand(["worker", str(folder), SPLITS[0], *SIZES], file.fileno(), environment=environment)
+    try:
+        while "meeting the other ranks" not in log.read_text():
+            assert rank.poll() is None
+            time.sleep(0.02)
+        rank.send_signal(signal.SIGINT)
+        assert rank.wait(5) == 128 + signal.SIGINT, log.read_text()
+    finally:
+        rank.kill()
+
+
 def test_a_rank_with_another_model_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
     other = make_tiny_llama(tmp_path / "tiny", intermediate_size=158, seed=1)
     with ranks_by_hand((folder, other), tmp_path) as (_, ranks):
