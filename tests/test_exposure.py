@@ -41,5 +41,5 @@ def test_every_service_asks(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--tls-cert-file lock it"):
         gateway.main(GatewayConfig(host=here))
     # With a lock each goes on to the next thing that is wrong.
-    with pytest.raises(OptionError, match="--keys-file: .*nowhere"):
+    with pytest.raises(OptionError, match=r"--keys-file: .*nowhere"):
         scheduler.main(SchedulerConfig(host=here, worker=("127.0.0.1:1",), keys_file=tmp_path / "nowhere"))

@@ -78,7 +78,7 @@ class WorkerQueue:
         found = self._first_admitted(groups)
         if found is not None or len(groups) < LOOK_AHEAD:
             return found
-        # Many of an adapter without room hide nobody behind them. The gate, asked on in the same order, turns them down.
+        # Many of an adapter without room hide nobody behind them: the gate, asked on in the same order, refuses them.
         behind = self._worker.waiting.candidates(1, self._is_admitted)
         return behind[0] if behind else None
 
