@@ -313,7 +313,8 @@ class Engine:
     ) -> None:
         """`model`: the fingerprint of what it serves. It gets the groups of that one alone."""
         settings, is_caching = self._scheduler_settings, self.settings.enable_prefix_caching
-        worker = WorkerHandle(link, info, sizes, lease, settings, is_caching, model)
+        is_lock_step = self.settings.steps_in_flight == 1
+        worker = WorkerHandle(link, info, sizes, lease, settings, is_caching, model, is_lock_step=is_lock_step)
         self.admitted_before.learn(lease.request_ids)
         self._inbox.put(partial(self._turnover.join, worker))
 

@@ -68,16 +68,19 @@ class WorkerHandle:
         settings: SchedulerSettings,
         enable_prefix_caching: bool = True,
         model: str = "",
+        *,
+        is_lock_step: bool = False,
     ) -> None:
-        """`model`: fingerprint of what it serves; "" where nobody tells models apart."""
+        """`model`: fingerprint of what it serves; "" where nobody tells models apart. `is_lock_step`: a step is sent
+        when the one before is answered, so each has all decodes, whatever stages the worker has."""
         self.link = link
         self.info = info
         self.model = model
         self.sizes = sizes
         self.epoch = lease.epoch
         costs = Costs(sizes.prefill_tokens_per_s, sizes.swap_bytes_per_s, sizes.block_bytes)
-        self._num_stages = max(1, info.parallel.pipeline_parallel_size)
-        self._settings = replace(settings, costs=costs, num_micro_batches=self._num_stages)
+        self._num_micro_batches = 1 if is_lock_step else max(1, info.parallel.pipeline_parallel_size)
+        self._settings = replace(settings, costs=costs, num_micro_batches=self._num_micro_batches)
         self._enable_prefix_caching = enable_prefix_caching
         self.scheduler = self._new_scheduler(sizes.max_num_batched_tokens)
         self.scheduler.blocks.adopt(lease.cached_blocks)
@@ -235,7 +238,7 @@ class WorkerHandle:
         is_careful = self.failed_step or self.scheduler.trials.on_trial or self.unsent is not None or waits_for_void
         if is_careful or max_in_flight == 1:
             return not self.in_flight
-        return len(self.in_flight) < max(max_in_flight, self._num_stages)
+        return len(self.in_flight) < max(max_in_flight, self._num_micro_batches)
 
     # ---- faults of our own ------------------------------------------------------------------------------------------
 

@@ -67,10 +67,17 @@ class Loop:
         self.ends[group.request_id] = reason, message
 
     def join(
-        self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 0, model: str = ""
+        self,
+        name: str = "worker",
+        epoch: int = 1,
+        max_num_seqs: int = 4,
+        max_loras: int = 0,
+        model: str = "",
+        num_stages: int = 1,
     ) -> FakeLink:
         link = FakeLink(name)
         info = worker_pb2.WorkerInfo(vocab_size=1000, block_size=4, max_loras=max_loras)
+        info.parallel.pipeline_parallel_size = num_stages
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=32,
             num_host_blocks=8,

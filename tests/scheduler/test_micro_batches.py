@@ -8,6 +8,7 @@ import pytest
 from protos import worker_pb2
 from scheduler_svc.core.scheduler_settings import SchedulerSettings
 from scheduler_svc.leases.worker_handle import WorkerHandle
+from tests.scheduler.hand_turned_loop import Loop
 from tests.scheduler.pool import PoolWorker, Size
 from tests.scheduler.simulation import Simulation
 
@@ -81,6 +82,19 @@ def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
     assert [int(rows.query_lens[0]) for rows, _ in simulation.in_flight] == [8, 8, 8]
     simulation.run_to_end()
     simulation.check_outputs()
+
+
+@pytest.mark.parametrize(("steps_in_flight", "shares"), [(1, [4, 4]), (2, [2, 2])])
+def test_a_step_in_lock_step_has_all_decodes(steps_in_flight: int, shares: list[int]) -> None:
+    """All but one stage are idle then: a part of the rows would take as long, and bring fewer tokens."""
+    loop = Loop(steps_in_flight=steps_in_flight)
+    link = loop.join(num_stages=2)
+    loop.submit("a", "b", "c", "d")
+    loop.turn()
+    for _ in range(2):
+        loop.answer(link)
+        loop.turn()
+    assert [step.rows.num_decode_rows for step in link.steps[1:3]] == shares
 
 
 @pytest.mark.parametrize(
