@@ -16,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from gateway_svc.config import GatewayConfig
+from octavo.commands import certs, health
 from octavo.shared.command_line import Parser
 from octavo.shared.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2
@@ -24,7 +25,13 @@ from worker_svc.config import WorkerConfig
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("scheduler", "worker", "gateway")
-COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml", "compose.ranks.yaml", "compose.shards.yaml")
+COMPOSE_FILES = (
+    "compose.yaml",
+    "compose.gpu.yaml",
+    "compose.ranks.yaml",
+    "compose.shards.yaml",
+    "compose.locked.yaml",
+)
 LOCKS = {
     "scheduler": "scheduler",
     "gateway": "gateway",
@@ -213,6 +220,30 @@ def test_the_file_with_ranks_gives_the_worker_options_that_it_takes_and_room_for
     for limit in ("mem_limit", "cpus"):
         name = re.match(r"\$\{(\w+):-", worker[limit])[1]  # type: ignore[index]  # None fails
         assert alone[limit].startswith(f"${{{name}:-"), "whoever has set it means both"
+
+
+def test_the_file_with_locks_gives_each_service_options_that_it_takes_and_its_own_files_alone() -> None:
+    made = {"ca.pem", "keys.yaml", *(f"{role}.{kind}" for role in certs.ROLES for kind in ("pem", "key"))}
+    services = compose("compose.locked.yaml")["services"]
+    assert set(services) == {"worker", "scheduler", "gateway"}
+    for name, config in (("worker", WorkerConfig), ("scheduler", SchedulerConfig), ("gateway", GatewayConfig)):
+        mounted = dict(volume.removesuffix(":ro").rsplit(":", 1)[::-1] for volume in services[name]["volumes"])
+        assert all(f"/locked/{own.rpartition('/')[2]}" == path for path, own in mounted.items())
+        assert {path.rpartition("/")[2] for path in mounted} <= made - {
+            f"{other}.key" for other in services if other != name
+        }
+        variables = dict(line.split("=", 1) for line in services[name]["environment"])
+        parser = Parser(prog=f"octavo {name}")
+        add_arguments(parser, config)
+        options = from_namespace(config, parser.parse_args([]), variables)
+        files = {str(value) for value in vars(options).values() if isinstance(value, Path)}
+        assert files == set(mounted) and (name == "gateway" or not options.insecure)
+        if "healthcheck" in services[name]:
+            words = services[name]["healthcheck"]["test"][3:]
+            health.add_arguments(of_health := Parser(prog="octavo health"))
+            asked = of_health.parse_args(words)
+            own = {asked.tls_ca_file, asked.tls_client_cert_file, asked.tls_client_key_file} - {None}
+            assert asked.tls_ca_file and own <= set(mounted)
 
 
 def test_the_file_with_shards_gives_the_scheduler_options_that_it_takes_and_room_for_them() -> None:

@@ -106,6 +106,7 @@ ELSEWHERE = {
         "--lora-modules",
     ),
     'octavo generate --adapter pirate "Why is the sky blue?"': ("tests/integration/test_adapters.py", "--adapter"),
+    "docker compose -f compose.yaml -f compose.locked.yaml up": ("tests/test_containers.py", "compose.locked.yaml"),
     "docker compose -f compose.yaml -f compose.shards.yaml up": ("tests/test_containers.py", "compose.shards.yaml"),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }
