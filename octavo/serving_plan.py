@@ -163,8 +163,9 @@ def check_memory(num_workers: int, worker: WorkerConfig) -> None:
 
     cache = (worker.kv_cache_memory or 0.0) if computes_on_host(worker.device) else 0.0
     each, free = cache + (worker.swap_space or 0.0), available_bytes() / GIB
-    if num_workers * each > free:
+    if num_workers * worker.num_ranks * each > free:
         what = "cache and swap space" if cache else "swap space"
+        of_ranks = f" of {worker.num_ranks} ranks" if worker.num_ranks > 1 else ""
         raise PlanError(
-            f"{num_workers} workers with {each:.3g} GiB of {what} each are too many: {free:.3g} GiB are free"
+            f"{num_workers} workers{of_ranks} with {each:.3g} GiB of {what} each are too many: {free:.3g} GiB are free"
         )

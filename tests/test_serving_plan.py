@@ -38,6 +38,8 @@ def test_more_memory_than_there_is_for_all_of_them_is_refused_before_anything_st
     assert len(workers_of(2, kv_cache_memory=4.0, swap_space=1.0)) == 2
     with pytest.raises(PlanError, match=r"3 workers with 5 GiB of cache .* 10 GiB are free"):
         workers_of(3, kv_cache_memory=4.0, swap_space=1.0)
+    with pytest.raises(PlanError, match=r"1 workers of 3 ranks with 5 GiB of cache .* 10 GiB are free"):
+        workers_of(1, kv_cache_memory=4.0, swap_space=1.0, pipeline_parallel_size=3)
 
 
 def test_a_tokenizer_by_name_is_found_by_the_workers_alone():

@@ -46,6 +46,8 @@ class FakeLink:
 class Loop:
     """An engine without its thread, and the sink of its outputs."""
 
+    num_stages = 1  # of workers that join
+
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns, **settings: Any) -> None:
         self.engine = Engine(EngineSettings(**settings), self, clock=clock)
         self.token_ids: dict[str, list[int]] = {}
@@ -67,17 +69,11 @@ class Loop:
         self.ends[group.request_id] = reason, message
 
     def join(
-        self,
-        name: str = "worker",
-        epoch: int = 1,
-        max_num_seqs: int = 4,
-        max_loras: int = 0,
-        model: str = "",
-        num_stages: int = 1,
+        self, name: str = "worker", epoch: int = 1, max_num_seqs: int = 4, max_loras: int = 0, model: str = ""
     ) -> FakeLink:
         link = FakeLink(name)
         info = worker_pb2.WorkerInfo(vocab_size=1000, block_size=4, max_loras=max_loras)
-        info.parallel.pipeline_parallel_size = num_stages
+        info.parallel.pipeline_parallel_size = self.num_stages
         sizes = worker_pb2.InitializeResponse(
             num_device_blocks=32,
             num_host_blocks=8,

@@ -88,7 +88,8 @@ def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
 def test_a_step_in_lock_step_has_all_decodes(steps_in_flight: int, shares: list[int]) -> None:
     """All but one stage are idle then: a part of the rows would take as long, and bring fewer tokens."""
     loop = Loop(steps_in_flight=steps_in_flight)
-    link = loop.join(num_stages=2)
+    loop.num_stages = 2
+    link = loop.join()
     loop.submit("a", "b", "c", "d")
     loop.turn()
     for _ in range(2):

@@ -47,6 +47,21 @@ def test_what_a_gpu_or_its_host_lacks_is_said():
         on_gpu(available=0.5, host=100)
 
 
+def test_ranks_of_one_host_take_as_much_each():
+    config = WorkerConfig(kv_cache_memory=2, swap_space=1)
+
+    def of_ranks(available: int, num_ranks: int, host: int | None = None) -> CacheSizes:
+        host_bytes = None if host is None else host * GIB
+        return size_cache(config, LIMITS, BLOCK, available * GIB, STEP, host_bytes, num_ranks)
+
+    assert of_ranks(12, 3).num_device_blocks == 2048
+    with pytest.raises(StartupError, match=r"too little memory for 4 ranks: the cache takes 2 GiB, .* 12 GiB are free"):
+        of_ranks(12, 4)
+    assert of_ranks(4, 3, host=3).num_host_blocks == 1024  # each has a GPU of its own
+    with pytest.raises(StartupError, match=r"on the host for 4 ranks: swapped blocks of 1 GiB .* 3 GiB are free"):
+        of_ranks(4, 4, host=3)
+
+
 def test_the_default_is_4_gib_on_either_side():
     found = sizes(available=21)
     assert (found.num_device_blocks, found.num_host_blocks) == (4096, 4096)

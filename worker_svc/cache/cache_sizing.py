@@ -42,10 +42,12 @@ def size_cache(
     available_bytes: int,
     step_bytes: int,
     host_bytes: int | None = None,
+    num_ranks: int = 1,
 ) -> CacheSizes:
     """`step_bytes` is the most that a step takes besides the cache. Raises StartupError with the numbers.
 
-    `available_bytes` are those of the device; `host_bytes` those of the host, None: the same memory.
+    `available_bytes` are those of the device; `host_bytes` those of the host, None: the same memory. `num_ranks`: of a
+    parallel group, which take as much each of this host.
 
     Defaults count on `memory_share` of what is free of the host: a neighbour that starts as well has not taken its own
     part yet. A size that was set only has to fit: a worker that is started again beside one that is full then finds its
@@ -70,19 +72,21 @@ def size_cache(
         swap_bytes = min(SWAP_BYTES, int(SWAP_SHARE * max(left_bytes, 0)), most_blocks * block_bytes)
     else:
         swap_bytes = int(config.swap_space * GIB)
-    if num_blocks * block_bytes + (swap_bytes if is_host else 0) > available_bytes - step_bytes:
+    taken_bytes = num_blocks * block_bytes + (swap_bytes if is_host else 0) + step_bytes
+    of_ranks = f" for {num_ranks} ranks" if num_ranks > 1 else ""
+    if (num_ranks if is_host else 1) * taken_bytes > available_bytes:
         swapped = f"swapped blocks {_gib(swap_bytes)}, " if is_host else ""
         raise StartupError(
-            f"too little memory: the cache takes {_gib(num_blocks * block_bytes)}, {swapped}"
-            f"a step up to {_gib(step_bytes)}, but {_gib(available_bytes)} are free"
+            f"too little memory{of_ranks if is_host else ''}: the cache takes {_gib(num_blocks * block_bytes)}, "
+            f"{swapped}a step up to {_gib(step_bytes)}, but {_gib(available_bytes)} are free"
         )
     if host_bytes is not None:
         if config.swap_space is None and _power_of_two(swap_bytes) > swap_bytes:
             swap_bytes = _power_of_two(swap_bytes) // 2
-        if (pinned_bytes := _power_of_two(swap_bytes)) > host_bytes:
+        if num_ranks * (pinned_bytes := _power_of_two(swap_bytes)) > host_bytes:
             raise StartupError(
-                f"too little memory on the host: swapped blocks of {_gib(swap_bytes)} take {_gib(pinned_bytes)} of "
-                f"pinned memory, which comes in powers of two, but {_gib(host_bytes)} are free"
+                f"too little memory on the host{of_ranks}: swapped blocks of {_gib(swap_bytes)} take "
+                f"{_gib(pinned_bytes)} of pinned memory, which comes in powers of two, but {_gib(host_bytes)} are free"
             )
     longest = num_blocks * config.block_size
     if longest < limits.max_model_len:

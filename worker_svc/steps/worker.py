@@ -157,6 +157,7 @@ class Worker:
                 self._memory.available_bytes(),
                 self._profiler.step_bytes(self._profile, limits) + graph_bytes + staging_bytes + adapter_bytes,
                 None if self._memory.is_host else available_bytes(),
+                1 if self._group is None else self._group.member.local_size,
             )
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
@@ -226,7 +227,7 @@ class Worker:
 
     def begin(self, epoch: int) -> Future[worker_pb2.LeaseGranted]:
         """Accepts steps of `epoch` from now on, on an empty mirror. Returns what is known of the steps before them."""
-        self._epoch, self._was_leased = epoch, True
+        self._epoch = epoch
         return self.thread.call(self._reset)
 
     def end(self) -> Future[None]:
@@ -245,6 +246,7 @@ class Worker:
     def _reset(self) -> worker_pb2.LeaseGranted:
         assert self._sizes is not None, "a lease before Initialize"
         self._tell(begin_lease=ranks_pb2.BeginLease())
+        self._was_leased = True
         self._settle()
         if self._runner.adapters is not None:
             self._runner.adapters.clear()
