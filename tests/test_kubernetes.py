@@ -448,6 +448,23 @@ def test_a_group_of_pods_is_a_group_of_ranks(case: str, manifests: list[Manifest
     assert alike[0] == alike[1]
 
 
+def cores_of(quantity: str) -> float:
+    """Of "2" or "500m"."""
+    return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)
+
+
+def test_one_node_has_room_for_all_at_once() -> None:
+    """Workers wait for the Job, which must not wait for them. A core and 2 GiB are for the system's pods."""
+    cores = gib = 0.0
+    for each in rendered("one-node"):
+        for pod in pods(each):
+            for container in pod["spec"]["containers"]:
+                asked = container["resources"]["requests"]
+                cores += each["spec"].get("replicas", 1) * cores_of(asked["cpu"])
+                gib += each["spec"].get("replicas", 1) * float(asked["memory"].replace("256Mi", "0.25").rstrip("Gi"))
+    assert (cores, gib) == (2.0, 11.25), "docs/kubernetes.md: four cores and 16 GiB"
+
+
 @every_case
 def test_only_nvidias_workers_ask_for_gpus(case: str, manifests: list[Manifest]) -> None:
     is_nvidia = CASES[case][0].startswith("nvidia")
