@@ -47,11 +47,12 @@ def test_variables_that_contradict_themselves_are_refused(changed: dict[str, str
 def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a ring so small that messages wrap around its end, and that the writer waits for the slower reader."""
     monkeypatch.setattr(step_channel, "_RING_BYTES", 5000)
+    monkeypatch.setattr(step_channel, "_REUSED_BYTES", 2000)
     writer = SharedMemoryChannel.create(3)
     readers = [
         SharedMemoryChannel.inherited(",".join(map(str, map(os.dup, writer.descriptors))), rank) for rank in (1, 2)
     ]
-    messages = [bytes([number % 251]) * (number * 37 % 1500) for number in range(400)]
+    messages = [bytes([number % 251]) * (number * 37 % (4900 if number > 300 else 1500)) for number in range(400)]
     got: list[list[bytes]] = [[], []]
 
     def read(reader: SharedMemoryChannel, into: list[bytes]) -> None:
@@ -69,6 +70,17 @@ def test_every_reader_gets_every_message_whole_and_in_order(monkeypatch: pytest.
     assert got == [messages, messages]
     for channel in (writer, *readers):
         channel.close()
+
+
+def test_a_ring_whose_readers_keep_up_takes_little_memory() -> None:
+    with closing(SharedMemoryChannel.create(2)) as writer:
+        descriptors = ",".join(map(str, map(os.dup, writer.descriptors)))
+        with closing(SharedMemoryChannel.inherited(descriptors, 1)) as reader:
+            for number in range(5000):
+                message = bytes([number % 251]) * (number * 37 % 5000)
+                writer.send(message)
+                assert reader.receive() == message
+        assert os.fstat(writer.descriptors[0]).st_blocks * 512 < 2 << 20
 
 
 def _write_numbers(wakers: list[DupFd], memory: DupFd, count: int) -> None:

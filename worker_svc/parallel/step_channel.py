@@ -17,6 +17,8 @@ import torch.distributed as dist
 _RING_BYTES = 1 << 28  # untouched pages take no memory; a step is at most 64 MiB
 _HEADER_BYTES = mmap.PAGESIZE
 _LENGTH = struct.Struct("<I")
+_REUSED_BYTES = 1 << 20  # from here on the ring begins anew where it can: a page that was written to takes memory
+_BEGIN_ANEW = (1 << 32) - 1  # in place of a length: the next message is where the ring begins
 _FULL_PAUSE_S = 0.001
 
 
@@ -72,24 +74,42 @@ class SharedMemoryChannel:
     def send(self, message: bytes) -> None:
         """See `StepChannel`."""
         written = self._counts[0]
+        left = _RING_BYTES - written % _RING_BYTES
+        if _LENGTH.size <= left <= _RING_BYTES - _REUSED_BYTES and self._least_read() == written:
+            self._write(written, _LENGTH.pack(_BEGIN_ANEW))
+            written += left
+            self._publish(written)
         end = written + _LENGTH.size + len(message)
-        while end - min(self._counts[rank] for rank in range(1, len(self._wakers) + 1)) > _RING_BYTES:
+        while end - self._least_read() > _RING_BYTES:
             time.sleep(_FULL_PAUSE_S)
         self._write(written, _LENGTH.pack(len(message)))
         self._write(written + _LENGTH.size, message)
-        self._counts[0] = end
-        for waker in self._wakers:
-            os.eventfd_write(waker, 1)
+        self._publish(end)
 
     def receive(self) -> bytes:
         """See `StepChannel`."""
-        read = self._counts[self._rank]
-        while self._counts[0] == read:
-            os.eventfd_read(self._wakers[self._rank - 1])
-        (length,) = _LENGTH.unpack(self._read(read, _LENGTH.size))
+        read, length = self._next_length()
+        if length == _BEGIN_ANEW:
+            self._counts[self._rank] = read + _RING_BYTES - read % _RING_BYTES
+            read, length = self._next_length()
         message = self._read(read + _LENGTH.size, length)
         self._counts[self._rank] = read + _LENGTH.size + length
         return message
+
+    def _publish(self, count: int) -> None:
+        self._counts[0] = count
+        for waker in self._wakers:
+            os.eventfd_write(waker, 1)
+
+    def _next_length(self) -> tuple[int, int]:
+        """How much has been read, and what is written there; waits for it."""
+        read = self._counts[self._rank]
+        while self._counts[0] == read:
+            os.eventfd_read(self._wakers[self._rank - 1])
+        return read, _LENGTH.unpack(self._read(read, _LENGTH.size))[0]
+
+    def _least_read(self) -> int:
+        return min(self._counts[rank] for rank in range(1, len(self._wakers) + 1))
 
     def _write(self, count: int, data: bytes) -> None:
         start = count % _RING_BYTES
