@@ -27,6 +27,9 @@ class SchedulerConfig:
 
     host: str = option("127.0.0.1", "address to listen on", group=COMMON)
     port: int = option(50051, "port to listen on; 0 takes a free one", group=COMMON)
+    control_port: int | None = option(
+        None, "port for Control alone; 0 takes a free one (default: beside Inference)", group=ACCESS, metavar="PORT"
+    )
     worker: tuple[str, ...] = option(
         (),
         "HOST:PORT of a worker, or dns:///NAME:PORT for all addresses of a name; repeatable, no default",
@@ -185,6 +188,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_port("port", self.port)
         check_port("metrics_port", self.metrics_port)
+        check_port("control_port", self.control_port)
         for address in self.worker:
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):

@@ -14,7 +14,7 @@ from scheduler_svc.api.grpc_server import new_server
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.config import SchedulerConfig
 
-SERVICES = ("octavo.v1.Inference", "octavo.v1.Control")
+INFERENCE, CONTROL = "octavo.v1.Inference", "octavo.v1.Control"
 GRACE_S = 1.0  # for streams to read their last message
 
 
@@ -32,8 +32,11 @@ def public_server(
     shares_port: bool = False,
     authority: Authority | None = None,
 ) -> tuple[grpc.aio.Server, Health]:
-    """A server that is neither bound nor started, and its health; `add_control` adds whatever answers `Control`."""
+    """A server that is neither bound nor started, and its health; `add_control` adds whatever answers `Control`, unless
+    that has a port of its own."""
     server = new_server(config, shares_port=shares_port, authority=authority)
     inference_service.add_to_server(inference, server)
+    if config.control_port is not None:
+        return server, add_introspection(server, [INFERENCE])
     add_control(server)
-    return server, add_introspection(server, SERVICES)
+    return server, add_introspection(server, [INFERENCE, CONTROL])

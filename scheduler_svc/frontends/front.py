@@ -12,6 +12,7 @@ import grpc
 from octavo.shared.rpc import Health, bind
 from scheduler_svc.api import control_service
 from scheduler_svc.api.authority import Authority
+from scheduler_svc.api.control_server import ControlServer, serve_control
 from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import GRACE_S, credentials_of, public_server
@@ -66,6 +67,7 @@ class InProcessFront:
         self._inference: InferenceService
         self._server: grpc.aio.Server
         self._health: Health
+        self._control: ControlServer | None = None
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         """See `Front`; starts the text processes, too."""
@@ -79,6 +81,7 @@ class InProcessFront:
         self._server, self._health = public_server(self._config, self._inference, add_control, authority=authority)
         port = bind(self._server, self._config.host, self._config.port, credentials_of(self._config))
         await self._server.start()
+        self._control = await serve_control(self._config, add_control)
         self._texts.start()
         return port
 
@@ -105,4 +108,6 @@ class InProcessFront:
         """See `Front`; open calls have GRACE_S to end."""
         await self._texts.stop()
         await self._health.shut_down()
+        if self._control is not None:
+            await self._control.close()
         await self._server.stop(GRACE_S)

@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,7 @@ from octavo.shared.ports import reserve_port
 from octavo.shared.rpc import SERVER_OPTIONS
 from protos import frontend_pb2_grpc
 from scheduler_svc.api import control_service
+from scheduler_svc.api.control_server import ControlServer, serve_control
 from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.api.request_guard import RequestGuard
@@ -46,6 +48,7 @@ class ProcessFront:
         self._state: ToldState
         self._engine: Engine
         self._processes: KeptProcesses
+        self._control: ControlServer | None = None
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         """See `Front`; frontends start listening by themselves, after this returns."""
@@ -56,9 +59,11 @@ class ProcessFront:
         self._state = ToldState(self._links, self._folder)
         address = f"unix:{self._folder}/core"
         frontend_pb2_grpc.add_CoreServicer_to_server(CoreService(serving, self._links), self._server)
-        control_service.add_to_server(ControlService(serving, config, drain), self._server)
+        add_control = partial(control_service.add_to_server, ControlService(serving, config, drain))
+        add_control(self._server)
         self._server.add_insecure_port(address)
         await self._server.start()
+        self._control = await serve_control(config, add_control)
         options = to_arguments(dataclasses.replace(config, port=port))
         command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
         self._processes = KeptProcesses("frontend", lambda number: command, config.frontends, serving.vital)
@@ -86,6 +91,8 @@ class ProcessFront:
         """See `Front`; frontends end by themselves once their links are closed."""
         self._links.close()
         await self._processes.stop()
+        if self._control is not None:
+            await self._control.close()
         await self._server.stop(GRACE_S)
         self._reserved.close()
         shutil.rmtree(self._folder, ignore_errors=True)

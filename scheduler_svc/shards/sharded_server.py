@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,6 +23,7 @@ from octavo.shared.options import to_arguments
 from octavo.shared.ports import reserve_port
 from octavo.shared.rpc import WORKER_SERVER_OPTIONS
 from protos import inference_pb2_grpc, shards_pb2, shards_pb2_grpc
+from scheduler_svc.api.control_server import ControlServer, serve_control
 from scheduler_svc.api.metrics_server import serve_metrics
 from scheduler_svc.api.public_server import GRACE_S
 from scheduler_svc.api.request_guard import RequestGuard
@@ -87,6 +89,7 @@ class Parent:
         self._frontends: KeptProcesses | None = None
         self._reserved: socket.socket | None = None  # keeps the port while no frontend listens
         self._was_ready = False
+        self._control: ControlServer | None = None
 
     async def open(self, stopping: Stopping) -> int:
         """Starts everything, and returns the port. Raises BindError."""
@@ -98,6 +101,7 @@ class Parent:
         inference_pb2_grpc.add_ControlServicer_to_server(control, self._server)
         self._server.add_insecure_port(address)
         await self._server.start()
+        self._control = await serve_control(config, partial(inference_pb2_grpc.add_ControlServicer_to_server, control))
         self._shards.start()
         options = to_arguments(dataclasses.replace(config, port=port))
         command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
@@ -123,6 +127,8 @@ class Parent:
         if self._frontends is not None:
             await self._frontends.stop()
         await self._shards.stop()
+        if self._control is not None:
+            await self._control.close()
         await self._server.stop(GRACE_S)
         if self._reserved is not None:
             self._reserved.close()

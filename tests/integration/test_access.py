@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -199,3 +200,26 @@ def test_a_keys_file_that_cannot_be_read_keeps_a_server_from_starting(
         assert service.process.wait(timeout=20) == 2
     said = capfd.readouterr().err
     assert f"--keys-file: {tmp_path}/nowhere: No such file or directory" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("flags", [["--frontends=2"], ["--shards=2", "--frontends=2"]], ids=["frontends", "shards"])
+def test_control_may_have_a_port_of_its_own(flags: list[str], tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys.yaml", "web", "ops")
+    port = free_port()
+    with FakeWorker() as worker:
+        options = [f"--worker={worker.address}", f"--keys-file={tmp_path}/keys.yaml", f"--control-port={port}", *flags]
+        with scheduler(*options) as service, ExitStack() as stack:
+            service.wait_until_ready()
+            public, apart = (
+                stack.enter_context(grpc.insecure_channel(address))
+                for address in (service.address, f"127.0.0.1:{port}")
+            )
+            asked = pb.GetLoadRequest()
+            here, there = (inference_pb2_grpc.ControlStub(channel).GetLoad for channel in (public, apart))
+            assert refusal(here, asked, metadata=with_key("ops"))[0] is CODE.UNIMPLEMENTED
+            assert there(asked, metadata=with_key("ops")).workers
+            assert refusal(there, asked, metadata=with_key("web"))[0] is CODE.PERMISSION_DENIED
+            models = pb.ListModelsRequest()
+            assert inference_pb2_grpc.InferenceStub(public).ListModels(models, metadata=with_key("web")).models
+            elsewhere = inference_pb2_grpc.InferenceStub(apart).ListModels
+            assert refusal(elsewhere, models, metadata=with_key("web"))[0] is CODE.UNIMPLEMENTED
