@@ -16,22 +16,22 @@ class ProcessStages:
         waited_ns: for the stage before. Of a CPU: on a GPU it is the device that waits.
     """
 
-    def __init__(self, stage: int, count: int, before: int, behind: int) -> None:
-        """`before`, `behind`: ranks of the whole group that have the stages beside this one."""
-        self.stage, self.count, self._before, self._behind = stage, count, before, behind
+    def __init__(self, stage: int, count: int, rank_before: int, rank_behind: int) -> None:
+        """`rank_before`, `rank_behind`: those of the whole group that have the stages beside this one."""
+        self.stage, self.count, self._rank_before, self._rank_behind = stage, count, rank_before, rank_behind
         self.bytes_sent = self.waited_ns = 0
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # memory that may still be read, oldest first
 
     def receive(self, out: torch.Tensor) -> None:
         """See `Stages`."""
         begun_ns = time.perf_counter_ns()
-        dist.recv(_as_bytes(out), self._before)
+        dist.recv(_as_bytes(out), self._rank_before)
         self.waited_ns += time.perf_counter_ns() - begun_ns
 
     def hand_on(self, x: torch.Tensor) -> None:
         """See `Stages`."""
         data = _as_bytes(x)
-        work = dist.isend(data, self._behind)
+        work = dist.isend(data, self._rank_behind)
         assert work is not None, "this process is in no group"
         self._sent.append((work, data))
         self.bytes_sent += data.nbytes
