@@ -24,6 +24,13 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], dict[str, Any]]] =
     "gateway-api": ("cpu", ("gateway-api",), (), {"gatewayApi": {"enabled": True}}),
     "service-monitor": ("cpu", ("service-monitor",), (), {"serviceMonitor": {"enabled": True}}),
     "keys": ("cpu", ("service-monitor", "keys"), ("values-keys.yaml",), {"serviceMonitor": {"enabled": True}}),
+    "tls": ("cpu", ("service-monitor", "tls"), ("values-tls.yaml",), {"serviceMonitor": {"enabled": True}}),
+    "tls-keys-ranks": (
+        "cpu",
+        ("ranks", "keys", "tls"),
+        ("values-keys.yaml", "values-tls.yaml"),
+        {"ranks": {"enabled": True}},
+    ),
     "hpa": ("cpu", ("hpa",), (), {"hpa": {"enabled": True}}),
     "keda": ("nvidia", ("keda",), ("values-nvidia.yaml",), {"keda": {"enabled": True}}),
     "ranks": ("cpu", ("ranks",), (), {"ranks": {"enabled": True}}),

@@ -130,18 +130,19 @@ def _tokens(text: str) -> list[str]:
 
 
 def _rendered(tokens: Iterator[str], scope: dict[str, Any]) -> list[str]:
-    """Up to the end of the block that has begun."""
+    """Up to the end of the block that has begun, and which of `end` and `else` that is."""
     made = [next(tokens)]
     for action in tokens:
-        if action == "end":
-            return made
+        if action in ("end", "else"):
+            return [*made, action]
         if action.startswith("if "):
-            inner = _rendered(tokens, scope)
-            made += inner if _value(action[3:], scope) else []
+            *inner, ending = _rendered(tokens, scope)
+            *other, _ = _rendered(tokens, scope) if ending == "else" else [ending]
+            made += inner if _value(action[3:], scope) else other
         elif match := re.fullmatch(r"range (\$\w+), (\$\w+) := (.*)", action):
             block = list(_until_end(tokens))
             for name, value in sorted(_value(match[3], scope).items()):
-                made += _rendered(iter([*block, "end"]), scope | {match[1]: name, match[2]: value})
+                made += _rendered(iter([*block, "end"]), scope | {match[1]: name, match[2]: value})[:-1]
         else:
             made.append(_shown(_value(action, scope)))
         made.append(next(tokens))

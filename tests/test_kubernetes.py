@@ -18,6 +18,7 @@ from deploy.kubernetes import make_chart
 from gateway_svc.config import GatewayConfig
 from gateway_svc.http.app import new_app
 from gateway_svc.http.generating import Service
+from octavo.commands import health
 from octavo.shared.command_line import Parser
 from octavo.shared.options import NOT_OPTIONS, add_arguments, from_namespace
 from protos import inference_pb2, worker_pb2
@@ -50,7 +51,7 @@ CONFIGS: dict[str, Any] = {"scheduler": SchedulerConfig, "worker": WorkerConfig,
 PORTS = {"scheduler": SchedulerConfig().port, "worker": WorkerConfig().port, "gateway": GatewayConfig().port}
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest that the chart takes, and the newest whose schema is here
 # Schemas of these are not in the package; the page says how they were checked once.
-CUSTOM = {"Gateway", "HTTPRoute", "LeaderWorkerSet", "ScaledObject", "ServiceMonitor"}
+CUSTOM = {"Certificate", "Gateway", "HTTPRoute", "Issuer", "LeaderWorkerSet", "ScaledObject", "ServiceMonitor"}
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -180,25 +181,55 @@ def test_services_get_options_that_they_take(case: str, manifests: list[Manifest
 
 @every_case
 def test_a_service_that_others_reach_is_locked_or_says_that_it_is_not(case: str, manifests: list[Manifest]) -> None:
-    there, volumes = named(manifests), {}
+    there = named(manifests)
+    has_keys, has_tls = (name in CASES[case][1] for name in ("keys", "tls"))
     for service, pod, container in serving(manifests):
         given = there["ConfigMap", f"octavo-{service}-options"]["data"]
-        options = from_namespace(CONFIGS[service], Namespace(), given)
-        locks = [name for name in ("keys_file", "token_file") if getattr(options, name, None) is not None]
-        assert options.insecure is (not locks)
-        assert bool(locks) is ("keys" in CASES[case][1] and service != "gateway")
-        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
-        for name, value in given.items():
-            if name.endswith("_FILE"):  # in a folder of the Secret that has it
-                folder, file = Path(value).parent, Path(value).name
-                (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == str(folder))
-                items = volumes[mount["name"]]["secret"]["items"]
-                assert {"key": file, "path": file} in items and mount["readOnly"] is True
+        options = vars(from_namespace(CONFIGS[service], Namespace(), given))
+        keys = {name for name in ("keys_file", "token_file") if options.get(name) is not None}
+        assert bool(keys) is (has_keys and service != "gateway")
+        assert (options["tls_cert_file"] is not None) is (has_tls and service != "gateway"), "HTTPS ends before it"
+        assert options["insecure"] is (not keys and options["tls_cert_file"] is None)
+        for name, path in ((name, path) for name, path in options.items() if isinstance(path, Path)):
+            assert path.name in files_in(container, pod, str(path.parent)), name
         if service == "worker":
-            assert "keys.yaml" not in str(volumes), "nothing that it need not know"
+            assert files_in(container, pod, "/access") == {"worker-token"}, "nothing that it need not know"
     for each in of_kind(manifests, "ServiceMonitor"):
-        has_key = "keys" in CASES[case][1] and each["metadata"]["name"] == "octavo-scheduler"
-        assert ("authorization" in each["spec"]["endpoints"][0]) is has_key
+        is_scheduler = each["metadata"]["name"] == "octavo-scheduler"
+        (endpoint,) = each["spec"]["endpoints"]
+        assert ("authorization" in endpoint) is (has_keys and is_scheduler)
+        assert (endpoint.get("scheme"), "tlsConfig" in endpoint) == (
+            ("https", True) if has_tls and is_scheduler else (None, False)
+        )
+
+
+def files_in(container: dict[str, Any], pod: dict[str, Any], folder: str) -> set[str]:
+    """What a Secret's volume there has: cert-manager's files, unless it says which."""
+    (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == folder)
+    assert mount["readOnly"] is True
+    (volume,) = (each["secret"] for each in pod["spec"]["volumes"] if each["name"] == mount["name"])
+    return {each["path"] for each in volume.get("items", [])} or {"tls.crt", "tls.key", "ca.crt"}
+
+
+def test_certificates_have_the_names_that_are_asked_for() -> None:
+    found = named(rendered("tls"))
+    names = {}
+    for service in ("scheduler", "worker", "gateway"):
+        spec = found["Certificate", f"octavo-{service}"]["spec"]
+        assert ("Issuer", spec["issuerRef"]["name"]) in found
+        names[service] = [*spec["dnsNames"], *spec["uris"]]
+        (pod,) = (pod for name, pod, _ in serving(list(found.values())) if name == service)
+        secrets = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+        assert spec["secretName"] in secrets
+    authority = found["Issuer", "octavo-authority"]["spec"]["ca"]["secretName"]
+    assert found["Certificate", "octavo-authority"]["spec"]["secretName"] == authority
+    of_scheduler, of_worker = (found["ConfigMap", f"octavo-{name}-options"]["data"] for name in ("scheduler", "worker"))
+    assert of_scheduler["OCTAVO_WORKER_TLS_NAME"] in names["worker"]
+    assert of_worker["OCTAVO_TLS_CLIENT_NAME"] in names["scheduler"]
+    assert "octavo-scheduler" in names["scheduler"], "by which the gateway calls it"
+    monitor = found["ServiceMonitor", "octavo-scheduler"]["spec"]["endpoints"][0]
+    assert monitor["tlsConfig"]["serverName"] in names["scheduler"]
+    assert "localhost" in names["scheduler"] and "localhost" in names["worker"], "by which probes call"
 
 
 @every_case
@@ -238,10 +269,22 @@ def test_probes_ask_what_is_there(case: str, manifests: list[Manifest]) -> None:
             if service == "gateway":
                 path = "/health" if name == "readinessProbe" else "/version"
                 assert probe["httpGet"] == {"path": path, "port": "http"}
-            else:
-                asked = readiness[service] if name == "readinessProbe" else ""
+                continue
+            asked = readiness[service] if name == "readinessProbe" else ""
+            if "tls" not in CASES[case][1]:
                 assert probe["grpc"] == {"port": PORTS[service], "service": asked}
-            assert probe["timeoutSeconds"] >= 5
+                continue
+            assert probe["exec"]["command"][:2] == ["octavo", "health"], "Kubernetes' own speak no TLS"
+            parser = Parser(prog="octavo health")
+            health.add_arguments(parser)
+            options = parser.parse_args(probe["exec"]["command"][2:])
+            assert (options.position, options.service) == (f"localhost:{PORTS[service]}", asked)
+            shown = [options.tls_client_cert_file, options.tls_client_key_file]
+            assert str(options.tls_ca_file) == "/tls/ca.crt"
+            assert [each and str(each) for each in shown] == (
+                ["/tls/tls.crt", "/tls/tls.key"] if service == "worker" else [None, None]
+            )
+        assert all(probe["timeoutSeconds"] >= 5 for probe in probes.values())
         startup = probes["startupProbe"]
         limit_s = startup["periodSeconds"] * startup["failureThreshold"]
         assert limit_s >= (1200 if service == "worker" else 60), "a large model takes long to load"

@@ -30,7 +30,13 @@ def test_the_chart_is_as_it_would_be_written_now() -> None:
     assert {path: (make_chart.CHART / path).read_text(encoding="utf-8") for path in chart} == chart, (
         "python -m deploy.kubernetes.make_chart"
     )
-    by_hand = {"values-nvidia.yaml", "values-one-node.yaml", "values-keys.yaml", "templates/NOTES.txt"}
+    by_hand = {
+        "values-nvidia.yaml",
+        "values-one-node.yaml",
+        "values-keys.yaml",
+        "values-tls.yaml",
+        "templates/NOTES.txt",
+    }
     there = {str(path.relative_to(make_chart.CHART)) for path in make_chart.CHART.rglob("*") if path.is_file()}
     assert there == {*chart, *by_hand}
 

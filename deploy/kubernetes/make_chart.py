@@ -5,6 +5,7 @@ Manifests say in comments what a chart makes of them, and are complete without i
     replicas: 2  # value worker.replicas: HELP    the chart's value of that path, with this default; a block as well
     # chart: TEXT                                 a line of the chart alone
     name: x  # chart: name: y                     another line in the chart
+    # tls: startupProbe                           the next is another under tls.enabled, that of components/tls
     # when EXPRESSION                             a document that the chart has under a condition, before its apiVersion
 
 Names begin with the release's in place of `octavo`.
@@ -23,7 +24,7 @@ import yaml
 HERE = Path(__file__).parent
 CHART = HERE / "chart"
 BASE = ("model", "worker", "scheduler", "gateway", "network")
-COMPONENTS = ("ingress", "gateway-api", "service-monitor", "hpa", "keda", "ranks")
+COMPONENTS = ("ingress", "gateway-api", "service-monitor", "tls", "hpa", "keda", "ranks")
 SERVICES = ("worker", "scheduler", "gateway")
 OPTIONS_HELP = "variables, such as OCTAVO_MAX_NUM_SEQS; a misspelt one stops the process at its start"
 # Values that no line of a manifest has a default for: path to default and help.
@@ -34,6 +35,7 @@ OF_THE_CHART: dict[str, tuple[Any, str]] = {
     "gatewayApi.enabled": (False, "in place of ingress"),
     "serviceMonitor.enabled": (False, "for the Prometheus operator"),
     "keys.enabled": (False, "with values-keys.yaml, which also says which files have them"),
+    "tls.enabled": (False, "with values-tls.yaml; needs cert-manager"),
     "hpa.enabled": (False, "with the Prometheus adapter and its rules, deploy/kubernetes/prometheus-adapter.yaml"),
     "keda.enabled": (False, "in place of hpa"),
     "ranks.enabled": (False, "workers of several ranks, each a pod, by LeaderWorkerSet; not with hpa or keda"),
@@ -43,8 +45,11 @@ _VALUE = re.compile(
 )
 _ALONE = re.compile(r"(\s*)# chart: (.*)")
 _INSTEAD = re.compile(r"(\s*).*  # chart: (.*)")
+_TLS = re.compile(r"(\s*)# tls: (\w+)")
 _WHEN = re.compile(r"# when (.*)\n")
-_NAMES = re.compile(r"\boctavo-(?=(?:worker|scheduler|gateway|models|fetch|ranks|access|hub|nothing-else)\b)")
+_NAMES = re.compile(
+    r"\boctavo-(?=(?:worker|scheduler|gateway|models|fetch|ranks|access|hub|self-signed|authority|nothing-else)\b)"
+)
 
 
 class Values:
@@ -105,17 +110,32 @@ def template(manifest: str, values: Values) -> str:
     documents = []
     for document in manifest.split("---\n"):
         condition = _WHEN.search(document)
-        lines = _lines(_WHEN.sub("", document).splitlines(), values)
+        lines = _lines(_WHEN.sub("", document).splitlines(), values, _tls_probes(yaml.safe_load(document)))
         text = "---\n" + "\n".join(lines) + "\n"
         documents.append(f"{{{{- if {condition[1]} }}}}\n{text}{{{{- end }}}}\n" if condition else text)
     return "".join(documents)
 
 
-def _lines(lines: list[str], values: Values) -> list[str]:
+def _tls_probes(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Name to probe, as components/tls patches those of a manifest."""
+    said = yaml.safe_load((HERE / "components/tls/kustomization.yaml").read_text(encoding="utf-8"))
+    target = {"kind": manifest["kind"], "name": manifest["metadata"]["name"]}
+    patches = [yaml.safe_load(patch["patch"]) for patch in said["patches"] if patch["target"] == target]
+    return {change["path"].rpartition("/")[2]: change["value"] for changes in patches for change in changes}
+
+
+def _lines(lines: list[str], values: Values, probes: dict[str, Any]) -> list[str]:
     made = []
     while lines:
         line, *lines = lines
-        if match := _VALUE.fullmatch(line):
+        if match := _TLS.fullmatch(line):
+            indent, name = match.groups()
+            block, rest = _block(len(indent), lines[1:])
+            probe = yaml.safe_dump({name: probes[name]}, sort_keys=False, width=1000).splitlines()
+            made += [f"{indent}{{{{- if .Values.tls.enabled }}}}", *(indent + each for each in probe)]
+            made += [f"{indent}{{{{- else }}}}", *_lines([lines[0], *block], values, probes), f"{indent}{{{{- end }}}}"]
+            lines = rest
+        elif match := _VALUE.fullmatch(line):
             block, lines = _block(len(match["start"]), lines)
             default = yaml.safe_load(match["default"] or "\n".join(block))
             values.add(match["path"], default, match["help"] or "")
