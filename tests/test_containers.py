@@ -235,7 +235,7 @@ def test_the_file_with_locks_gives_each_service_options_that_it_takes_and_its_ow
         variables = dict(line.split("=", 1) for line in services[name]["environment"])
         parser = Parser(prog=f"octavo {name}")
         add_arguments(parser, config)
-        options = from_namespace(config, parser.parse_args([]), variables)
+        options: Any = from_namespace(config, parser.parse_args([]), variables)
         files = {str(value) for value in vars(options).values() if isinstance(value, Path)}
         assert files == set(mounted) and (name == "gateway" or not options.insecure)
         if "healthcheck" in services[name]:
