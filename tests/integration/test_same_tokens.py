@@ -41,7 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
     "swap, lock-step, nothing cached": {
         "preemption_mode": "swap", "steps_in_flight": 1, "enable_prefix_caching": False, **SMALL_CACHE, **HOST
     },
-    "two ranks": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
     "two stages of two ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     "three stages, small chunks": {"pipeline_parallel_size": 3, "max_num_batched_tokens": 24, "max_num_seqs": 16},
