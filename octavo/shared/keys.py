@@ -66,7 +66,7 @@ class Keys:
 
     def find(self, token: str) -> Caller | None:
         """Whose key this is. Takes as long for any token: every key is compared, and none byte by byte."""
-        self._look_again()
+        self.look_again()
         digest, found = hash_of(token[:MAX_TOKEN_CHARS]), None
         for known, caller in self._callers.items():
             if hmac.compare_digest(known, digest):
@@ -85,7 +85,8 @@ class Keys:
             return None
         return self.find(text[len(_BEARER) :].strip())
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
+        """Reads the file where it has changed; once a second at most."""
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_AGAIN_S or not self._lock.acquire(blocking=False):
             return

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Iterator
 from http import HTTPStatus
 
 import structlog
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -49,6 +51,8 @@ class MetricsServer:
         self._keys, self._tls = keys, tls
         self._registry = CollectorRegistry()
         self._registry.register(collector)
+        if keys is not None or tls is not None:
+            self._registry.register(_AccessFiles(keys, tls))
         self._socket = _listening_socket(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -121,6 +125,23 @@ class MetricsServer:
         accept = fields.get("accept", "")
         encode, content_type = choose_encoder(accept)
         return _response(HTTPStatus.OK, content_type, encode(self._registry), is_head=method == "HEAD")
+
+
+class _AccessFiles(Collector):
+    """Whether keys and certificates that were changed could be read; the old ones are in force where they could not."""
+
+    def __init__(self, keys: Keys | None, tls: ServerTls | None) -> None:
+        self._files = {"keys": keys, "certificates": tls}
+
+    def collect(self) -> Iterator[Metric]:
+        """Looks at the files first."""
+        text = "Changed keys or certificates that could not be read, so that the old ones are in force"
+        failures = CounterMetricFamily("octavo:access_file_failures", text, labels=["file"])
+        for name, files in self._files.items():
+            if files is not None:
+                files.look_again()
+                failures.add_metric([name], files.num_failures)
+        yield failures
 
 
 def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool = False) -> bytes:

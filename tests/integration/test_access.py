@@ -178,6 +178,7 @@ def test_a_key_that_is_taken_away_or_added_counts_within_moments(served: Served)
     ask = pb.ListModelsRequest()
     served.keys_file.write_text("keys: [")
     time.sleep(2.2)
+    assert 'octavo:access_file_failures_total{file="keys"} 1.0' in scraped(served, "key of eyes")[1]
     assert served.inference.ListModels(ask, metadata=with_key("web")).models, "what was there stays in force"
     write_keys(served.keys_file, "shop")
     deadline = time.monotonic() + 10
