@@ -154,7 +154,7 @@ def metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:
     """In the format that was asked for."""
 
     async def respond(request: Request) -> Response:
-        content, content_type = service.metrics.text(request.headers.get("accept", ""))
+        content, content_type = service.metrics.text()
         return Response(content, headers={"content-type": content_type})
 
     return respond

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # of the library: where the processes keep their numbers
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -63,15 +63,14 @@ class GatewayMetrics:
             told.is_begun = True
             self._first.labels(path).observe(time.monotonic() - told.started_s)
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """And its content type."""
-        encode, content_type = choose_encoder(accept)
+    def text(self) -> tuple[bytes, str]:
+        """And its content type: never OpenMetrics, for which the library writes octavo_x for octavo:x."""
         registry = self._registry
         if folder := os.environ.get(SHARED_FOLDER):
             registry = CollectorRegistry()
             _forget_the_dead(Path(folder))
             multiprocess.MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]  # of the library
-        return encode(registry), content_type
+        return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 def _forget_the_dead(folder: Path) -> None:

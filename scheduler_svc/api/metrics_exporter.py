@@ -36,6 +36,7 @@ class EngineCollector(Collector):
             ("num_requests_running", "num_running", "Requests that have slots"),
             ("num_requests_waiting", "num_pending", "Requests that wait, or are to be computed again"),
             ("num_requests_swapped", "num_swapped", "Requests whose cache lies in host memory"),
+            ("num_workers", "num_workers", "Workers that have joined"),
             ("kv_cache_usage_perc", "device_usage", "Share of device cache blocks in use; 1 is all"),
             ("cpu_cache_usage_perc", "host_usage", "Share of host cache blocks in use; 1 is all"),
         ):

@@ -16,7 +16,7 @@ from http import HTTPStatus
 import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from octavo.shared.keys import CONTROL, METRICS, Keys
@@ -122,9 +122,8 @@ class MetricsServer:
             caller = self._keys.of_header(fields.get("authorization", ""))
             if caller is None or not caller.roles & {METRICS, CONTROL}:
                 return _response(HTTPStatus.UNAUTHORIZED, "text/plain", b"a key with role metrics is wanted\n")
-        accept = fields.get("accept", "")
-        encode, content_type = choose_encoder(accept)
-        return _response(HTTPStatus.OK, content_type, encode(self._registry), is_head=method == "HEAD")
+        # Never as OpenMetrics, whatever is asked for: the library then writes octavo_x for octavo:x.
+        return _response(HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry), method == "HEAD")
 
 
 class _AccessFiles(Collector):

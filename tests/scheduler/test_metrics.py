@@ -27,6 +27,7 @@ NAMES = {  # as dashboards know them; counters carry `_total` in the text
     "octavo:num_requests_running",
     "octavo:num_requests_waiting",
     "octavo:num_requests_swapped",
+    "octavo:num_workers",
     "octavo:kv_cache_usage_perc",
     "octavo:cpu_cache_usage_perc",
     "octavo:num_preemptions",

@@ -54,7 +54,9 @@ def test_what_else_is_asked(server: MetricsServer) -> None:
         body = response.read()
         assert response.status == status and (method == "HEAD") == (not body)
     connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert connection.getresponse().read().endswith(b"# EOF\n")
+    answer = connection.getresponse()
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b"octavo:things_total 7.0" in answer.read()
 
 
 @pytest.mark.parametrize("head", [b"\r\n\r\n", b"\xff\xfe \x00\r\n\r\n", b"GET\r\n\r\n"])
