@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import grpc
 
+from octavo.shared.keys import LOOK_AGAIN_S
 from octavo.shared.rpc import behaviour
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.open_calls import Call, OpenCalls
@@ -32,6 +34,7 @@ LARGE = frozenset(f"/octavo.v1.Inference/{name}" for name in ("Generate", "Token
 MAX_OTHER_BYTES = 65_536  # of a request that is read here, on the event loop: 2 ms for the worst bytes
 PATIENT = frozenset({"/octavo.v1.Inference/GenerateMany"})  # decide themselves how long they wait for the next message
 GIVES_WAY = frozenset({"/grpc.health.v1.Health/Watch"})  # may stay open for ever, while nobody else needs its place
+ENDLESS = frozenset({"/octavo.v1.Control/WatchSteps"})  # need their key for as long as they last
 REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
 
@@ -83,16 +86,22 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         self, refusal: RequestRefused, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> None:
         async with refusals(context):
-            with self._calls.open(context.peer()):
-                raise refusal
+            with self._calls.open(context.peer()) as call:
+                try:
+                    async with refusals(context):
+                        raise refusal
+                except grpc.aio.AbortError:
+                    # It waited for that: else wrong keys that come through a proxy cut the connection of all others.
+                    call.is_useful = True
+                    raise
 
     def _guard(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         behave = behaviour(handler)
         guarded: Any
         if inspect.isasyncgenfunction(behave):
-            guarded = self._guarded_generator(behave, self._reader(handler, method), gives_way=method in GIVES_WAY)
+            guarded = self._guarded_generator(behave, self._reader(handler, method), method)
         elif inspect.iscoroutinefunction(behave):
-            guarded = self._guarded_coroutine(behave, self._reader(handler, method))
+            guarded = self._guarded_coroutine(behave, self._reader(handler, method), method)
         else:
             return handler
         wrap = (
@@ -104,9 +113,9 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         deserialize = self._parser(handler, method) if handler.request_streaming else None
         return wrap(guarded, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
-    def _guarded_coroutine(self, behave: Behave, read: _Reader) -> Behave:
+    def _guarded_coroutine(self, behave: Behave, read: _Reader, method: str) -> Behave:
         async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
-            async with refusals(context):
+            async with refusals(context), self._while_allowed(method, context):
                 with self._calls.open(context.peer()) as call:
                     # The request belongs to the method alone: whoever holds it here does so for the call's whole life.
                     try:
@@ -119,9 +128,11 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
 
         return guarded
 
-    def _guarded_generator(self, behave: Behave, read: _Reader, gives_way: bool) -> Behave:
+    def _guarded_generator(self, behave: Behave, read: _Reader, method: str) -> Behave:
+        gives_way = method in GIVES_WAY
+
         async def guarded(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            async with refusals(context):
+            async with refusals(context), self._while_allowed(method, context):
                 with self._calls.open(context.peer(), give_way=_cancel_this_task() if gives_way else None) as call:
                     try:
                         async for response in behave(await read(requests, context, call), context):
@@ -136,6 +147,35 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
                     call.is_useful = True
 
         return guarded
+
+    @asynccontextmanager
+    async def _while_allowed(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """A stream without an end does not outlive its key. Raises RequestRefused, on the way out."""
+        if self._authority is None or method not in ENDLESS:
+            yield
+            return
+        authority, metadata = self._authority, context.invocation_metadata()
+        refused: list[RequestRefused] = []
+        stop = _cancel_this_task()
+
+        async def look() -> None:
+            while not refused:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                try:
+                    authority.check(method, metadata)
+                except RequestRefused as refusal:
+                    refused.append(refusal)
+                    stop()
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if refused:
+                raise refused[0] from None
+            raise
+        finally:
+            looking.cancel()
 
     def _reader(self, handler: grpc.RpcMethodHandler, method: str) -> _Reader:
         read = self._parser(handler, method)

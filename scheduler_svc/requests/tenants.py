@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from scheduler_svc.errors import FieldViolation, InvalidRequest, Unauthenticated
+from scheduler_svc.errors import FieldViolation, InvalidRequest, NotAllowed, Unauthenticated
 
 if TYPE_CHECKING:  # a command line is read without it
     from octavo.shared.keys import Caller, Keys
@@ -64,8 +64,11 @@ class Tenants:
 
     @staticmethod
     def _caller(keys: Keys, metadata: Metadata | None) -> Caller:
+        """Looked up for each request: a call of many may be older than what the file says now."""
         if (caller := keys.of_metadata(metadata)) is None:
             raise Unauthenticated("the key of this call is not known")
+        if "inference" not in caller.roles:
+            raise NotAllowed(f"key {caller.name!r} is not for requests any more")
         return caller
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 import urllib.error
 import urllib.request
@@ -173,9 +174,25 @@ def test_metrics_are_for_keys_with_that_role(served: Served) -> None:
         assert status == 200 and "octavo:num_requests_running" in text
 
 
+def test_wrong_keys_cost_nobody_else_the_connection(served: Served) -> None:
+    """A gateway has one for all of its clients, and passes on what keys they bring."""
+    watching = served.control.WatchSteps(pb.WatchStepsRequest(), metadata=with_key("ops"))
+    ask = served.inference.ListModels
+    for _ in range(20):
+        for call in [ask.future(pb.ListModelsRequest(), metadata=with_key("nobody")) for _ in range(100)]:
+            assert call.code() is CODE.UNAUTHENTICATED
+    served.generate("web")
+    assert next(watching)
+    watching.cancel()
+
+
 def test_a_key_that_is_taken_away_or_added_counts_within_moments(served: Served) -> None:
     """The last test of this server."""
     ask = pb.ListModelsRequest()
+    sent: queue.SimpleQueue[pb.GenerateManyRequest] = queue.SimpleQueue()
+    many = served.inference.GenerateMany(iter(sent.get, None), metadata=with_key("web"))
+    generate = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=PROMPT)).SerializeToString()
+    watching = served.control.WatchSteps(pb.WatchStepsRequest(), metadata=with_key("ops"))
     served.keys_file.write_text("keys: [")
     time.sleep(2.2)
     assert 'octavo:access_file_failures_total{file="keys"} 1.0' in scraped(served, "key of eyes")[1]
@@ -191,6 +208,14 @@ def test_a_key_that_is_taken_away_or_added_counts_within_moments(served: Served)
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert served.inference.ListModels(ask, metadata=with_key("shop")).models
+    # Nor does it count for what was open.
+    sent.put(pb.GenerateManyRequest(key=1, request=generate))
+    ((part,),) = ([*message.parts] for message in [next(many)])
+    assert part.ending.code == CODE.UNAUTHENTICATED.value[0]
+    many.cancel()
+    with pytest.raises(grpc.RpcError) as raised:
+        list(watching)
+    assert raised.value.code() is CODE.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("flags", [[], ["--frontends=2"]])

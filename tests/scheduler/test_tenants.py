@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
+import yaml
 
+from octavo.shared.keys import Keys, hash_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.errors import DuplicateRequest, InvalidRequest
+from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotAllowed
 from scheduler_svc.requests.tenants import Tenants
 from tests.fakes import FakeWorker
 from tests.integration.scheduler_process import scheduler
@@ -22,6 +25,13 @@ from tests.scheduler.hand_turned_loop import Loop
 def test_clients_are_believed_where_nobody_else_says_it() -> None:
     tenants = Tenants()
     assert tenants.of_call([("x-tenant", "a")]) is None and tenants.check(None, "b") == "b"
+
+
+def test_a_call_that_is_older_than_the_roles_of_its_key_brings_no_more_requests(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [{"name": "eyes", "sha256": hash_of("a key"), "roles": ["metrics"]}]}))
+    with pytest.raises(NotAllowed, match="key 'eyes' is not for requests any more"):
+        Tenants(keys=Keys(path)).of_call([("authorization", "Bearer a key")])
 
 
 def test_the_metadata_says_it_and_the_request_may_only_agree() -> None:
