@@ -59,6 +59,8 @@ def test_what_is_no_known_key(metadata: Any, tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("keys: [", "is no YAML"),
+        ("keys: [{name: 2026-13-45}]", "is no YAML: month must be"),
+        ("[" * 3000, "is no YAML"),
         ("- a", "a list of entries under `keys`"),
         ("keys: []\nother: 1", "a list of entries under `keys`"),
         ("keys: [1]", "a list of entries under `keys`"),
@@ -96,6 +98,30 @@ def test_a_file_is_read_again_when_it_changes_and_the_old_keys_stay_while_it_can
     write(path, entry("a"))
     clock.now_s += LOOK_AGAIN_S
     assert keys.find("key of a") and not keys.find("key of b") and keys.num_failures == 2
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = write(tmp_path / "k", entry("a")), Clock()
+    keys = Keys(path, clock)
+    write(path, entry("b"))
+    with monkeypatch.context() as away:
+        away.setattr(Path, "read_text", fails)
+        for _ in range(3):
+            clock.now_s += LOOK_AGAIN_S
+            assert keys.find("key of a") and keys.num_failures == 1
+    clock.now_s += LOOK_AGAIN_S
+    assert keys.find("key of b") and not keys.find("key of a")
+    before = path.stat()  # as after rsync, which keeps the time of a file; here its size is the same as well
+    path.write_text(path.read_text().replace(hash_of("key of b"), hash_of("key of c")))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    clock.now_s += LOOK_AGAIN_S
+    assert keys.find("key of c") and not keys.find("key of b")
+
+
+def fails(*arguments: object, **options: object) -> str:
+    raise PermissionError(13, "Permission denied")
 
 
 def test_the_command_makes_lists_and_removes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -102,6 +104,75 @@ def test_new_files_count_and_broken_ones_leave_the_old_in_force(certs: Path) -> 
     shutil.copy(certs / "worker.key", certs / "scheduler.key")
     tls.look_again()
     assert shown_to_a_client(context) == der(certs / "worker.pem") and tls.num_failures == 2
+
+
+def test_files_that_are_replaced_while_they_are_read_or_do_not_count_yet_are_read_again(
+    certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, old = Clock(), der(certs / "scheduler.pem")
+    tls = ServerTls(files(certs), clock)
+    context = tls.context()
+
+    def replaced_meanwhile(path: Path) -> bytes:
+        data = read_bytes(path)
+        if path.name == "scheduler.key":  # the certificate was read; these two are what is tried on each other
+            shutil.copy(certs / "worker.pem", certs / "scheduler.pem")
+            shutil.copy(certs / "worker.key", certs / "scheduler.key")
+        return data
+
+    read_bytes = Path.read_bytes
+    (certs / "scheduler.pem").touch()
+    clock.now_s += LOOK_AGAIN_S
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "read_bytes", replaced_meanwhile)
+        tls.look_again()
+    assert shown_to_a_client(context) == old and tls._contents[0] != (certs / "worker.pem").read_bytes()
+    for fault in (ssl.SSLError(1, "not yet valid"), OSError(5, "Input/output error")):
+        with monkeypatch.context() as now:
+            now.setattr(ssl.SSLObject, "do_handshake", Mock(side_effect=fault))
+            clock.now_s += LOOK_AGAIN_S
+            tls.look_again()
+        assert shown_to_a_client(context) == old and tls.num_failures == 1
+    clock.now_s += LOOK_AGAIN_S
+    tls.look_again()
+    assert shown_to_a_client(context) == der(certs / "worker.pem")
+
+
+def test_authorities_of_clients_that_are_taken_away_count_for_new_connections(certs: Path, tmp_path: Path) -> None:
+    """Of servers that are not gRPC's, too."""
+    other, clock = tmp_path / "other", Clock()
+    assert main(["certs", str(other)]) == 0
+    tls = ServerTls(files(certs, ca="ca"), clock)
+    context = tls.context()
+    assert is_let_in(context, certs) and not is_let_in(context, other)
+    shutil.copy(other / "ca.pem", certs / "ca.pem")
+    clock.now_s += LOOK_AGAIN_S
+    tls.look_again()
+    assert is_let_in(context, other) and not is_let_in(context, certs)
+
+
+def is_let_in(context: ssl.SSLContext, folder: Path) -> bool:
+    """Whether the certificate of the client in `folder` is accepted."""
+    anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    anybody.load_cert_chain(folder / "client.pem", folder / "client.key")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = anybody.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True)
+    try:
+        for end in (client, server, client):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+        server.do_handshake()
+    except ssl.SSLCertVerificationError:
+        return False
+    return True
+
+
+def test_a_key_with_a_pass_phrase_is_refused_without_a_question(certs: Path) -> None:
+    encrypt = ["openssl", "ec", "-in", "scheduler.key", "-aes256", "-passout", "pass:secret", "-out", "locked.key"]
+    subprocess.run(encrypt, cwd=certs, check=True, capture_output=True)
+    with pytest.raises(TlsError, match=r"locked\.key"):
+        ServerTls(files(certs, key="locked"))
 
 
 def test_versions_before_1_2_are_refused(certs: Path) -> None:

@@ -63,6 +63,7 @@ class Keys:
         self._callers = read_keys(path)
         self._looked_s = clock()
         self.num_failures = 0  # of reading it again
+        self._failed: tuple[int, ...] | None = None  # the stamp of the last one
 
     def find(self, token: str) -> Caller | None:
         """Whose key this is. Takes as long for any token: every key is compared, and none byte by byte."""
@@ -95,14 +96,16 @@ class Keys:
             stamp = _stamp(self._path)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp
             before, self._callers = self._callers, read_keys(self._path)
+            self._stamp, self._failed = stamp, None
             came = sorted({caller.name for caller in self._callers.values()} - _names(before))
             went = sorted(_names(before) - _names(self._callers))
             log.info("keys were read again", file=str(self._path), keys=len(self._callers), new=came, gone=went)
-        except KeysFileError as error:
-            self.num_failures += 1
-            log.error("keys stay as they were", why=str(error))
+        except KeysFileError as error:  # it is tried again: a file system may be away for a moment
+            if stamp != self._failed:
+                self.num_failures += 1
+                log.error("keys stay as they were", why=str(error))
+            self._failed = stamp
         finally:
             self._lock.release()
 
@@ -112,12 +115,12 @@ def _names(callers: dict[str, Caller]) -> set[str]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the file does."""
+    """Changes when the file does, or who may read it."""
     try:
         found = path.stat()
     except OSError:
         return ()
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def new_key() -> str:
@@ -155,7 +158,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise KeysFileError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text in UTF-8'}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that is none, and what has no end
         raise KeysFileError(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
     entries = data.get("keys") if isinstance(data, dict) and set(data) == {"keys"} else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

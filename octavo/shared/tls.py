@@ -48,10 +48,10 @@ class ServerTls:
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises TlsError."""
         self._files, self._clock, self._lock = files, clock, threading.Lock()
-        self._contexts: list[ssl.SSLContext] = []
         self._stamp, self._looked_s = _stamp(files), clock()
-        self._contents = _read(files)
+        self._contents, self._newest = _read(files)
         self.num_failures = 0  # of reading them again
+        self._failed: tuple[object, ...] | None = None  # the stamp of the last one
 
     def credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server; each connection gets the newest certificate."""
@@ -68,9 +68,13 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, self._files.client_ca is not None)
 
     def context(self) -> ssl.SSLContext:
-        """For any other server; `look_again` brings it new certificates."""
+        """For any other server; after `look_again` it shows new certificates, and asks for those of new authorities."""
         context = _context(self._files)
-        self._contexts.append(context)
+
+        def take_newest(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            connection.context = self._newest
+
+        context.sni_callback = take_newest  # called for clients that send no name, too
         return context
 
     def look_again(self) -> None:
@@ -82,17 +86,16 @@ class ServerTls:
             self._looked_s, stamp = now_s, _stamp(self._files)
             if stamp == self._stamp:
                 return
-            contents = _read(self._files)
-            self._stamp = stamp
-            for context in self._contexts:
-                context.load_cert_chain(self._files.cert, self._files.key)
-            self._contents = contents
+            contents, context = _read(self._files)
+            if stamp != _stamp(self._files):
+                return  # they are being replaced: what was read may not be what was tried
+            self._contents, self._newest, self._stamp, self._failed = contents, context, stamp, None
             log.info("certificates were read again", file=str(self._files.cert))
-        except TlsError as error:
-            if stamp != self._stamp:
+        except TlsError as error:  # they are tried again: a certificate may begin later
+            if stamp != self._failed:
                 self.num_failures += 1
                 log.error("certificates stay as they were", why=str(error))
-                self._stamp = stamp
+            self._failed = stamp
         finally:
             self._lock.release()
 
@@ -123,21 +126,20 @@ def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCe
 
 
 def _stamp(files: TlsFiles) -> tuple[object, ...]:
-    """Changes when one of them does."""
+    """Changes when one of them does, or who may read it."""
     stamp: list[object] = []
     for path in files.all:
         with contextlib.suppress(OSError):
             found = path.stat()
-            stamp.append((str(path), found.st_mtime_ns, found.st_size, found.st_ino))
+            stamp.append((str(path), found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino))
     return tuple(stamp)
 
 
-def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
-    """Certificate, key and authorities, which fit each other. Raises TlsError."""
+def _read(files: TlsFiles) -> tuple[tuple[bytes, bytes, bytes | None], ssl.SSLContext]:
+    """Certificate, key and authorities, which fit each other, and a context with them. Raises TlsError."""
     cert, key = _bytes_of(files.cert), _bytes_of(files.key)
     client_ca = None if files.client_ca is None else _bytes_of(files.client_ca)
-    _try_on_each_other(files)
-    return cert, key, client_ca
+    return (cert, key, client_ca), _try_on_each_other(files)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -150,18 +152,18 @@ def _bytes_of(path: Path) -> bytes:
 def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(files.cert, files.key)
+    context.load_cert_chain(files.cert, files.key, password=str)  # none: OpenSSL would ask for it on the terminal
     if files.client_ca is not None:
         context.load_verify_locations(files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def _try_on_each_other(files: TlsFiles) -> None:
+def _try_on_each_other(files: TlsFiles) -> ssl.SSLContext:
     """A handshake in memory with a client that trusts this very certificate: it fails over another key, and over a time
     that is past or has not begun. Raises TlsError."""
     try:
-        _context(files)  # authorities that are none
+        context = _context(files)  # authorities that are none
         server_side = _context(TlsFiles(files.cert, files.key))
         client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client_side.check_hostname = False
@@ -174,6 +176,7 @@ def _try_on_each_other(files: TlsFiles) -> None:
                 with contextlib.suppress(ssl.SSLWantReadError):
                     end.do_handshake()
                     ends.remove(end)
+        return context
     except ssl.SSLCertVerificationError as error:
         raise TlsError(f"{files.cert}: {error.verify_message}") from None
     except (ssl.SSLError, OSError) as error:
