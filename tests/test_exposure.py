@@ -34,12 +34,23 @@ def test_an_open_service_is_refused_or_warned_of(host: str, capsys: pytest.Captu
 
 def test_every_service_asks(tmp_path: Path) -> None:
     here = "0.0.0.0"
-    with pytest.raises(OptionError, match="--keys-file and --tls-cert-file lock it"):
+    with pytest.raises(OptionError, match="--keys-file and --tls-client-ca-file lock it"):
         scheduler.main(SchedulerConfig(host=here, worker=("127.0.0.1:1",)))
-    with pytest.raises(OptionError, match="--token-file and --tls-cert-file lock it"):
+    with pytest.raises(OptionError, match="--token-file and --tls-client-ca-file lock it"):
         worker.main(WorkerConfig(host=here, model=str(tmp_path)))
     with pytest.raises(OptionError, match="--tls-cert-file lock it"):
         gateway.main(GatewayConfig(host=here))
     # With a lock each goes on to the next thing that is wrong.
     with pytest.raises(OptionError, match=r"--keys-file: .*nowhere"):
         scheduler.main(SchedulerConfig(host=here, worker=("127.0.0.1:1",), keys_file=tmp_path / "nowhere"))
+
+
+def test_tls_alone_is_no_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says who a service is, and nothing of who calls."""
+    cert, key = tmp_path / "a.pem", tmp_path / "a.key"
+    with pytest.raises(OptionError, match="--token-file and --tls-client-ca-file lock it"):
+        worker.main(WorkerConfig(host="0.0.0.0", model=str(tmp_path), tls_cert_file=cert, tls_key_file=key))
+    config = SchedulerConfig(host="0.0.0.0", worker=("127.0.0.1:1",), tls_cert_file=cert, tls_key_file=key)
+    with pytest.raises(OptionError, match=r"TLS: .*a\.pem"):
+        scheduler.main(config)
+    assert "everybody who reaches this port may use it" in "".join(capsys.readouterr())

@@ -125,8 +125,9 @@ def main(config: WorkerConfig) -> int:
     is_rank = config.num_ranks > 1 and "RANK" in os.environ
     logging.configure(config.log_level, **({"rank": os.environ["RANK"]} if is_rank else {}))
     if not is_rank or os.environ["RANK"] == "0":  # others listen to nobody
-        is_locked = config.token_file is not None or config.tls_cert_file is not None
-        locks = "--token-file and --tls-cert-file"
+        # A certificate of its own tells a stranger that this is the worker that it means to take.
+        is_locked = config.token_file is not None or config.tls_client_ca_file is not None
+        locks = "--token-file and --tls-client-ca-file"
         check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks=locks)
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
