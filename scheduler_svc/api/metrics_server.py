@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from octavo.shared.few_lines import FewLines
 from octavo.shared.keys import CONTROL, METRICS, Keys
 from octavo.shared.ports import BindError
 from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, server_tls
@@ -48,7 +49,7 @@ class MetricsServer:
         tls: ServerTls | None = None,
     ) -> None:
         """`keys`: only who brings one with role metrics or control is answered; None: everybody is."""
-        self._keys, self._tls = keys, tls
+        self._keys, self._tls, self._strangers = keys, tls, FewLines()
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         if keys is not None or tls is not None:
@@ -121,7 +122,10 @@ class MetricsServer:
         if self._keys is not None:
             caller = self._keys.of_header(fields.get("authorization", ""))
             if caller is None or not caller.roles & {METRICS, CONTROL}:
-                return _response(HTTPStatus.UNAUTHORIZED, "text/plain", b"a key with role metrics is wanted\n")
+                status = HTTPStatus.UNAUTHORIZED if caller is None else HTTPStatus.FORBIDDEN
+                name = None if caller is None else caller.name
+                self._strangers.write(log.info, "metrics refused", code=status.phrase, key=name)
+                return _response(status, "text/plain", b"a key with role metrics is wanted\n")
         # Never as OpenMetrics, whatever is asked for: the library then writes octavo_x for octavo:x.
         return _response(HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry), method == "HEAD")
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import structlog
 
 from octavo.shared.keys import LOOK_AGAIN_S
 from octavo.shared.rpc import behaviour
@@ -88,8 +89,9 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         async with refusals(context):
             with self._calls.open(context.peer()) as call:
                 try:
-                    async with refusals(context):
-                        raise refusal
+                    with structlog.contextvars.bound_contextvars(peer=context.peer()):
+                        async with refusals(context):
+                            raise refusal
                 except grpc.aio.AbortError:
                     # It waited for that: else wrong keys that come through a proxy cut the connection of all others.
                     call.is_useful = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple, NoReturn
 
@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from octavo.shared import log as logging
+from octavo.shared.few_lines import FewLines
 from scheduler_svc.errors import (
     DuplicateRequest,
     InvalidRequest,
@@ -50,6 +51,7 @@ MAX_TEXT_BYTES = 500
 MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
 DOMAIN = "octavo.v1"
 TOO_LONG = "PROMPT_TOO_LONG"  # with a shorter one the same request would be taken
+_strangers = FewLines()  # for the event loop that serves
 DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
 
 
@@ -79,7 +81,8 @@ def refusal_of(error: Exception) -> Refusal:
     """
     if isinstance(error, RequestRefused):
         code, message = STATUS_CODES[type(error)], _shortened(str(error))
-        log.info("request refused", code=code.name, **_loggable(error))
+        write = _strangers.write if isinstance(error, Unauthenticated) else _every_line
+        write(log.info, "request refused", code=code.name, **_loggable(error))
         return Refusal(code, message, _details(code, message, error))
     log.error("request failed", exception=logging.trace(error))
     return Refusal(grpc.StatusCode.INTERNAL, "the server failed over this request; its log says why")
@@ -97,6 +100,10 @@ async def _abort(context: grpc.aio.ServicerContext, refusal: Refusal) -> NoRetur
         log.debug("client is gone before its refusal")
         raise asyncio.CancelledError from None
     raise AssertionError("aborted calls do not come here")
+
+
+def _every_line(line: Callable[..., object], event: str, **fields: object) -> None:
+    line(event, **fields)
 
 
 def _loggable(error: RequestRefused) -> dict[str, object]:

@@ -168,7 +168,8 @@ def scraped(served: Served, key: str | None) -> tuple[int, str]:
 
 
 def test_metrics_are_for_keys_with_that_role(served: Served) -> None:
-    assert scraped(served, None) == scraped(served, "key of web") == (401, "Bearer")
+    assert scraped(served, None) == scraped(served, "key of nobody") == (401, "Bearer")
+    assert scraped(served, "key of web")[0] == 403
     for name in ("eyes", "ops"):
         status, text = scraped(served, f"key of {name}")
         assert status == 200 and "octavo:num_requests_running" in text

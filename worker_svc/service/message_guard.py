@@ -14,10 +14,12 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from octavo.shared.few_lines import FewLines
 from octavo.shared.rpc import behaviour
 from worker_svc.service.door import HEALTH, Door
 
 log = structlog.get_logger()
+_strangers = FewLines()  # for the event loop that serves
 
 Read = Callable[[bytes], Any]
 Behavior = Callable[..., Any]
@@ -109,7 +111,7 @@ async def _look_at_peer(door: Door, method: str, context: grpc.aio.ServicerConte
 
 
 async def _turn_away(refusal: str, requests: object, context: grpc.aio.ServicerContext) -> NoReturn:
-    log.warning("a call was turned away", peer=context.peer(), why=refusal)
+    _strangers.write(log.warning, "a call was turned away", peer=context.peer(), why=refusal)
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
     raise AssertionError("abort has raised")
 
