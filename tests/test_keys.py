@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -151,6 +152,37 @@ def test_the_command_makes_lists_and_removes_keys(tmp_path: Path, capsys: pytest
     assert run("remove", "web")[0] == 0 and not Keys(path).find(key)
     path.write_text("keys: 1")
     assert run("add", "web")[0] == 2 and path.read_text() == "keys: 1"  # left for whoever wrote it
+
+
+def test_a_file_stays_whose_it_was_and_a_link_stays_one(tmp_path: Path) -> None:
+    path, link = tmp_path / "folder" / "keys.yaml", tmp_path / "keys.yaml"
+    path.parent.mkdir()
+    link.symlink_to(path)
+    write(path, entry("a"))
+    path.chmod(0o640)
+    owner = (os.geteuid() or 10001, os.getegid())  # as for a container of another user
+    os.chown(path, *owner)
+    assert main(["keys", "add", str(link), "b"]) == 0
+    found = path.stat()
+    assert (found.st_uid, found.st_gid) == owner and found.st_mode & 0o777 == 0o640
+    assert link.is_symlink() and len(read_keys(link)) == 2
+    assert [each.name for each in path.parent.iterdir()] == ["keys.yaml"]
+
+
+def test_changes_at_the_same_time_all_count(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    adding = [Thread(target=main, args=(["keys", "add", str(path), f"key-{number}"],)) for number in range(20)]
+    for thread in adding:
+        thread.start()
+    for thread in adding:
+        thread.join()
+    assert len(read_keys(path)) == 20
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "add", str(tmp_path / "no" / "keys.yaml"), "a"]) == 2
+    said = capsys.readouterr().err
+    assert "No such file or directory" in said and "Traceback" not in said
 
 
 def test_keys_are_long_and_never_the_same() -> None:

@@ -48,6 +48,8 @@ def http_error(failure: RequestFailed, names: Mapping[str, str]) -> HttpError:
     meaning = _MEANINGS.get(failure.code, _OTHERWISE)
     if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in failure.message:
         meaning = _Meaning(413, errors.INVALID, "request_too_large")  # gRPC's own words for one message
+    if failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and "metadata size exceeds" in failure.message:
+        meaning = _Meaning(431, errors.INVALID, "request_too_large")  # likewise, of a key that is none
     param = _param(failure, names)
     code = "context_length_exceeded" if failure.reason == TOO_LONG else meaning.code
     headers = _retry_headers(failure) if meaning.retries else ()

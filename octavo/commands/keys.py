@@ -35,28 +35,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises OptionError for a file that cannot be used."""
-    from octavo.shared.keys import KeysFileError, read_entries, read_keys, write_entries
+    from octavo.shared.keys import KeysFileError, alone_with
 
     path: Path = arguments.file
     try:
         if arguments.action == "list":
             _print_all(path, as_json=arguments.json)
             return 0
-        is_new = arguments.action == "add" and not path.exists()
-        if not is_new:
-            read_keys(path)  # one that no server would take is not written to
-        entries = [] if is_new else read_entries(path)
-        if arguments.action == "add":
-            _add(arguments, entries)
-            return 0
-        left = [entry for entry in entries if entry["name"] != arguments.name]
-        if len(left) == len(entries):
-            raise OptionError(f"{path} has no key {arguments.name!r}")
-        write_entries(path, left)
-        print(json.dumps({"name": arguments.name}) if arguments.json else f"{arguments.name} is removed")
+        with alone_with(path):
+            _change(path, arguments)
         return 0
     except KeysFileError as error:
         raise OptionError(str(error)) from None
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+
+
+def _change(path: Path, arguments: argparse.Namespace) -> None:
+    from octavo.shared.keys import read_entries, read_keys, write_entries
+
+    is_new = arguments.action == "add" and not path.exists()
+    if not is_new:
+        read_keys(path)  # one that no server would take is not written to
+    entries = [] if is_new else read_entries(path)
+    if arguments.action == "add":
+        _add(arguments, entries)
+        return
+    left = [entry for entry in entries if entry["name"] != arguments.name]
+    if len(left) == len(entries):
+        raise OptionError(f"{path} has no key {arguments.name!r}")
+    write_entries(path, left)
+    print(json.dumps({"name": arguments.name}) if arguments.json else f"{arguments.name} is removed")
 
 
 def _add(arguments: argparse.Namespace, entries: list[dict[str, object]]) -> None:

@@ -13,6 +13,8 @@ stays in force while the file cannot be read.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
@@ -20,7 +22,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,12 +169,36 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 
 def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Replaces the file at once, readable by this user alone. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(yaml.safe_dump({"keys": entries}, sort_keys=False))
-    partial.replace(path)
+    """Replaces the file at once. A new one is readable by this user alone; one that was there stays whose it was: a
+    server that could not read it would go on with keys that are gone. Raises OSError."""
+    path = path.resolve()  # a link stays one
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            if path.exists():
+                before = path.stat()
+                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), before.st_mode & 0o777)
+            file.write(yaml.safe_dump({"keys": entries}, sort_keys=False))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """While nobody else changes files of that folder by `octavo keys`: of two changes one would be lost. Raises
+    OSError."""
+    folder = os.open(path.resolve().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _caller(entry: dict[str, Any], where: str) -> tuple[str, Caller]:

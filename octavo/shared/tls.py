@@ -112,10 +112,11 @@ def client_credentials(
 
 
 def check_name(auth_context: Mapping[str, Iterable[bytes]], allowed: Iterable[str]) -> str | None:
-    """Of the names in a peer's certificate (DNS names, URIs as SPIFFE has them, the common name) one that is allowed;
-    None: there is none."""
+    """Of the names in a peer's certificate (DNS names, URIs as SPIFFE has them) one that is allowed; None: none is. The
+    common name counts where there is no other: authorities look less at it."""
     fields = ("x509_subject_alternative_name", "x509_common_name")
-    names = [name.decode(errors="replace") for field in fields for name in auth_context.get(field, ())]
+    shown = next((found for field in fields if (found := list(auth_context.get(field, ())))), [])
+    names = [name.decode(errors="replace") for name in shown]
     known = set(allowed)
     return next((name for name in names if name in known), None)
 

@@ -273,6 +273,7 @@ CODE = grpc.StatusCode
         (CODE.NOT_FOUND, "model 'x' is not served here", (), (404, "model", "model_not_found")),
         (CODE.RESOURCE_EXHAUSTED, "too many wait", details(RETRY), (429, None, "rate_limit_exceeded")),
         (CODE.RESOURCE_EXHAUSTED, "Received message larger than max (2 vs. 1)", (), (413, None, "request_too_large")),
+        (CODE.RESOURCE_EXHAUSTED, "received metadata size exceeds hard limit", (), (431, None, "request_too_large")),
         (CODE.DEADLINE_EXCEEDED, "too late", (), (504, None, "timeout")),
         (CODE.INTERNAL, "its log says why", (), (500, None, None)),
     ],
