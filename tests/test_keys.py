@@ -199,6 +199,14 @@ def test_a_client_sends_no_key_in_plain_text_to_another_machine(address: str) ->
     Client(address).close()
 
 
+@pytest.mark.parametrize("url", ["http://10.0.0.1:1/v1", "http://127.0.0.1@host/v1"])
+def test_nor_over_http(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "secret")
+    assert main(["bench", "serve", "--url", url, "--requests=1", "--timeout-s=0.1"]) == 1
+    said = capsys.readouterr().err
+    assert f"{url} is another machine" in said and "secret" not in said
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/tmp/socket", "dns:///localhost:1"])
 def test_this_machine_may_have_it(address: str) -> None:
     with Client(address, api_key="secret") as client:

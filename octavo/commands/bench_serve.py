@@ -232,7 +232,7 @@ def _target(arguments: argparse.Namespace) -> GrpcTarget | HttpTarget:
     return HttpTarget(
         arguments.url,
         model=arguments.model,
-        api_key=connection.api_key(arguments),
+        api_key=connection.api_key_for(arguments.url, arguments),
         chat=arguments.chat,
         takes_ids=arguments.vocab_size is not None,
         ignore_eos=not arguments.keep_eos,

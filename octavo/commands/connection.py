@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from octavo.shared.options import OptionError
+from octavo.shared.ports import is_loopback
 
 if TYPE_CHECKING:
     import grpc
@@ -119,6 +121,16 @@ def add_key_arguments(group: argparse._ActionsContainer) -> None:
 def api_key(arguments: argparse.Namespace) -> str | None:
     """The key of the command line, or that of the environment."""
     return arguments.api_key or os.environ.get(API_KEY) or None
+
+
+def api_key_for(url: str, arguments: argparse.Namespace) -> str | None:
+    """Likewise, to be sent to this URL. Raises OptionError where that would show it to the network."""
+    key, parts = api_key(arguments), urlsplit(url)
+    if key and parts.scheme != "https" and not (arguments.plaintext_key or is_loopback(parts.hostname or "")):
+        raise OptionError(
+            f"api_key: {url} is another machine, which it would reach as plain text; https, or --plaintext-key"
+        )
+    return key
 
 
 def metadata(arguments: argparse.Namespace) -> tuple[tuple[str, str], ...]:
