@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from http import HTTPStatus
 
@@ -58,6 +59,7 @@ class MetricsServer:
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
+        self._context: ssl.SSLContext | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # the oldest first
         self._was_stopped = False
         self._thread = (vital or VitalParts()).thread("metrics", self._run, lambda: self._was_stopped)
@@ -75,11 +77,8 @@ class MetricsServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        context = None if self._tls is None else self._tls.context()
-        timeout_s = None if context is None else TIMEOUT_S
-        server = await asyncio.start_server(
-            self._connected, sock=self._socket, limit=MAX_HEAD_BYTES, ssl=context, ssl_handshake_timeout=timeout_s
-        )
+        self._context = None if self._tls is None else self._tls.context()
+        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_HEAD_BYTES)
         while self._tls is not None and not self._stopping.is_set():
             self._tls.look_again()
             with contextlib.suppress(TimeoutError):
@@ -99,6 +98,8 @@ class MetricsServer:
         try:
             with contextlib.suppress(TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
                 async with asyncio.timeout(TIMEOUT_S):
+                    if self._context is not None:  # here, as who says nothing is to be counted before a handshake, too
+                        await writer.start_tls(self._context, ssl_handshake_timeout=TIMEOUT_S)
                     writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
                     await writer.drain()
                     writer.close()

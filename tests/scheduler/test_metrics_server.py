@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from octavo.cli import main
+from octavo.shared.tls import ServerTls, TlsFiles
 from scheduler_svc.api import metrics_server
 from scheduler_svc.api.metrics_server import MAX_CONNECTIONS, MetricsServer
 
@@ -91,6 +95,28 @@ def test_a_connection_that_dawdles_is_closed(
     with connect(server) as client:
         client.sendall(sent)
         assert not _is_open(client)
+
+
+def test_nor_do_they_before_a_handshake(tmp_path: Path) -> None:
+    """A connection that has not shown itself holds a file, of which clients of the scheduler need some."""
+    assert main(["certs", str(tmp_path)]) == 0
+    tls = ServerTls(TlsFiles(tmp_path / "scheduler.pem", tmp_path / "scheduler.key"))
+    context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    server = MetricsServer(OneCounter(), "127.0.0.1", 0, tls=tls)
+    try:
+        silent = [connect(server) for _ in range(MAX_CONNECTIONS + 20)]
+        for _ in range(5):
+            with urllib.request.urlopen(
+                f"https://localhost:{server.port}/metrics", timeout=5, context=context
+            ) as answer:
+                assert b"octavo:things" in answer.read()
+        for client in silent[:20]:  # closed for those that came later
+            client.settimeout(0.5)
+            assert not _is_open(client)
+        for client in silent:
+            client.close()
+    finally:
+        server.stop()
 
 
 def test_a_port_that_is_taken(server: MetricsServer) -> None:
