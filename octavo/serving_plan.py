@@ -64,6 +64,8 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
         raise PlanError(
             "octavo serve is for one machine, without TLS and tokens: octavo scheduler and octavo worker have them"
         )
+    if scheduler.lora_modules and not worker.enable_lora:
+        raise PlanError("lora_modules names adapters, which workers take with --enable-lora alone")
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)

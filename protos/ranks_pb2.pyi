@@ -41,6 +41,13 @@ class StageAnswer(_message.Message):
 
 class RankIdentity(_message.Message):
     __slots__ = ("octavo_version", "torch_version", "model_hash", "settings", "processor")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     OCTAVO_VERSION_FIELD_NUMBER: _ClassVar[int]
     TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -49,9 +56,9 @@ class RankIdentity(_message.Message):
     octavo_version: str
     torch_version: str
     model_hash: str
-    settings: str
+    settings: _containers.ScalarMap[str, str]
     processor: str
-    def __init__(self, octavo_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., settings: _Optional[str] = ..., processor: _Optional[str] = ...) -> None: ...
+    def __init__(self, octavo_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., processor: _Optional[str] = ...) -> None: ...
 
 class RankSizes(_message.Message):
     __slots__ = ("num_device_blocks", "num_host_blocks", "max_model_len", "error")

@@ -135,3 +135,26 @@ def test_only_answers_that_nobody_takes_are_left_out(
     except cygrpc.ExecuteBatchError:
         logging.getLogger("grpc._cython.cygrpc").exception("of a call")
     assert ("of a call" in stream.getvalue()) is is_shown
+
+
+class Unread(io.StringIO):
+    """Whose reader is gone."""
+
+    num_tried = 0
+
+    def write(self, text: str) -> int:
+        self.num_tried += 1
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_line_that_nobody_reads_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Unread()
+    monkeypatch.setattr("sys.stderr", stream)
+    log.configure("info")
+    structlog.get_logger().info("into the void")
+    assert stream.num_tried == 1
+    logging.getLogger("asyncio").error("and this")
+    assert stream.num_tried > 1

@@ -79,3 +79,10 @@ def test_a_port_for_http_that_is_taken_is_told_by_its_own_flag():
         taken.listen()
         with pytest.raises(PortInUse, match="--http-port chooses another"):
             plan(ServeConfig(http_port=taken.getsockname()[1]), SchedulerConfig(port=0), WorkerConfig())
+
+
+def test_adapters_that_no_worker_would_take_are_refused():
+    named = SchedulerConfig(port=0, lora_modules=("a=/a",))
+    with pytest.raises(PlanError, match="lora_modules names adapters, which workers take with --enable-lora alone"):
+        plan(ServeConfig(), named, WorkerConfig())
+    plan(ServeConfig(), named, WorkerConfig(enable_lora=True))

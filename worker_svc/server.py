@@ -129,6 +129,12 @@ def main(config: WorkerConfig) -> int:
         is_locked = config.token_file is not None or config.tls_client_ca_file is not None
         locks = "--token-file and --tls-client-ca-file"
         check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks=locks)
+    if config.num_ranks == 1 and os.environ.get("WORLD_SIZE", "1") != "1":
+        log.warning("this worker computes alone: --tensor-parallel-size or --pipeline-parallel-size says otherwise",
+                    world_size=os.environ["WORLD_SIZE"])  # fmt: skip
+    # Before weights are loaded, for minutes.
+    server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    Door.of(config.token_file, config.tls_client_name)
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     compiling = _follow_compiler(config)
@@ -249,14 +255,16 @@ def _part(model: ModelConfig, config: WorkerConfig, group: ParallelGroup | None)
     return ModelPart.of(model, ranks, stages, is_expert_parallel=config.enable_expert_parallel)
 
 
-def _shared_settings(config: WorkerConfig, model: ModelConfig) -> str:
-    """Whatever a step of all ranks depends on."""
+def _shared_settings(config: WorkerConfig, model: ModelConfig) -> dict[str, str]:
+    """Whatever a step of all ranks depends on, by name."""
     of_worker = """
         max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager
         tensor_parallel_size pipeline_parallel_size enable_expert_parallel
         enable_lora max_loras max_lora_rank max_cpu_loras
     """
-    return f"{model!r}" + "".join(f" {name}={getattr(config, name)}" for name in of_worker.split())
+    of_model = {f"model's {field.name}": getattr(model, field.name) for field in dataclasses.fields(model)}
+    of_options = {name: getattr(config, name) for name in of_worker.split()}
+    return {name: str(value) for name, value in {**of_options, **of_model}.items()}
 
 
 def _tokenizer_files(config: WorkerConfig, folder: Path) -> TokenizerFiles:

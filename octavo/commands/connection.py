@@ -196,6 +196,7 @@ def connect(arguments: argparse.Namespace) -> Iterator[Client]:
         except RequestFailed as error:
             if "failed to connect" not in error.message.lower():
                 raise
+            hint = "" if arguments.tls_ca_file else "; where it speaks TLS, --tls-ca-file says whom to trust"
             raise CommandError(
-                f"no server answers at {arguments.address} (`octavo serve` starts one, --address names another)"
+                f"no server answers at {arguments.address} (`octavo serve` starts one, --address names another{hint})"
             ) from None

@@ -6,11 +6,12 @@ that task carries it. Lines of the standard library's loggers (asyncio, grpc) co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import traceback
-from typing import Any
+from typing import Any, TextIO
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 TERMINAL = "OCTAVO_TERMINAL"  # set for a child whose standard error is a pipe to a terminal (`child_output`)
@@ -96,8 +97,24 @@ def _configure_structlog(number: int, processors: list[Any]) -> None:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(_Unread(sys.stderr)),  # type: ignore[arg-type]  # all it uses
     )
+
+
+class _Unread:
+    """A file whose reader may be gone: a line that nobody reads ends nobody who logs it."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.flush()
 
 
 def is_terminal() -> bool:

@@ -101,7 +101,7 @@ ELSEWHERE = {
         "tests/integration/test_parallel_ranks.py",
         "--tensor-parallel-size=2",
     ),
-    "octavo serve MODEL --enable-lora --lora-modules pirate=/adapters/pirate --http-port 8000": (
+    "octavo serve MODEL --enable-lora --max-loras 4 --lora-modules pirate=/adapters/pirate --http-port 8000": (
         "tests/integration/test_adapters.py",
         "--lora-modules",
     ),

@@ -114,7 +114,7 @@ def test_a_rank_with_other_options_is_refused_by_all(folder: Path, tmp_path: Pat
     with ranks_by_hand((folder, folder), tmp_path, "--block-size=8") as (_, ranks):
         assert [rank.wait(30) for rank in ranks] == [1, 1]
     for line in said(tmp_path):
-        assert "rank 1 has settings" in line and "Traceback" not in line
+        assert "rank 1 has block_size 8, rank 0 has 16" in line and "Traceback" not in line
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.fakes import FakeWorker, spell
+from tests.forkserver import ForkedCommand
 from tests.grpcurl import grpcurl
 from tests.integration.scheduler_process import Service, in_a_new_interpreter, read_last, scheduler, stub_of
 
@@ -438,3 +440,21 @@ async def test_the_whole_vocabulary_where_the_server_allows_it():
     assert message["prompt_logprobs"][0] == {} and len(entries) == 3 + 2
     for entry in entries:
         assert [top["rank"] for top in entry["top"]] == list(range(1, 401)), "all 400 tokens that there are"
+
+
+@pytest.mark.parametrize("flags", [[], ["--frontends=2"]])
+def test_a_scheduler_whose_log_nobody_reads_any_more_ends_as_any_other(flags: list[str]) -> None:
+    read, write = os.pipe()
+    port = free_port()
+    process = ForkedCommand(
+        ["scheduler", "--worker=127.0.0.1:1", f"--port={port}", "--text-processes=1", *flags], write
+    )
+    os.close(write)
+    try:
+        with os.fdopen(read) as log:
+            assert any("scheduler is listening" in line for line in log)
+        process.terminate()
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait(10)

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -109,8 +109,8 @@ class ParallelGroup:
         self._watch.tell_failure(" ".join(str(error).split())[:500] or type(error).__name__)
         time.sleep(3 * BEAT_S)
 
-    def check_alike(self, model_hash: str, settings: str) -> None:
-        """Raises GroupError on every rank where one has another model, other versions, options or kernels."""
+    def check_alike(self, model_hash: str, settings: Mapping[str, str]) -> None:
+        """Raises GroupError on every rank where one has another model, other versions, settings or kernels."""
         own = ranks_pb2.RankIdentity(
             octavo_version=_octavo_version(),
             torch_version=str(torch.__version__),
@@ -120,11 +120,15 @@ class ParallelGroup:
         )
         first, *others = self.exchange(own)
         for rank, other in enumerate(others, 1):
-            for field in ranks_pb2.RankIdentity.DESCRIPTOR.fields:
-                mine, theirs = getattr(first, field.name), getattr(other, field.name)
-                if mine != theirs:
-                    what = field.name.replace("_", " ")
-                    raise GroupError(f"rank {rank} has {what} {theirs!r}, rank 0 has {mine!r}")
+            for field in ("octavo_version", "torch_version", "model_hash", "processor"):
+                _demand_alike(rank, field.replace("_", " "), getattr(first, field), getattr(other, field))
+            for name in first.settings:
+                _demand_alike(rank, name, first.settings[name], other.settings[name])
+
+
+def _demand_alike(rank: int, what: str, of_first: str, of_other: str) -> None:
+    if of_first != of_other:
+        raise GroupError(f"rank {rank} has {what} {of_other[:200]}, rank 0 has {of_first[:200]}")
 
 
 def meet(
