@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import ssl
 
 from octavo.commands import connection
 from octavo.shared.options import OptionError
 
 SERVING, NOT_SERVING, UNREACHABLE = 0, 1, 3
 READINESS = "octavo.v1.Inference"
-HTTP = "http://"
+HTTP, HTTPS = "http://", "https://"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=connection.address,
         metavar="ADDRESS",
-        help="in place of --address; http://HOST:PORT is a gateway",
+        help="in place of --address; http://HOST:PORT or https://HOST:PORT is a gateway",
     )
     connection.add_address(parser)
     parser.add_argument(
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.position and arguments.address != connection.DEFAULT_ADDRESS:
         raise OptionError("the address is given twice: as a position and as --address")
     arguments.address = arguments.position or arguments.address
-    if arguments.address.startswith(HTTP):
+    if arguments.address.startswith((HTTP, HTTPS)):
         status, details, code = _over_http(arguments)
     else:
         status, details, code = _over_grpc(arguments)
@@ -58,9 +59,12 @@ def _over_http(arguments: argparse.Namespace) -> tuple[str, str, int]:
     """Status, details and exit code of a gateway: whether a scheduler serves behind it, or it is alive itself."""
     import http.client
 
-    host, _, port = arguments.address.removeprefix(HTTP).rpartition(":")
-    line = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=arguments.timeout)
+    host, _, port = arguments.address.removeprefix(HTTP).removeprefix(HTTPS).rpartition(":")
+    where, timeout_s = (host.strip("[]"), int(port)), arguments.timeout
+    line = http.client.HTTPConnection(*where, timeout=timeout_s)
     try:
+        if arguments.address.startswith(HTTPS):
+            line = http.client.HTTPSConnection(*where, timeout=timeout_s, context=_context(arguments))
         line.request("GET", "/health" if arguments.service else "/version")
         status = line.getresponse().status
     except (OSError, http.client.HTTPException) as error:
@@ -68,6 +72,14 @@ def _over_http(arguments: argparse.Namespace) -> tuple[str, str, int]:
     finally:
         line.close()
     return ("SERVING", "", SERVING) if status == 200 else ("NOT_SERVING", f"HTTP {status}", NOT_SERVING)
+
+
+def _context(arguments: argparse.Namespace) -> ssl.SSLContext:
+    """Raises OSError for files that cannot be read, or are no certificates."""
+    context = ssl.create_default_context(cafile=arguments.tls_ca_file)
+    if arguments.tls_client_cert_file:
+        context.load_cert_chain(arguments.tls_client_cert_file, arguments.tls_client_key_file)
+    return context
 
 
 def _over_grpc(arguments: argparse.Namespace) -> tuple[str, str, int]:

@@ -133,6 +133,9 @@ def test_https_before_it_and_for_metrics(served: Ports, certs: Path) -> None:
         assert json.load(answer)["usage"]["completion_tokens"] == 3
     with urllib.request.urlopen(f"https://localhost:{served.metrics}/metrics", context=opened(certs)) as answer:
         assert b"octavo:num_requests_running" in answer.read()
+    own = [f"--tls-client-cert-file={certs / 'client.pem'}", f"--tls-client-key-file={certs / 'client.key'}"]
+    asked = ["health", f"https://localhost:{served.gateway}", f"--tls-ca-file={certs / 'ca.pem'}"]
+    assert [main([*asked, *own]), main(asked), main([*asked, *own, "--tls-ca-file=/nowhere"])] == [0, 3, 3]
     nobody = ssl.create_default_context(cafile=certs / "ca.pem")
     for port in (served.gateway, served.metrics):
         with pytest.raises(OSError):
