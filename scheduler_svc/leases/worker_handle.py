@@ -82,7 +82,8 @@ class WorkerHandle:
         self._num_micro_batches = 1 if is_lock_step else max(1, info.parallel.pipeline_parallel_size)
         self._settings = replace(settings, costs=costs, num_micro_batches=self._num_micro_batches)
         self._enable_prefix_caching = enable_prefix_caching
-        self.scheduler = self._new_scheduler(sizes.max_num_batched_tokens)
+        self._most_batched_tokens = self._tokens_of_a_step
+        self.scheduler = self._new_scheduler(self._most_batched_tokens)
         self.scheduler.blocks.adopt(lease.cached_blocks)
         self.num_adopted = len(self.scheduler.blocks.cache)  # blocks that hold what was computed under earlier leases
         self.adapter_gate = AdapterGate(info.max_loras)
@@ -101,7 +102,6 @@ class WorkerHandle:
         self.unsent: ScheduledRows | None = None  # of a step that was decided and could not be said; not yet taken back
         self.num_faults = 0  # of our own over this worker's groups, since its last good answer
         self._told_slots: set[int] = set()  # that are occupied at the worker, once it has run what was sent
-        self._most_batched_tokens = sizes.max_num_batched_tokens
         self._num_steps_to_grow = STEPS_TO_GROW
         self._num_large_steps = 0  # that went well under this budget
         self._has_grown = False  # since memory ran out last
@@ -170,12 +170,22 @@ class WorkerHandle:
 
     # ---- tokens in a step -------------------------------------------------------------------------------------------
 
+    @property
+    def _tokens_of_a_step(self) -> int:
+        """At most. Stages have that many between them: each computes another part of a prompt, and a token that others
+        wait for goes through all stages no later than through one that has all layers."""
+        most = self.sizes.max_num_batched_tokens
+        if self._num_micro_batches == 1 or not self._settings.enable_chunked_prefill:
+            return most
+        return max(-(-most // self._num_micro_batches), self.sizes.max_num_seqs)
+
     def set_budget(self, max_num_batched_tokens: int) -> None:
         """The worker says how many tokens a step of it may have from now on. Raises WrongAnswer."""
         least, most = self.sizes.max_num_seqs, self.sizes.max_num_batched_tokens
         if not least <= max_num_batched_tokens <= most:
             raise WrongAnswer(f"a budget of {max_num_batched_tokens} tokens a step, not {least} to {most}")
-        self._most_batched_tokens = self.scheduler.max_num_batched_tokens = max_num_batched_tokens
+        self._most_batched_tokens = min(max_num_batched_tokens, self._tokens_of_a_step)
+        self.scheduler.max_num_batched_tokens = self._most_batched_tokens
 
     def shrink_budget(self) -> bool:
         """Halves the tokens of a step after the worker ran out of memory; False when decodes alone fill it already."""

@@ -119,3 +119,24 @@ def test_a_worker_has_a_step_for_each_stage_unless_in_lock_step(
         sent += 1
     assert sent == expected
     assert np.all(worker.scheduler.columns.num_placeholders == 0)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "is_chunked", "expected"),
+    [(1, True, 64), (2, True, 32), (3, True, 22), (16, True, 8), (2, False, 64)],
+)
+def test_stages_have_the_tokens_of_a_step_between_them(num_stages: int, is_chunked: bool, expected: int) -> None:
+    """Never fewer than sequences, all of which may decode in one step."""
+    sizes = worker_pb2.InitializeResponse(
+        num_device_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, prefill_tokens_per_s=1e3
+    )
+    info = worker_pb2.WorkerInfo(block_size=4)
+    info.parallel.pipeline_parallel_size = num_stages
+    link = PoolWorker("worker", Size(8, 64, 0, 64, 64), 1, None, None, "", now_ns=0)
+    settings = SchedulerSettings(enable_chunked_prefill=is_chunked)
+    worker = WorkerHandle(link, info, sizes, worker_pb2.LeaseGranted(epoch=1), settings)
+    assert worker.scheduler.max_num_batched_tokens == expected
+    worker.set_budget(64)
+    assert worker.scheduler.max_num_batched_tokens == expected
+    worker.set_budget(8)
+    assert worker.scheduler.max_num_batched_tokens == 8
