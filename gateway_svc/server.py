@@ -34,7 +34,8 @@ from octavo.shared.exposure import check_exposure
 from octavo.shared.options import OptionError, environment_without_options, to_arguments
 from octavo.shared.ports import BindError, check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
-from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, TlsError, client_credentials, server_tls
+from octavo.shared.tls import ServerTls, TlsError, client_credentials, server_tls
+from octavo.shared.watched_files import LOOK_AGAIN_S
 
 log = structlog.get_logger()
 

@@ -14,7 +14,8 @@ import yaml
 
 from octavo.cli import main
 from octavo.client import Client
-from octavo.shared.keys import LOOK_AGAIN_S, ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
+from octavo.shared.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
+from octavo.shared.watched_files import LOOK_AGAIN_S
 
 
 def write(path: Path, *entries: dict[str, Any]) -> Path:

@@ -14,7 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from octavo.cli import main
-from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, TlsError, TlsFiles, check_name
+from octavo.shared.tls import ServerTls, TlsError, TlsFiles, check_name
+from octavo.shared.watched_files import LOOK_AGAIN_S
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_files_that_are_replaced_while_they_are_read_or_do_not_count_yet_are_rea
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(Path, "read_bytes", replaced_meanwhile)
         tls.look_again()
-    assert shown_to_a_client(context) == old and tls._contents[0] != (certs / "worker.pem").read_bytes()
+    assert shown_to_a_client(context) == old and tls._read_files.content.cert != (certs / "worker.pem").read_bytes()
     for fault in (ssl.SSLError(1, "not yet valid"), OSError(5, "Input/output error")):
         with monkeypatch.context() as now:
             now.setattr(ssl.SSLObject, "do_handshake", Mock(side_effect=fault))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import grpc
 import structlog
@@ -28,7 +28,7 @@ from octavo.shared.connection_shares import ConnectionShares, watch
 from octavo.shared.exposure import check_exposure
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from octavo.shared.signals import on_signal
-from octavo.shared.tls import server_tls
+from octavo.shared.tls import ServerTls, server_tls
 from protos import worker_pb2_grpc
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
@@ -67,22 +67,43 @@ ENDING_S = 2.0  # for other ranks, once they were told to end
 SWITCH_INTERVAL_S = 0.001  # the model thread yields to the event loop this often where it runs Python code
 
 
+class Entrance(NamedTuple):
+    """Who may call, and what the port shows them; `tls` None: nothing."""
+
+    door: Door
+    tls: ServerTls | None
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Entrance:
+        """Raises OptionError and StartupError."""
+        # A certificate of its own tells a stranger that this is the worker that it means to take.
+        is_locked = config.token_file is not None or config.tls_client_ca_file is not None
+        locks = "--token-file and --tls-client-ca-file"
+        check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks=locks)
+        door = Door.of(config.token_file, config.tls_client_name)
+        return cls(door, server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file))
+
+
 class WorkerServer:
     """A gRPC server around a `WorkerService`."""
 
-    def __init__(self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles) -> None:
+    def __init__(
+        self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles, entrance: Entrance | None = None
+    ) -> None:
         """Create it on the event loop that will serve. Listens to nothing before `start`. Raises BindError, OptionError
-        and StartupError."""
+        and StartupError.
+
+        `entrance`: what was already made of the worker's options.
+        """
+        entrance = entrance or Entrance.of(worker.config)
         self.service = WorkerService(worker, model_config, files)
         self._worker = worker
         config = worker.config
-        tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-        guard = MessageGuard(Door.of(config.token_file, config.tls_client_name))
-        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(guard,))
+        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(MessageGuard(entrance.door),))
         watch(self._server, ConnectionShares(MAX_WORKER_CONNECTIONS, self.service.scheduler_peers))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         self._health = add_introspection(self._server, [SERVICE_NAME])
-        self.port = bind(self._server, config.host, config.port, None if tls is None else tls.credentials())
+        self.port = bind(self._server, config.host, config.port, entrance.tls and entrance.tls.credentials())
 
     async def start(self) -> None:
         """Initialises with the worker's own bounds, and says meanwhile what it serves. Raises StartupError."""
@@ -124,17 +145,11 @@ def main(config: WorkerConfig) -> int:
     """
     is_rank = config.num_ranks > 1 and "RANK" in os.environ
     logging.configure(config.log_level, **({"rank": os.environ["RANK"]} if is_rank else {}))
-    if not is_rank or os.environ["RANK"] == "0":  # others listen to nobody
-        # A certificate of its own tells a stranger that this is the worker that it means to take.
-        is_locked = config.token_file is not None or config.tls_client_ca_file is not None
-        locks = "--token-file and --tls-client-ca-file"
-        check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks=locks)
+    # Before weights are loaded, for minutes; ranks that do not serve listen to nobody.
+    entrance = None if is_rank and os.environ["RANK"] != "0" else Entrance.of(config)
     if config.num_ranks == 1 and os.environ.get("WORLD_SIZE", "1") != "1":
-        log.warning("this worker computes alone: --tensor-parallel-size or --pipeline-parallel-size says otherwise",
-                    world_size=os.environ["WORLD_SIZE"])  # fmt: skip
-    # Before weights are loaded, for minutes.
-    server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-    Door.of(config.token_file, config.tls_client_name)
+        alone = "this worker computes alone: --tensor-parallel-size or --pipeline-parallel-size says otherwise"
+        log.warning(alone, world_size=os.environ["WORLD_SIZE"])
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     compiling = _follow_compiler(config)
@@ -147,7 +162,7 @@ def main(config: WorkerConfig) -> int:
             runner, files = thread.call(lambda: load(config, group)).result()
             if group is not None and not group.is_first:
                 return follow(Worker(runner, config, thread, group=group), group)
-            return asyncio.run(_serve(config, runner, files, thread, started_s, compiling, group))
+            return asyncio.run(_serve(config, runner, files, thread, started_s, compiling, group, entrance))
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise StartupError("too little memory to load the model") from error
@@ -284,6 +299,7 @@ async def _serve(
     started_s: float,
     compiling: CompileProgress | None,
     group: ParallelGroup | None,
+    entrance: Entrance | None,
 ) -> int:
     stopped, urgent = asyncio.Event(), asyncio.Event()
 
@@ -295,7 +311,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         on_signal(number, stop, number)
     worker = Worker(runner, config, thread, group=group)
-    server = WorkerServer(worker, runner.config, files)
+    server = WorkerServer(worker, runner.config, files, entrance)
     if not await _unless(stopped, server.start()):
         log.info("worker stopped before it was ready")
         _leave()

@@ -19,7 +19,6 @@ import hashlib
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,10 +28,11 @@ from typing import Any
 import structlog
 import yaml
 
+from octavo.shared.watched_files import WatchedFiles
+
 log = structlog.get_logger()
 
 INFERENCE, CONTROL, METRICS = ROLES = ("inference", "control", "metrics")
-LOOK_AGAIN_S = 1.0
 MAX_TOKEN_CHARS = 512
 _FIELDS = frozenset({"name", "sha256", "tenant", "roles", "prefixes"})
 _TEXT = re.compile(r"[\x21-\x7e]{1,256}")
@@ -60,19 +60,18 @@ class Keys:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises KeysFileError."""
-        self._path, self._clock = path, clock
-        self._lock = threading.Lock()
-        self._stamp = _stamp(path)
-        self._callers = read_keys(path)
-        self._looked_s = clock()
-        self.num_failures = 0  # of reading it again
-        self._failed: tuple[int, ...] | None = None  # the stamp of the last one
+        self._file = WatchedFiles("keys", [path], lambda: read_keys(path), clock)
+
+    @property
+    def num_failures(self) -> int:
+        """Of reading the file again."""
+        return self._file.num_failures
 
     def find(self, token: str) -> Caller | None:
         """Whose key this is. How long it takes tells nothing of a key: it is its hash that is looked up, and nobody can
         choose that byte by byte."""
         self.look_again()
-        return self._callers.get(hash_of(token[:MAX_TOKEN_CHARS]))
+        return self._file.content.get(hash_of(token[:MAX_TOKEN_CHARS]))
 
     def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
         """Whose key a call brings as `authorization: Bearer KEY`."""
@@ -88,39 +87,15 @@ class Keys:
 
     def look_again(self) -> None:
         """Reads the file where it has changed; once a second at most."""
-        now_s = self._clock()
-        if now_s - self._looked_s < LOOK_AGAIN_S or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._looked_s = now_s
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            before, self._callers = self._callers, read_keys(self._path)
-            self._stamp, self._failed = stamp, None
-            came = sorted({caller.name for caller in self._callers.values()} - _names(before))
-            went = sorted(_names(before) - _names(self._callers))
-            log.info("keys were read again", file=str(self._path), keys=len(self._callers), new=came, gone=went)
-        except KeysFileError as error:  # it is tried again: a file system may be away for a moment
-            if stamp != self._failed:
-                self.num_failures += 1
-                log.error("keys stay as they were", why=str(error))
-            self._failed = stamp
-        finally:
-            self._lock.release()
+        before = self._file.content
+        self._file.look_again()
+        if (now := self._file.content) is not before:
+            came, went = sorted(_names(now) - _names(before)), sorted(_names(before) - _names(now))
+            log.info("keys came and went", new=came, gone=went)
 
 
 def _names(callers: dict[str, Caller]) -> set[str]:
     return {caller.name for caller in callers.values()}
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the file does, or who may read it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def new_key() -> str:

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import structlog
 
 from octavo.shared.options import OptionError
-
-log = structlog.get_logger()
-
-LOOK_AGAIN_S = 1.0
+from octavo.shared.watched_files import WatchedFiles
 
 
 class TlsError(ValueError):
@@ -42,62 +37,60 @@ class TlsFiles:
         return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Certificate, key and authorities, which fit each other, and a context with them."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+    context: ssl.SSLContext
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The same for gRPC."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.client_ca)
+
+
 class ServerTls:
     """What a server shows. Thread-safe."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises TlsError."""
-        self._files, self._clock, self._lock = files, clock, threading.Lock()
-        self._stamp, self._looked_s = _stamp(files), clock()
-        self._contents, self._newest = _read(files)
-        self.num_failures = 0  # of reading them again
-        self._failed: tuple[object, ...] | None = None  # the stamp of the last one
+        self._files = files
+        self._read_files = WatchedFiles("certificates", files.all, lambda: _read(files), clock)
+
+    @property
+    def num_failures(self) -> int:
+        """Of reading them again."""
+        return self._read_files.num_failures
 
     def credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server; each connection gets the newest certificate."""
-        shown = self._contents
+        shown = self._read_files.content
 
         def newest() -> grpc.ServerCertificateConfiguration | None:
             nonlocal shown
             self.look_again()
-            if self._contents is shown:
+            if self._read_files.content is shown:
                 return None
-            shown = self._contents
-            return _configuration(shown)
+            shown = self._read_files.content
+            return shown.configuration()
 
-        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, self._files.client_ca is not None)
+        return grpc.dynamic_ssl_server_credentials(shown.configuration(), newest, self._files.client_ca is not None)
 
     def context(self) -> ssl.SSLContext:
         """For any other server; after `look_again` it shows new certificates, and asks for those of new authorities."""
         context = _context(self._files)
 
         def take_newest(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            connection.context = self._newest
+            connection.context = self._read_files.content.context
 
         context.sni_callback = take_newest  # called for clients that send no name, too
         return context
 
     def look_again(self) -> None:
         """Reads the files where they have changed; once a second at most."""
-        now_s = self._clock()
-        if now_s - self._looked_s < LOOK_AGAIN_S or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._looked_s, stamp = now_s, _stamp(self._files)
-            if stamp == self._stamp:
-                return
-            contents, context = _read(self._files)
-            if stamp != _stamp(self._files):
-                return  # they are being replaced: what was read may not be what was tried
-            self._contents, self._newest, self._stamp, self._failed = contents, context, stamp, None
-            log.info("certificates were read again", file=str(self._files.cert))
-        except TlsError as error:  # they are tried again: a certificate may begin later
-            if stamp != self._failed:
-                self.num_failures += 1
-                log.error("certificates stay as they were", why=str(error))
-            self._failed = stamp
-        finally:
-            self._lock.release()
+        self._read_files.look_again()
 
 
 def client_credentials(
@@ -121,26 +114,11 @@ def check_name(auth_context: Mapping[str, Iterable[bytes]], allowed: Iterable[st
     return next((name for name in names if name in known), None)
 
 
-def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
-    cert, key, client_ca = contents
-    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
-
-
-def _stamp(files: TlsFiles) -> tuple[object, ...]:
-    """Changes when one of them does, or who may read it."""
-    stamp: list[object] = []
-    for path in files.all:
-        with contextlib.suppress(OSError):
-            found = path.stat()
-            stamp.append((str(path), found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino))
-    return tuple(stamp)
-
-
-def _read(files: TlsFiles) -> tuple[tuple[bytes, bytes, bytes | None], ssl.SSLContext]:
-    """Certificate, key and authorities, which fit each other, and a context with them. Raises TlsError."""
+def _read(files: TlsFiles) -> _Read:
+    """Raises TlsError."""
     cert, key = _bytes_of(files.cert), _bytes_of(files.key)
     client_ca = None if files.client_ca is None else _bytes_of(files.client_ca)
-    return (cert, key, client_ca), _try_on_each_other(files)
+    return _Read(cert, key, client_ca, _try_on_each_other(files))
 
 
 def _bytes_of(path: Path) -> bytes:

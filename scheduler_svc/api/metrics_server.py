@@ -23,7 +23,8 @@ from prometheus_client.registry import Collector
 from octavo.shared.few_lines import FewLines
 from octavo.shared.keys import CONTROL, METRICS, Keys
 from octavo.shared.ports import BindError
-from octavo.shared.tls import LOOK_AGAIN_S, ServerTls, server_tls
+from octavo.shared.tls import ServerTls, server_tls
+from octavo.shared.watched_files import LOOK_AGAIN_S
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.vital_parts import VitalParts

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import structlog
 
-from octavo.shared.keys import LOOK_AGAIN_S
 from octavo.shared.rpc import behaviour
+from octavo.shared.watched_files import LOOK_AGAIN_S
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.open_calls import Call, OpenCalls
 from scheduler_svc.api.status import refusals

@@ -148,10 +148,7 @@ def _leave_to_other_stages(part: ModelPart, weights: Weights, base: str) -> None
     for i in range(part.whole.num_layers):
         if i not in part.layers:
             weights.ignore_all(base + names.layer.format(i))
-    if not part.is_first:
-        ends = [names.embedding, names.project_in, names.positions, names.embedding_norm]
-    else:
-        ends = []
+    ends = [] if part.is_first else [names.embedding, names.project_in, names.positions, names.embedding_norm]
     if not part.is_last:
         ends += [names.final_norm, names.project_out]
         weights.ignore_all(f"{names.head}.")
