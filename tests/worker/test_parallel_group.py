@@ -7,13 +7,16 @@ import threading
 from contextlib import closing
 from datetime import timedelta
 from multiprocessing.resource_sharer import DupFd
+from unittest.mock import MagicMock
 
 import pytest
 
+from protos import ranks_pb2
 from tests import forkserver
-from worker_svc.errors import StartupError
+from worker_svc.errors import GroupError, StartupError
 from worker_svc.parallel import step_channel
 from worker_svc.parallel import watch as watch_module
+from worker_svc.parallel.group import ParallelGroup
 from worker_svc.parallel.membership import Membership, membership_of
 from worker_svc.parallel.step_channel import SharedMemoryChannel
 from worker_svc.parallel.watch import BEAT_S, SILENCE_S, STARTING_SILENCE_S, Watch, count_key
@@ -241,3 +244,17 @@ def test_the_thread_ends_the_group_once_and_not_after_stop() -> None:
     watch._thread.join(5)
     stopped._thread.join(5)
     assert len(ends) == 1 and ends[0].startswith("rank 0 cannot be reached")
+
+
+@pytest.mark.parametrize("field", ["octavo_version", "torch_version", "processor"])
+def test_a_rank_of_another_version_or_processor_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(_: ParallelGroup, own: ranks_pb2.RankIdentity) -> list[ranks_pb2.RankIdentity]:
+        other = ranks_pb2.RankIdentity.FromString(own.SerializeToString())
+        setattr(other, field, "another")
+        return [own, own, other]
+
+    monkeypatch.setattr(ParallelGroup, "exchange", exchange)
+    nothing = MagicMock()
+    group = ParallelGroup(nothing, nothing, nothing, nothing, None, nothing)
+    with pytest.raises(GroupError, match=f"^rank 2 has {field.replace('_', ' ')} another, rank 0 has .+"):
+        group.check_alike("hash", {"block_size": "16"})
