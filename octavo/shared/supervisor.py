@@ -26,7 +26,7 @@ from octavo.shared.signals import on_signal
 log = structlog.get_logger()
 
 INTERRUPTED, BAD_USAGE = 130, 2
-_GRACE_S = {True: 2.5, False: 1.0}  # those that end first, then the rest; below 5 s together
+_GRACE_S = {True: 2.5, False: 2.2}  # those that end first, then workers, which give their ranks 2 s; below 5 s together
 _LAST_WORDS_S, _READ_BYTES = 1.0, 1 << 16
 _MAX_RESTARTS = 5  # in a row; a life of _GOOD_LIFE_S makes up for all earlier ends
 _GOOD_LIFE_S = 60.0
