@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.shared.cores import allowed_cores, available_cores, parse_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
-from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, is_loopback, reachable
+from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, free_ports, is_loopback, reachable
 
 if TYPE_CHECKING:
     from octavo.shared.supervisor import Child
@@ -69,7 +69,8 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
-    ports = [free_port() for _ in range(serve.workers)]
+    taken = [port, serve.http_port, scheduler.metrics_port, scheduler.control_port]
+    ports = free_ports(serve.workers, besides=taken)
     cores = _cores_to_pin(worker)
     available = min(available_cores(), len(cores)) if cores else available_cores()
     num_ranks = worker.num_ranks

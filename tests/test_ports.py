@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from octavo.shared.ports import BindError, PortInUse, check_port_is_free, free_port, reachable
+from octavo.shared.ports import BindError, PortInUse, check_port_is_free, free_port, free_ports, reachable
 
 
 def test_a_port_in_use_is_said_before_anything_starts() -> None:
@@ -27,6 +27,13 @@ def test_a_free_port_can_be_had() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
         assert listener.getsockname()[1] == port != 0
+
+
+def test_ports_of_several_listeners_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([31_315, 20_280, 31_315, 31_316, 31_316, 31_317])
+    monkeypatch.setattr("octavo.shared.ports.random.randrange", lambda *_: next(drawn))
+    assert free_ports(2, besides=[20_280, None]) == [31_315, 31_316]
+    assert free_ports(1, besides=[31_316]) == [31_317]
 
 
 def test_addresses_by_which_a_server_is_reached() -> None:

@@ -22,7 +22,7 @@ import grpc
 
 from octavo.bench.figures import percentile
 from octavo.shared.options import environment_without_options
-from octavo.shared.ports import LOOPBACK, free_port
+from octavo.shared.ports import LOOPBACK, free_ports
 from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import inference_pb2 as pb
 
@@ -95,7 +95,7 @@ def service(num_streams: int, step_ms: float, frontends: int, flags: Sequence[st
     cores = sorted(os.sched_getaffinity(0))
     num_processes = frontends + 1 if frontends > 1 else 1
     service_cores, load_cores = set(cores[: min(num_processes, max(1, len(cores) - 1))]), {cores[-1]}
-    port, worker_port = free_port(), free_port()
+    port, worker_port = free_ports(2)
     worker = [sys.executable, "-m", "octavo.bench.simulated_worker", f"--port={worker_port}"]
     worker += [f"--max-num-seqs={max(8, num_streams)}", f"--max-model-len={MAX_MODEL_LEN}", f"--step-ms={step_ms}"]
     scheduler = [sys.executable, "-m", "octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.serving_plan import ServeConfig, plan
 from octavo.shared.options import add_arguments as add_options
 from octavo.shared.options import add_position, from_namespace
-from octavo.shared.ports import free_port, reachable
+from octavo.shared.ports import free_ports, reachable
 
 if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
@@ -38,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     from worker_svc.config import WorkerConfig
 
     serve = from_namespace(ServeConfig, arguments)
-    if serve.http_port == 0:
-        serve = dataclasses.replace(serve, http_port=free_port())
     scheduler = from_namespace(SchedulerConfig, arguments)
+    if serve.http_port == 0:
+        [port] = free_ports(1, besides=[scheduler.port])
+        serve = dataclasses.replace(serve, http_port=port)
     worker = from_namespace(WorkerConfig, arguments)
     address, children = plan(serve, scheduler, worker)
     fetch_models(worker)

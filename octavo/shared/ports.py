@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import random
 import socket
+from collections.abc import Collection
 
 LOOPBACK = "127.0.0.1"
 FREE_PORTS = (20_000, 32_000)  # Linux hands out 32,768 and up
@@ -70,11 +71,19 @@ def free_port() -> int:
 
     Below the range from which systems hand out ports by themselves: until a child listens nobody gets it by chance.
     """
-    while True:
+    return free_ports(1)[0]
+
+
+def free_ports(count: int, *, besides: Collection[int | None] = ()) -> list[int]:
+    """So many of them, no two the same and none of `besides`: ports whose listeners have yet to start."""
+    ports: list[int] = []
+    while len(ports) < count:
         port = random.randrange(*FREE_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
-            return port
+            if port not in ports and port not in besides:
+                ports.append(port)
+    return ports
 
 
 def reachable(host: str, port: int) -> str:

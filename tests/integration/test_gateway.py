@@ -47,11 +47,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def both(tiny: Path) -> Iterator[ServedOverHttp]:
-    port = free_port()
-    with serving("--model", str(tiny), "--http-port", str(port), "--no-enable-prefix-caching") as served:
+    with serving("--model", str(tiny), "--http-port", "0", "--no-enable-prefix-caching") as served:
         served.wait_until_ready()
-        assert f"OpenAI's API: http://127.0.0.1:{port}/v1\n" in served.said
-        both = ServedOverHttp(served, port)
+        both = ServedOverHttp(served, served.http_port)
         with both.openai, both.grpc:
             yield both
         served.end(signal.SIGTERM)
@@ -270,10 +268,9 @@ def listens(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_sigterm_lets_streams_finish_and_ctrl_c_ends_them(tiny: Path, number: int, code: int) -> None:
-    port = free_port()
-    with serving("--model", str(tiny), "--http-port", str(port)) as served:
+    with serving("--model", str(tiny), "--http-port", "0") as served:
         served.wait_until_ready()
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with OpenAI(base_url=f"http://127.0.0.1:{served.http_port}/v1", api_key="none", max_retries=0) as client:
             chunks = iter(client.completions.create(**{**LONG, "max_tokens": 600}, stream=True))
             next(chunks)
             served.process.send_signal(number)

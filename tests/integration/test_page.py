@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from octavo.shared.ports import free_port
 from tests.chromium import MISSING, Chromium, Page, chromium, find_chromium
 from tests.integration.test_serve import serving
 from tests.tiny_models import make_tiny_llama
@@ -83,12 +82,11 @@ PAUSED_WHEN_SHARED = """
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that runs."""
     model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
-    http_port = free_port()
     cache = ("--kv-cache-memory", str(NUM_BLOCKS * TINY_BLOCK_BYTES / 2**30), "--swap-space", "0.001")
-    http = ("--http-port", str(http_port), "--demo", "--metrics-port", "0")
+    http = ("--http-port", "0", "--demo", "--metrics-port", "0")
     with serving("--model", str(model), "--max-model-len", "512", *cache, *http) as served:
         served.wait_until_ready()
-        yield f"http://127.0.0.1:{http_port}/"
+        yield f"http://127.0.0.1:{served.http_port}/"
         served.end(signal.SIGTERM)
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from octavo import AsyncClient, SamplingParams
-from octavo.shared.ports import free_port
+from octavo.shared.ports import free_port, free_ports
 from tests.chaos.worker_process import WorkerProcess
 from tests.forkserver import ForkedCommand
 from tests.integration.scheduler_process import Service, scheduler
@@ -39,7 +39,7 @@ def ranks_by_hand(
     folders: tuple[Path, Path], logs: Path, *other_flags: str, split: str = SPLITS[0]
 ) -> Iterator[tuple[str, list[ForkedCommand]]]:
     """Two ranks as torchrun starts them on two machines; rank 1 with other flags as well."""
-    port, meeting = free_port(), free_port()
+    port, meeting = free_ports(2)
     ranks = []
     for rank, (folder, flags) in enumerate(zip(folders, ((), other_flags), strict=True)):
         member = Membership(rank, 2, local_rank=0, local_size=1, address="127.0.0.1", port=meeting)

@@ -72,6 +72,13 @@ class Served:
         self.wait_for(lambda: last in self.said or self.process.poll() is not None)
         assert self.process.poll() is None, self.said
 
+    @property
+    def http_port(self) -> int:
+        """Of its gateway, which it has said once it is ready."""
+        found = re.search(r"^ *OpenAI's API: http://127\.0\.0\.1:(\d+)/v1$", self.said, re.MULTILINE)
+        assert found is not None, self.said
+        return int(found[1])
+
     def children(self, command: str = "") -> list[psutil.Process]:
         """Those that run; only those of one command, if named."""
         if isinstance(self.process, ForkedCommand):

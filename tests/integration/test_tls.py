@@ -21,7 +21,7 @@ from octavo.cli import main
 from octavo.client import channel_credentials
 from octavo.errors import RequestFailed
 from octavo.retrying import RetryPolicy
-from octavo.shared.ports import free_port
+from octavo.shared.ports import free_ports
 from protos import worker_pb2, worker_pb2_grpc
 from tests.forkserver import ForkedCommand
 from tests.integration.scheduler_process import QUICK, scheduler
@@ -56,7 +56,7 @@ def shows(certs: Path, role: str, client_ca: str = "ca") -> list[str]:
 def served(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     folder = tmp_path_factory.mktemp("served")
     model = make_tiny_llama(folder / "tiny")
-    worker_port, gateway_port, metrics_port = free_port(), free_port(), free_port()
+    worker_port, gateway_port, metrics_port = free_ports(3)
     with ExitStack() as stack, (folder / "log").open("w") as log:
         worker = [
             "worker", str(model), f"--port={worker_port}", "--max-model-len=256", "--kv-cache-memory=0.01",

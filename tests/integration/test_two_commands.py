@@ -14,7 +14,7 @@ import pytest
 
 from octavo import Client, SamplingParams
 from octavo.errors import RequestFailed
-from octavo.shared.ports import free_port
+from octavo.shared.ports import free_ports
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.forkserver import ForkedCommand
@@ -81,7 +81,7 @@ def wait_until_running(address: str, count: int) -> None:
 
 
 def test_a_worker_may_be_started_first(folder):
-    scheduler_port, worker_port = free_port(), free_port()
+    scheduler_port, worker_port = free_ports(2)
     with command(*worker(folder, worker_port)):
         time.sleep(1.0)
         with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"):
@@ -91,7 +91,7 @@ def test_a_worker_may_be_started_first(folder):
 
 def test_a_worker_killed_under_a_request_and_started_again_goes_on_where_it_stopped(folder):
     """The scheduler is there before both."""
-    scheduler_port, worker_port = free_port(), free_port()
+    scheduler_port, worker_port = free_ports(2)
     address = f"127.0.0.1:{scheduler_port}"
     with command("scheduler", f"--port={scheduler_port}", f"--worker=127.0.0.1:{worker_port}"):
         with command(*worker(folder, worker_port)) as doomed:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.shared.ports import free_port
+from octavo.shared.ports import free_ports
 from scheduler_svc import server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontends.front import InProcessFront
@@ -31,7 +31,8 @@ async def test_no_request_is_taken_once_those_who_wait_are_sent_away(monkeypatch
             super().break_off()
 
     monkeypatch.setattr(server, "InProcessFront", Front)
-    config = SchedulerConfig(worker=("127.0.0.1:1",), port=free_port(), metrics_port=free_port())
+    port, metrics_port = free_ports(2)
+    config = SchedulerConfig(worker=("127.0.0.1:1",), port=port, metrics_port=metrics_port)
     await asyncio.wait_for(server.serve(config), 20)
     assert is_closed == [True]
 
@@ -42,6 +43,7 @@ async def test_a_fault_in_telling_readiness_ends_the_scheduler(monkeypatch: pyte
 
     monkeypatch.setattr(InProcessFront, "show", fail)
     with FakeWorker() as worker:
-        config = SchedulerConfig(worker=(worker.address,), port=free_port(), metrics_port=free_port())
+        port, metrics_port = free_ports(2)
+        config = SchedulerConfig(worker=(worker.address,), port=port, metrics_port=metrics_port)
         with pytest.raises(OSError, match="no space left"):
             await asyncio.wait_for(server.serve(config), 20)
