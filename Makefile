@@ -68,7 +68,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_stubs.py
 
-# Compiles every variant for three GPU architectures, without a GPU. Keeps what is compiled.
+# Compiles every variant for six GPU architectures, without a GPU. Keeps what is compiled.
 kernels: setup
 	$(BIN)/octavo bench kernels --compile-only
 

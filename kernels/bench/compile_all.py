@@ -26,7 +26,7 @@ Job = tuple[str, Variant, Target]
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns the exit code; `argv` None: this process's arguments."""
     parser = argparse.ArgumentParser(prog="octavo bench kernels --compile-only", description=__doc__)
-    parser.add_argument("--target", default=",".join(targets.DEFAULT))
+    parser.add_argument("--target", default=",".join(targets.TARGETS))
     parser.add_argument("--op")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
     parser.add_argument("--json", action="store_true")

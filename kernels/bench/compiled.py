@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kernels.bench.targets import KIB, MAX_TENSOR_MEMORY_COLUMNS, TARGETS
+from kernels.bench.targets import MAX_TENSOR_MEMORY_COLUMNS, TARGETS
+from kernels.gpu.architectures import KIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KIB = 1024
+from kernels.gpu.architectures import MAX_SHARED_BYTES
+
 MAX_TENSOR_MEMORY_COLUMNS = 512  # of a block, where the architecture has tensor memory
 
 
@@ -18,19 +19,10 @@ class Target:
     max_shared_bytes: int  # of one block, when it asks for more than every block may have
 
 
-# CUDA C++ Programming Guide, "Technical specifications per compute capability": shared memory per thread block.
 TARGETS = {
-    name: Target(name, capability, kib * KIB)
-    for name, capability, kib in (
-        ("sm_80", 80, 163),
-        ("sm_86", 86, 99),
-        ("sm_89", 89, 99),
-        ("sm_90", 90, 227),
-        ("sm_100", 100, 227),
-        ("sm_120", 120, 99),
-    )
+    f"sm_{capability}": Target(f"sm_{capability}", capability, num_bytes)
+    for capability, num_bytes in MAX_SHARED_BYTES.items()
 }
-DEFAULT = ("sm_80", "sm_90", "sm_100")
 
 
 def parse(text: str) -> Sequence[Target]:

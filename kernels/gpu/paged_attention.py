@@ -27,9 +27,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu import attention_segment
+from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention_decode import join_kernel, segment_kernel
 from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_tiling import Tiling, tiling
+from kernels.gpu.attention_tiling import ALL_REGISTERS, Tiling, tiling
 from kernels.gpu.attention_work import OF_A_STEP
 from kernels.gpu.variant import Variant
 
@@ -76,7 +77,8 @@ def paged_attention(
     gpu = _gpu(query.device)
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
         raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
-    cut = tiling(head_tile, query.element_size(), group, gpu.capability, has_soft_cap=logit_soft_cap > 0)
+    of_card, has_soft_cap = (gpu.capability, gpu.max_shared_bytes), logit_soft_cap > 0
+    cut = tiling(head_tile, query.element_size(), group, *of_card, has_soft_cap=has_soft_cap)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -87,7 +89,7 @@ def paged_attention(
         "HEAD_SIZE": head_size,
         "HEAD_TILE": head_tile,
         "HAS_WINDOW": sliding_window > 0,
-        "HAS_SOFT_CAP": logit_soft_cap > 0,
+        "HAS_SOFT_CAP": has_soft_cap,
         "DOT_TYPE": gpu.dot_type(query.dtype),
         "num_stages": cut.stages,
     }
@@ -113,7 +115,7 @@ def paged_attention(
             sliding_window,
             ROWS=cut.prefill_rows,
             num_warps=cut.prefill_warps,
-            maxnreg=cut.prefill_registers,
+            maxnreg=ALL_REGISTERS,
             **kept,
         )
 
@@ -141,7 +143,7 @@ def paged_attention(
         ROWS=cut.decode_rows,
         PROGRAMS=cut.decode_programs,
         num_warps=cut.decode_warps,
-        maxnreg=cut.decode_registers,
+        maxnreg=ALL_REGISTERS,
         **kept,
     )
     join_kernel[(num_sequences, num_kv_heads)](
@@ -175,6 +177,7 @@ class _Gpu:
 
     capability: int  # 90 is Hopper
     num_multiprocessors: int
+    max_shared_bytes: int  # of one block
     is_interpreted: bool
 
     def dot_type(self, dtype: torch.dtype) -> Any:
@@ -185,9 +188,10 @@ class _Gpu:
 @cache
 def _gpu(device: torch.device) -> _Gpu:
     if device.type != "cuda":
-        return _Gpu(90, 3, True)
+        return _Gpu(90, 3, MAX_SHARED_BYTES[90], True)
     facts = torch.cuda.get_device_properties(device)
-    return _Gpu(10 * facts.major + facts.minor, facts.multi_processor_count, False)
+    shared: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs do not list it
+    return _Gpu(10 * facts.major + facts.minor, facts.multi_processor_count, shared, False)
 
 
 def _check(
@@ -241,7 +245,8 @@ class _Kind:
 
     def tiling(self, capability: int) -> Tiling:
         element_size, head_tile = 4 if self.dtype == "fp32" else 2, triton.next_power_of_2(self.head_size)
-        return tiling(head_tile, element_size, self.group, capability, has_soft_cap=self.has_soft_cap)
+        shared = MAX_SHARED_BYTES[capability]
+        return tiling(head_tile, element_size, self.group, capability, shared, has_soft_cap=self.has_soft_cap)
 
     def __str__(self) -> str:
         words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]
@@ -273,7 +278,7 @@ def variants() -> Iterator[Variant]:
     """Those of every kind of model, and of every cut of them."""
     for kind in _KINDS:
         capabilities: dict[Tiling, list[int]] = {}
-        for capability in range(80, 130):
+        for capability in MAX_SHARED_BYTES:
             capabilities.setdefault(kind.tiling(capability), []).append(capability)
         for cut, of_cut in capabilities.items():
             yield from _variants(kind, cut, of_cut)
@@ -297,16 +302,17 @@ def _variants(kind: _Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Var
     }
     common: dict[str, Any] = {
         "num_stages": cut.stages,
-        "may_spill": kind.head_size > 128,
+        # One number on sm_120, before and after the loop over keys.
+        "may_spill": kind.has_alibi and 120 in capabilities,
         "capabilities": [one for one in capabilities if one >= 89] if kind.cache else capabilities,
     }
     of_prefill = {"out": f"*{kind.dtype}", "out_stride": "i32"}
     of_decode = {"sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "max_segments": "i32"}
     of_decode_shape = {"ROWS": cut.decode_rows, "PROGRAMS": cut.decode_programs}
     scales = dict.fromkeys(("key_scale", "value_scale"), bool(kind.cache))
-    for name, kernel, own, shape, num_warps, max_registers in (
-        ("prefill", prefill_kernel, of_prefill, {"ROWS": cut.prefill_rows}, cut.prefill_warps, cut.prefill_registers),
-        ("decode", segment_kernel, of_decode, of_decode_shape, cut.decode_warps, cut.decode_registers),
+    for name, kernel, own, shape, num_warps in (
+        ("prefill", prefill_kernel, of_prefill, {"ROWS": cut.prefill_rows}, cut.prefill_warps),
+        ("decode", segment_kernel, of_decode, of_decode_shape, cut.decode_warps),
     ):
         # An argument that may be None is a constant where it is.
         optional = {"alibi_slopes": kind.has_alibi, **{key: scales[key] for key in scales if key in kernel.arg_names}}
@@ -316,7 +322,7 @@ def _variants(kind: _Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Var
             signature | own | {key: "*fp32" for key, is_given in optional.items() if is_given},
             constants | shape | {key: None for key, is_given in optional.items() if not is_given},
             num_warps=num_warps,
-            max_registers=max_registers,
+            max_registers=ALL_REGISTERS,
             divisible_by_16=_aligned(signature | own),
             **common,
         )

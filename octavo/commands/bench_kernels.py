@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "memory of a block; exit code 1 where one does not compile, spills and may not, or does not fit",
     )
     parser.add_argument(
-        "--target", metavar="SM[,SM...]", help="architectures to compile for (default: sm_80,sm_90,sm_100)"
+        "--target", metavar="SM[,SM...]", help="architectures to compile for, such as sm_80,sm_90 (default: all)"
     )
     parser.add_argument("--op", metavar="NAME", help="one operation, a module of `kernels.gpu` (default: all of them)")
     parser.add_argument("--jobs", type=_count, metavar="N", help="processes that compile (default: one a core)")

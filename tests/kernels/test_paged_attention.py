@@ -6,6 +6,7 @@ interpreter takes milliseconds a tile of keys, so there most tests of several se
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_a_sequence_is_the_same_alone_and_on_any_number_of_programs(monkeypatch:
         alone.append(out)
     facts = module._gpu(case.query.device)
     for num_multiprocessors in (1, 7):
-        shared = module._Gpu(facts.capability, num_multiprocessors, facts.is_interpreted)
+        shared = dataclasses.replace(facts, num_multiprocessors=num_multiprocessors)
         monkeypatch.setattr(module, "_gpu", lambda device, shared=shared: shared)
         assert torch.equal(attend(case, **options), torch.cat(alone)), num_multiprocessors
 

@@ -16,7 +16,7 @@ from tests.worker.replayed_graphs import ReplayedGraphs, kept
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
-from worker_svc.steps.decode_graphs import DecodeGraphs, batch_sizes
+from worker_svc.steps.decode_graphs import DecodeGraphs, batch_sizes, capture_order
 from worker_svc.steps.input_batch import build_input_arrays
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
@@ -54,8 +54,8 @@ class Run:
 
     @property
     def replays(self) -> dict[int, int]:
-        """By batch size; captured largest first."""
-        return dict(zip((6, 4, 2, 1), self.backend.replays, strict=True))
+        """By batch size; captured in this order."""
+        return dict(zip((1, 2, 4, 6), self.backend.replays, strict=True))
 
 
 def test_sizes_rise_to_the_most_and_padding_stays_small() -> None:
@@ -130,7 +130,11 @@ def test_only_as_many_are_captured_as_there_is_memory_for() -> None:
     backend.taken = [10, 101, 90, 100]  # after each capture: the second one was too much
     found = graphs(backend, FakeModel())
     found.capture(100)
-    assert found.sizes == [1, 2, 6]
+    assert found.sizes == [1, 4, 6]
+
+
+def test_small_ones_are_captured_before_large_ones_use_up_the_memory() -> None:
+    assert capture_order(batch_sizes(40)) == [1, 2, 4, 8, 40, 32, 24, 16]
 
 
 def test_a_capture_that_memory_does_not_suffice_for_is_passed_over() -> None:
@@ -138,14 +142,14 @@ def test_a_capture_that_memory_does_not_suffice_for_is_passed_over() -> None:
     model.error = torch.OutOfMemoryError("CUDA out of memory")
     found = graphs(ReplayedGraphs(torch.device("cpu")), model)
     found.capture(100)
-    assert found.sizes == [1, 2, 4], "the first, which is the largest, failed"
+    assert found.sizes == [2, 4, 6], "the first failed"
 
 
 @pytest.mark.parametrize(("num_rows", "suits"), [(4, True), (5, False)])
 def test_more_rows_than_the_largest_graph_are_computed(num_rows: int, suits: bool) -> None:
-    model = FakeModel()
-    model.error = torch.OutOfMemoryError("CUDA out of memory")
-    found = graphs(ReplayedGraphs(torch.device("cpu")), model)
+    backend = ReplayedGraphs(torch.device("cpu"))
+    backend.taken = [10, 20, 30, 101]  # the last, which is the largest, was too much
+    found = graphs(backend, FakeModel())
     found.capture(100)
     states = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, 96)
     states.record_samples(states.apply(prefill(1, [[3]] * num_rows)).rows, np.zeros(num_rows, np.int64))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,6 +58,22 @@ def test_a_gpu_that_is_not_there_is_refused_and_the_reason_told(monkeypatch: pyt
     FakeGpus(monkeypatch, 2)
     with pytest.raises(StartupError, match="2 GPUs are visible, counted from 0"):
         choose_device("cuda:2")
+
+
+def test_a_gpu_without_what_triton_compiles_with_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    FakeGpus(monkeypatch, 1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert choose_device("cpu") == torch.device("cpu")
+    for asked in ("cuda", "auto"):
+        with pytest.raises(StartupError, match="a worker on a GPU needs a C compiler"):
+            choose_device(asked)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    with pytest.raises(StartupError, match="Python's headers"):
+        choose_device("cuda")
+    (tmp_path / "Python.h").touch()
+    assert choose_device("cuda") == torch.device("cuda:0")
 
 
 def test_a_gpu_that_is_too_old_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

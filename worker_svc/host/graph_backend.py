@@ -44,8 +44,11 @@ class CudaGraphBackend:
         with torch.cuda.stream(self._stream):
             work()  # compiles kernels and takes workspaces, which may not happen during a capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                work()
+        finally:
+            torch.cuda.set_stream(current)  # where the end of a capture fails, torch leaves the thread on the other
         current.wait_stream(self._stream)
         return graph
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
 import torch
 
 from worker_svc.errors import StartupError
@@ -23,6 +28,8 @@ def choose_device(asked: str, local_rank: int = 0) -> torch.device:
     if why := _why_not(index):
         of_rank = f" by rank {local_rank} of this machine" if local_rank else ""
         raise StartupError(f"device {asked} cannot be used{of_rank}: {why}")
+    if missing := _missing_for_triton():
+        raise StartupError(f"a worker on a GPU needs {missing}, with which Triton compiles its kernels")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -39,6 +46,16 @@ def cache_dtype(asked: str, device: torch.device) -> torch.dtype | None:
     if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise StartupError(f"kv_cache_dtype fp8: {torch.cuda.get_device_name(device)} computes with no 8-bit floats")
     return torch.float8_e4m3fn
+
+
+def _missing_for_triton() -> str:
+    """What Triton builds the callers of its kernels with and is not here; empty: nothing. It looks at these places."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (gcc, clang, or one that $CC names)"
+    scheme = "posix_prefix" if (default := sysconfig.get_default_scheme()) == "posix_local" else default
+    if not Path(sysconfig.get_paths(scheme=scheme)["include"], "Python.h").exists():
+        return "Python's headers (on Debian python3-dev)"
+    return ""
 
 
 def _why_not(index: int) -> str:

@@ -8,8 +8,9 @@ a GPU runs them. A graph launches all of them at once, but always at the same ad
                block_tables [rows, blocks of the longest possible sequence], of which as many columns are filled as used
                logits [rows, vocab]                          of all graphs; read before the next one is replayed
 
-A pad has slot -1 and length 0: it is stored nowhere and attends to nothing. The graphs share their memory, and the
-largest is captured first, so that the others find theirs in it.
+A pad has slot -1 and length 0: it is stored nowhere and attends to nothing. The graphs share their memory: of the large
+ones the largest is captured first, so that the others find theirs in it. The small ones, which gain the most and take
+the least, come before all others, which may use up what there is.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ log = structlog.get_logger()
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor], torch.Tensor]
 """(token_ids, positions, attention, logits_rows) to logits: `Model.forward` over one cache."""
 
+_SMALL = 8  # rows
 _STEPS = ((64, 8), (256, 16), (1024, 64))  # up to so many rows, a graph every so many; beyond, every 256
 
 
@@ -46,6 +48,11 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
         sizes.append(size)
         size += next((step for most, step in _STEPS if size < most), 256)
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def capture_order(sizes: list[int]) -> list[int]:
+    """Small ones rising, then the others falling."""
+    return [size for size in sizes if size <= _SMALL] + [size for size in reversed(sizes) if size > _SMALL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +98,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, most_bytes: int) -> None:
-        """Captures as many batch sizes as `most_bytes` of the device's memory suffice for, the largest first."""
-        for num_rows in reversed(batch_sizes(self._max_num_seqs)):
+        """Captures as many batch sizes as `most_bytes` of the device's memory suffice for: the small ones, then the
+        largest and those between."""
+        for num_rows in capture_order(batch_sizes(self._max_num_seqs)):
             try:
                 step = self._capture(num_rows)
             except Exception as error:
@@ -104,7 +112,8 @@ class DecodeGraphs:
                 log.warning("no room for the graph of a decode step", rows=num_rows, bytes=num_bytes, of=most_bytes)
                 del step  # a smaller one may fit
                 continue
-            self._steps.insert(0, step)
+            self._steps.append(step)
+            self._steps.sort(key=lambda step: step.num_rows)
 
     def keep(self, sizes: Collection[int]) -> None:
         """Gives up the graphs of other batch sizes."""

@@ -1,8 +1,8 @@
 """What a step costs, as measured at the start: memory at its peak, tokens a second, and how fast blocks are swapped.
 
-On a GPU the step that is measured is the largest there can be, in tokens and in rows that sample with everything on,
-and its peak counts as it is. On a CPU it would take seconds: a small prefill is scaled up by its tokens, and what
-sampling takes is added by arithmetic.
+On a GPU the step whose memory is measured is the largest there can be, in tokens and in rows that sample with
+everything on, and its peak counts as it is; speed is that of as many tokens in few long prompts. On a CPU that would
+take seconds: a small prefill is scaled up by its tokens, and what sampling takes is added by arithmetic.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Profiler:
         if is_whole:  # more rows need other kernels, which are compiled and loaded at their first call
             self._measure(num_seqs, num_tokens)
         num_bytes, seconds = self._measure(num_seqs, num_tokens)
+        if is_whole:  # what a group costs that is computed again: few long sequences, which draw one token each
+            few = -(-num_tokens // longest)
+            self._measure(few, num_tokens, is_plain=True)
+            _, seconds = self._measure(few, num_tokens, is_plain=True)
         self._runner.release_cache()
         return Profile(num_tokens, num_bytes, is_whole, num_tokens / seconds)
 
@@ -102,8 +106,11 @@ class Profiler:
         seconds = max(statistics.median(self._seconds(partial(swap, pairs)) for _ in range(_SWAPS)) for swap in both)
         return num_blocks * self._runner.block_bytes / seconds
 
-    def _measure(self, num_seqs: int, num_tokens: int) -> tuple[int, float]:
-        """Peak and seconds of a prefill of `num_tokens` by `num_seqs` sequences that all sample; then a decode step."""
+    def _measure(self, num_seqs: int, num_tokens: int, *, is_plain: bool = False) -> tuple[int, float]:
+        """Peak and seconds of a prefill of `num_tokens` by `num_seqs` sequences that all sample; then a decode step.
+
+        On a GPU they sample with whatever costs memory, unless `is_plain`.
+        """
         block_size = self._runner.block_size
         lengths = np.full(num_seqs, num_tokens // num_seqs) + (np.arange(num_seqs) < num_tokens % num_seqs)
         num_blocks = -(-(int(lengths.max()) + 1) // block_size)  # of each
@@ -114,7 +121,7 @@ class Profiler:
         prefill.rows.num_samples_u16 = np.ones(num_seqs, "<u2").tobytes()
         group = prefill.groups.add(request_id="profile")
         group.sampling_params.seed = 0
-        if not self._memory.is_host:  # whatever costs memory
+        if not (self._memory.is_host or is_plain):
             group.sampling_params.top_p = 0.9
             group.sampling_params.repetition_penalty = 1.1
             group.sampling_params.logprobs = 1
