@@ -23,7 +23,7 @@ class Schedulers:
     """For one event loop.
 
     Args:
-        addresses: as `AsyncClient` takes them.
+        addresses: HOST:PORT or unix:PATH of one, or of several with commas between them.
         pass_headers: names of HTTP headers, in lower case, that go on as metadata.
         share_calls: streams go over a call that others share.
         credentials: of TLS; None: there is none.
@@ -39,7 +39,7 @@ class Schedulers:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._credentials = credentials
-        self._addresses, self._retry, self._share_calls = addresses, retry, share_calls
+        self._addresses, self._retry, self._share_calls = addresses.split(","), retry, share_calls
         self._passed = frozenset(name.encode("ascii") for name in pass_headers)
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
