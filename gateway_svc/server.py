@@ -25,7 +25,7 @@ from gateway_svc.http.app import new_app
 from gateway_svc.http.bounded_protocol import Bounds, bounded
 from gateway_svc.http.generating import Service
 from gateway_svc.http.metrics import SHARED_FOLDER, GatewayMetrics
-from gateway_svc.live.live_feed import LiveFeed
+from gateway_svc.live.live_feeds import LiveFeeds
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 from octavo.shared import log as logging
@@ -94,7 +94,7 @@ def _credentials(config: GatewayConfig) -> grpc.ChannelCredentials | None:
 
 def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
     """What answers before these schedulers."""
-    live = LiveFeed(schedulers, demo=config.demo)
+    live = LiveFeeds(schedulers, demo=config.demo)
     return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval)
 
 
@@ -125,7 +125,7 @@ def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = 
 class _Server(uvicorn.Server):
     """Ends in order at SIGTERM, at once at SIGINT or the second; uvicorn's own would then end this process by it."""
 
-    live: LiveFeed
+    live: LiveFeeds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for requests, but not for pages that look on: those would never end."""

@@ -42,7 +42,8 @@ class ServeConfig:
 
     live_panel: bool | None = option(
         None,
-        "show on the page of --http-port what the scheduler does (default: where --host is a loopback address)",
+        "show on the page of --http-port what the scheduler does (default: where --host is a loopback address, without "
+        "--control-port)",
         group=COMMON,
     )
 
@@ -108,7 +109,8 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
     port = serve.http_port or free_port()
     check_port_is_free(scheduler.host, port, "--http-port")
     is_local = is_loopback(scheduler.host)
-    shows_live = is_local if serve.live_panel is None else serve.live_panel
+    is_shown = is_local and scheduler.control_port is None  # which the panel asks
+    shows_live = is_shown if serve.live_panel is None else serve.live_panel
     sockets = [scheduler.local_socket(frontend) or address for frontend in range(scheduler.frontends)]
     config = GatewayConfig(
         host=scheduler.host,

@@ -7,6 +7,7 @@ started it. It ends when the core closes their link or is lost.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         asyncio.run(serve(arguments.core, config, arguments.number))
+        gc.collect()  # a server with TLS that only the interpreter's end finds keeps that waiting for two seconds
     except grpc.aio.AioRpcError as error:
         log.error("the core is lost", why=error.details())
         return 1

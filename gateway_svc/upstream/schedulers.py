@@ -113,17 +113,22 @@ class Schedulers:
         answer: pb.DetokenizeResponse = await self._call("Detokenize", request, metadata)
         return answer
 
-    async def watch_steps(self) -> AsyncGenerator[pb.StepSummary, None]:
-        """Of all workers of the scheduler in use, from now on. Raises RequestFailed, as `view` does."""
-        client = self._clients[self._place()]
-        async with aclosing(client.follow(lambda at: at.control.WatchSteps, pb.WatchStepsRequest())) as steps:
+    async def watch_steps(self, metadata: Metadata) -> AsyncGenerator[pb.StepSummary, None]:
+        """Of all workers of the scheduler in use, from now on. Raises RequestFailed, as the next two do."""
+        client, asked = self._clients[self._place()], pb.WatchStepsRequest()
+        async with aclosing(client.follow(lambda at: at.control.WatchSteps, asked, metadata=metadata)) as steps:
             async for step in steps:
                 yield step
 
-    async def view(self, request: pb.GetViewRequest) -> pb.View:
+    async def view(self, request: pb.GetViewRequest, metadata: Metadata) -> pb.View:
         """What can be drawn of that scheduler."""
-        view: pb.View = await self._call("GetView", request, (), of_control=True)
+        view: pb.View = await self._call("GetView", request, metadata, of_control=True)
         return view
+
+    async def load(self, metadata: Metadata) -> pb.Load:
+        """Its queues and workers."""
+        load: pb.Load = await self._call("GetLoad", pb.GetLoadRequest(), metadata, of_control=True)
+        return load
 
     async def withhold_blocks(self, request: pb.WithholdBlocksRequest, metadata: Metadata) -> pb.WithholdBlocksResponse:
         """Makes a worker's cache smaller. Raises RequestFailed."""
