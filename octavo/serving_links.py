@@ -54,8 +54,10 @@ def locked_links(
     token_file = given.pop() if given else _new_token(folder)
     has_tls = scheduler.tls_cert_file is not None
     scheduler = dataclasses.replace(scheduler, worker_token_file=token_file, socket_folder=folder if has_tls else None)
-    without_tls = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
-    return scheduler, dataclasses.replace(worker, token_file=token_file, **without_tls)
+    worker = dataclasses.replace(
+        worker, token_file=token_file, tls_cert_file=None, tls_key_file=None, tls_client_ca_file=None
+    )
+    return scheduler, worker
 
 
 def _new_token(folder: Path) -> Path:

@@ -123,6 +123,7 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
         insecure=scheduler.insecure or scheduler.keys_file is not None,  # which its requests need as well
         demo=serve.demo,
         drain_timeout=scheduler.drain_timeout,
+        metrics_port=0 if scheduler.metrics_port == 0 else None,
         log_level=scheduler.log_level,
     )
     child = _child("gateway", "gateway", config, environment_without_options(), essential=False)

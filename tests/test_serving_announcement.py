@@ -48,7 +48,7 @@ def test_a_certificate_of_an_authority(certs: Path) -> None:
 
 
 def test_certificates_of_clients_and_keys(certs: Path) -> None:
-    locks = {"tls_client_ca_file": certs / "ca.pem", "keys_file": Path("keys.yaml")}
+    locks: dict[str, Any] = {"tls_client_ca_file": certs / "ca.pem", "keys_file": Path("keys.yaml")}
     text = announced(certs, "scheduler", **locks).as_text(1.0)
     assert "  OCTAVO_API_KEY=KEY octavo chat" in text
     assert "--tls-client-cert-file CLIENT.pem --tls-client-key-file CLIENT.key\n" in text
@@ -63,6 +63,6 @@ def test_a_certificate_of_its_own_is_whom_to_trust_and_gives_the_name(certs: Pat
 
 
 def test_certificates_that_cannot_be_used_are_told_before_anything_starts(certs: Path) -> None:
-    options = {"tls_cert_file": certs / "own.pem", "tls_key_file": certs / "ca.key"}
+    options: dict[str, Any] = {"tls_cert_file": certs / "own.pem", "tls_key_file": certs / "ca.key"}
     with pytest.raises(OptionError, match=r"TLS: .*own\.pem.*key values mismatch"):
         Announcement.of(SchedulerConfig(**options), "m", 1, "127.0.0.1:5", None)

@@ -8,7 +8,6 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from octavo.serving_announcement import Announcement
 from octavo.serving_links import OF_THE_SCHEDULER, locked_links, private_folder
 from octavo.serving_plan import ServeConfig, plan
 from octavo.shared.options import add_arguments as add_options
@@ -50,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig, *, as_json: bool) -> int:
+    from octavo.serving_announcement import Announcement
+
     address, children = plan(serve, scheduler, worker)
     http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
     announcement = Announcement.of(scheduler, worker.model, serve.workers, address, http)
