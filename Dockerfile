@@ -46,7 +46,7 @@ COPY gateway_svc gateway_svc
 RUN pip install --no-deps --no-build-isolation . && rm -rf build
 WORKDIR /home/octavo
 USER 10001
-ENV OCTAVO_HOST=0.0.0.0
+ENV OCTAVO_HOST=0.0.0.0 OCTAVO_METRICS_HOST=0.0.0.0
 EXPOSE 8000
 # Liveness, as with the scheduler.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30s CMD ["octavo", "health", "http://127.0.0.1:8000", "--service", ""]

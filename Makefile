@@ -16,6 +16,10 @@ BIN := .venv/bin
 
 setup: .venv/.installed .venv/.warm
 
+# As a path, not by setuptools' finder: to a script beside a clone whose folder is called octavo, that folder is a package
+# without a file, which comes before a finder and after a path.
+EDITABLE := --config-settings editable_mode=compat --editable
+
 # Again only when the dependencies have changed.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -24,7 +28,7 @@ setup: .venv/.installed .venv/.warm
 	  || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@echo "Installing Octavo and its dependencies into .venv: a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(EDITABLE) '.[dev]'
 	@touch $@
 
 # Compiled once here, so that neither the first start nor a test waits for it.

@@ -91,10 +91,19 @@ class GatewayConfig:
     )
 
     log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
+    metrics_host: str = option("127.0.0.1", "address at which Prometheus reaches it", group=LOGGING)
+    metrics_port: int | None = option(
+        None,
+        "port for Prometheus; 0 takes a free one (default: 9465, or none if that is taken)",
+        group=LOGGING,
+        metavar="PORT",
+    )
     shares_port: bool = option(False, "one of several processes", hidden=True)
+    serves_metrics: bool = option(True, "has found a port for them", hidden=True)
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
+        check_port("metrics_port", self.metrics_port)
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         for address in self.scheduler.split(","):
             host, _, port = address.strip().removeprefix("dns:///").rpartition(":")

@@ -24,15 +24,17 @@ from gateway_svc.config import GatewayConfig
 from gateway_svc.http.app import new_app
 from gateway_svc.http.bounded_protocol import Bounds, bounded
 from gateway_svc.http.generating import Service
+from gateway_svc.http.listening import listen_at
 from gateway_svc.http.metrics import SHARED_FOLDER, GatewayMetrics
-from gateway_svc.live.live_feed import LiveFeed
+from gateway_svc.http.metrics_server import metrics_listener, metrics_server, reserved_metrics
+from gateway_svc.live.live_feeds import LiveFeeds
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
 from octavo.shared import log as logging
 from octavo.shared.connections import allow_open_files
 from octavo.shared.exposure import check_exposure
 from octavo.shared.options import OptionError, environment_without_options, to_arguments
-from octavo.shared.ports import BindError, check_port_is_free, reserve_port
+from octavo.shared.ports import check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
 from octavo.shared.tls import ServerTls, TlsError, client_credentials, server_tls
 from octavo.shared.watched_files import LOOK_AGAIN_S
@@ -49,14 +51,14 @@ def main(config: GatewayConfig) -> int:
     check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks="--tls-cert-file")
     if config.processes > 1:
         return _run_several(config)
-    listener = listen(config)
+    listener, for_metrics = listen(config), metrics_listener(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, listener))
+        runner.run(serve(config, listener, for_metrics))
     return 0
 
 
-async def serve(config: GatewayConfig, listener: socket.socket) -> None:
-    """Runs the service in the current event loop until it is told to stop."""
+async def serve(config: GatewayConfig, listener: socket.socket, for_metrics: socket.socket | None = None) -> None:
+    """Runs the service in the current event loop until it is told to stop. `for_metrics` listens, too."""
     allow_open_files(config.max_connections)
     gc.freeze()  # what was imported is for life: no collection has to look at it again
     retry = RetryPolicy(window_s=config.retry_window)
@@ -64,14 +66,18 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
         config.scheduler, retry, config.pass_header, share_calls=config.share_calls, credentials=_credentials(config)
     )
     tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-    server = new_server(config, new_service(config, schedulers), tls)
-    following = None if tls is None else asyncio.create_task(_follow_certificates(tls))
+    service = new_service(config, schedulers)
+    server, metrics = new_server(config, service, tls), metrics_server(service.metrics, tls)
+    beside = [] if tls is None else [asyncio.create_task(_follow_certificates(tls))]
+    if for_metrics is not None:
+        beside.append(asyncio.create_task(metrics.serve(sockets=[for_metrics])))
     log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)
     try:
         await server.serve(sockets=[listener])
     finally:
-        if following is not None:
-            following.cancel()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         await schedulers.close()
     log.info("gateway has ended")
 
@@ -94,7 +100,7 @@ def _credentials(config: GatewayConfig) -> grpc.ChannelCredentials | None:
 
 def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
     """What answers before these schedulers."""
-    live = LiveFeed(schedulers, demo=config.demo)
+    live = LiveFeeds(schedulers, demo=config.demo)
     return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval)
 
 
@@ -125,7 +131,7 @@ def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = 
 class _Server(uvicorn.Server):
     """Ends in order at SIGTERM, at once at SIGINT or the second; uvicorn's own would then end this process by it."""
 
-    live: LiveFeed
+    live: LiveFeeds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for requests, but not for pages that look on: those would never end."""
@@ -148,25 +154,18 @@ def listen(config: GatewayConfig) -> socket.socket:
     """The socket of the service. Raises BindError."""
     if not config.shares_port:
         check_port_is_free(config.host, config.port)
-    family, kind, protocol, _, where = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if config.shares_port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(where)
-    except OSError as error:
-        listener.close()
-        raise BindError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
-    listener.setblocking(False)
-    return listener
+    return listen_at(config.host, config.port, shares_port=config.shares_port)
 
 
 def _run_several(config: GatewayConfig) -> int:
-    """Children on one port, which this process keeps from others. One that ends is started again."""
+    """Children on one port, and one for metrics, which this process keeps from others. One that ends is started again;
+    each tells metrics of all."""
     holder, port = reserve_port(config.host, config.port)
+    for_metrics = reserved_metrics(config)
     folder = tempfile.mkdtemp(prefix="octavo-gateway-")
-    own = replace(config, processes=1, port=port, shares_port=True)
+    own = replace(config, processes=1, port=port, shares_port=True, serves_metrics=for_metrics is not None)
+    if for_metrics is not None:
+        own = replace(own, metrics_port=for_metrics[1])
     command = [sys.executable, "-m", "octavo", "gateway", *to_arguments(own)]
     environment = environment_without_options() | {SHARED_FOLDER: folder}
     children = [
@@ -178,6 +177,8 @@ def _run_several(config: GatewayConfig) -> int:
         code = asyncio.run(supervisor.run(lambda seconds: None))
     finally:
         holder.close()
+        if for_metrics is not None:
+            for_metrics[0].close()
         shutil.rmtree(folder, ignore_errors=True)
     if supervisor.reason:
         print(f"octavo gateway: error: {supervisor.reason}", file=sys.stderr)

@@ -42,7 +42,8 @@ class ServeConfig:
 
     live_panel: bool | None = option(
         None,
-        "show on the page of --http-port what the scheduler does (default: where --host is a loopback address)",
+        "show on the page of --http-port what the scheduler does (default: where --host is a loopback address, without "
+        "--control-port)",
         group=COMMON,
     )
 
@@ -59,11 +60,10 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError."""
-    if any((scheduler.tls_cert_file, scheduler.worker_tls_ca_file, worker.token_file, scheduler.worker_token_file)):
-        raise PlanError(
-            "octavo serve is for one machine, without TLS and tokens: octavo scheduler and octavo worker have them"
-        )
+    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError.
+
+    How the parts know each other is in their options already (`octavo.serving_links`).
+    """
     if scheduler.lora_modules and not worker.enable_lora:
         raise PlanError("lora_modules names adapters, which workers take with --enable-lora alone")
     check_memory(serve.workers, worker)
@@ -103,21 +103,27 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
 
 
 def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Child:
-    """Before the scheduler at `address`, and reached from where that is."""
+    """Before the scheduler at `address`, and reached from where that is, with the same certificates."""
     from gateway_svc.config import GatewayConfig
 
     port = serve.http_port or free_port()
     check_port_is_free(scheduler.host, port, "--http-port")
     is_local = is_loopback(scheduler.host)
-    shows_live = is_local if serve.live_panel is None else serve.live_panel
+    is_shown = is_local and scheduler.control_port is None  # which the panel asks
+    shows_live = is_shown if serve.live_panel is None else serve.live_panel
+    sockets = [scheduler.local_socket(frontend) or address for frontend in range(scheduler.frontends)]
     config = GatewayConfig(
         host=scheduler.host,
         port=port,
-        scheduler=address,
+        scheduler=",".join(dict.fromkeys(sockets)),
+        tls_cert_file=scheduler.tls_cert_file,
+        tls_key_file=scheduler.tls_key_file,
+        tls_client_ca_file=scheduler.tls_client_ca_file,
         live_panel=shows_live,
         insecure=scheduler.insecure or scheduler.keys_file is not None,  # which its requests need as well
         demo=serve.demo,
         drain_timeout=scheduler.drain_timeout,
+        metrics_port=0 if scheduler.metrics_port == 0 else None,
         log_level=scheduler.log_level,
     )
     child = _child("gateway", "gateway", config, environment_without_options(), essential=False)

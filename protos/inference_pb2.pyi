@@ -552,7 +552,7 @@ class ModelLoad(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_workers_serving: _Optional[int] = ..., num_workers_draining: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters", "model_fingerprint", "block_size_tokens")
+    __slots__ = ("address", "instance_id", "epoch", "health", "num_running", "num_preempted", "num_device_blocks", "num_free_device_blocks", "num_host_blocks", "num_free_host_blocks", "num_steps", "last_heard_ns", "model", "problem", "adapters", "model_fingerprint", "block_size_tokens", "tensor_parallel_size", "pipeline_parallel_size")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +570,8 @@ class WorkerState(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     address: str
     instance_id: str
     epoch: int
@@ -587,7 +589,9 @@ class WorkerState(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     model_fingerprint: str
     block_size_tokens: int
-    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., model_fingerprint: _Optional[str] = ..., block_size_tokens: _Optional[int] = ...) -> None: ...
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    def __init__(self, address: _Optional[str] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., health: _Optional[_Union[WorkerHealth, str]] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_free_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., last_heard_ns: _Optional[int] = ..., model: _Optional[str] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., model_fingerprint: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

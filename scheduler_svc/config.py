@@ -91,6 +91,9 @@ class SchedulerConfig:
         group=ACCESS,
         metavar="FILE",
     )
+    socket_folder: Path | None = option(
+        None, "where sockets for others of this user are made, spoken to without TLS", group=ACCESS, hidden=True
+    )
     preemption_mode: str = option(
         "auto",
         "what happens to a preempted request's cache: copied to host memory, or computed again",
@@ -256,6 +259,10 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_num_seqs is {self.max_num_seqs}, more than max_num_batched_tokens, {self.max_num_batched_tokens}"
             )
+
+    def local_socket(self, frontend: int = 0) -> str | None:
+        """Where processes of this user reach one of the frontends, as gRPC names it; None: by no socket."""
+        return None if self.socket_folder is None else f"unix:{self.socket_folder}/frontend-{frontend}"
 
     def text_settings(self) -> TextSettings:
         """What checking and tokenising a request depends on, for processes that do only that."""

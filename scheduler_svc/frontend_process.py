@@ -7,6 +7,7 @@ started it. It ends when the core closes their link or is lost.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -20,12 +21,12 @@ from octavo.shared import log as logging
 from octavo.shared.command_line import Parser
 from octavo.shared.options import add_arguments, from_namespace
 from octavo.shared.ports import BindError
-from octavo.shared.rpc import CHANNEL_OPTIONS, bind
+from octavo.shared.rpc import CHANNEL_OPTIONS
 from protos import frontend_pb2
 from protos import inference_pb2 as pb
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.inference_service import InferenceService
-from scheduler_svc.api.public_server import GRACE_S, credentials_of, public_server
+from scheduler_svc.api.public_server import GRACE_S, listen, public_server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontends.core_link import CoreLink
 from scheduler_svc.frontends.forwarding import forward
@@ -47,6 +48,7 @@ def main() -> int:
     """Returns the process's exit code."""
     parser = Parser(prog="scheduler_svc.frontend_process")
     parser.add_argument("--core", required=True, metavar="unix:SOCKET")
+    parser.add_argument("--number", type=int, default=0, help="which of the frontends this is, from 0 on")
     add_arguments(parser, SchedulerConfig)
     arguments = parser.parse_args()
     config = from_namespace(SchedulerConfig, arguments)
@@ -54,7 +56,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the core, which ends its frontends in order
         signal.signal(number, signal.SIG_IGN)
     try:
-        asyncio.run(serve(arguments.core, config))
+        asyncio.run(serve(arguments.core, config, arguments.number))
+        gc.collect()  # a server with TLS that only the interpreter's end finds keeps that waiting for two seconds
     except grpc.aio.AioRpcError as error:
         log.error("the core is lost", why=error.details())
         return 1
@@ -64,7 +67,7 @@ def main() -> int:
     return 0
 
 
-async def serve(core_address: str, config: SchedulerConfig) -> None:
+async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> None:
     """Serves until the core closes the link. Raises AioRpcError where it breaks."""
     mailboxes = Mailboxes(asyncio.get_running_loop(), config.stream_interval_ms / 1e3)
     async with grpc.aio.insecure_channel(core_address, options=CHANNEL_OPTIONS) as channel:
@@ -103,7 +106,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
                 await server.start()
                 link.say_listening(os.getpid())
 
-        bind(server, config.host, config.port, credentials_of(config))
+        listen(server, config, number)
         texts.start()
         try:
             await link.follow(on_state)

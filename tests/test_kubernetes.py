@@ -18,6 +18,8 @@ from deploy.kubernetes import make_chart
 from gateway_svc.config import GatewayConfig
 from gateway_svc.http.app import new_app
 from gateway_svc.http.generating import Service
+from gateway_svc.http.metrics_server import METRICS_PORT as GATEWAY_METRICS_PORT
+from gateway_svc.http.metrics_server import PATH as GATEWAY_METRICS_PATH
 from octavo.commands import health
 from octavo.shared.command_line import Parser
 from octavo.shared.options import NOT_OPTIONS, add_arguments, from_namespace
@@ -48,6 +50,7 @@ from worker_svc.parallel.membership import membership_of
 from worker_svc.server import DRAIN_LIMIT_S, SERVICE_NAME
 
 CONFIGS: dict[str, Any] = {"scheduler": SchedulerConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+METRICS_PORTS = {"scheduler": METRICS_PORT, "gateway": GATEWAY_METRICS_PORT, "worker": None}
 PORTS = {"scheduler": SchedulerConfig().port, "worker": WorkerConfig().port, "gateway": GatewayConfig().port}
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest that the chart takes, and the newest whose schema is here
 # Schemas of these are not in the package; the page says how they were checked once.
@@ -170,7 +173,7 @@ def test_services_get_options_that_they_take(case: str, manifests: list[Manifest
         add_arguments(parser, config)
         options = from_namespace(config, parser.parse_args(container.get("args", [])), given)
         ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
-        assert set(ports.values()) <= {options.port, METRICS_PORT}
+        assert set(ports.values()) <= {options.port, METRICS_PORTS[service]}
         if service == "worker":
             assert options.device == ("cuda" if CASES[case][0].startswith("nvidia") else "auto")
         if service == "scheduler":
@@ -405,7 +408,8 @@ def test_only_what_has_to_talk_may(case: str, manifests: list[Manifest]) -> None
     scheduler, worker, gateway = PORTS["scheduler"], PORTS["worker"], PORTS["gateway"]
     expected: set[tuple[str, str, int | str, str]]
     expected = {(client, "scheduler", scheduler, "ingress") for client in (*clients, "gateway")}
-    expected |= {(client, "gateway", gateway, "ingress") for client in (*clients, "monitoring")}
+    expected |= {(client, "gateway", gateway, "ingress") for client in clients}
+    expected |= {("monitoring", "gateway", GATEWAY_METRICS_PORT, "ingress")}
     expected |= {("monitoring", "scheduler", METRICS_PORT, "ingress"), ("scheduler", "worker", worker, "ingress")}
     expected |= {("scheduler", "worker", worker, "egress"), ("gateway", "scheduler", scheduler, "egress")}
     expected |= {("fetch", "outside", 443, "egress")}
@@ -455,7 +459,8 @@ def test_autoscalers_ask_for_metrics_that_exist() -> None:
 def test_monitors_scrape_paths_that_are_served() -> None:
     scheduler, gateway = read(KUBERNETES / "components" / "service-monitor" / "service-monitor.yaml")
     assert scheduler["spec"]["endpoints"][0]["path"] in PATHS
-    assert gateway["spec"]["endpoints"][0]["path"] in paths_of_the_gateway()
+    assert gateway["spec"]["endpoints"][0]["path"] == GATEWAY_METRICS_PATH
+    assert GATEWAY_METRICS_PATH not in paths_of_the_gateway(), "clients get there"
 
 
 @pytest.mark.parametrize("case", ["ranks", "nvidia-ranks"])

@@ -87,7 +87,7 @@ def live() -> Iterator[Told]:
             assert http.post("/v1/completions", asked)[0] == 200
             with http.streaming("/v1/completions", asked) as answer:
                 assert b"[DONE]" in answer.read()
-            urls = {"octavo": f"http://127.0.0.1:{port}", "octavo-gateway": http.url}
+            urls = {"octavo": f"http://127.0.0.1:{port}", "octavo-gateway": f"http://127.0.0.1:{http.metrics_port}"}
             names = {
                 version: {job: names_of(read(url, accept)) for job, url in urls.items()}
                 for version, accept in ACCEPTED.items()

@@ -99,3 +99,14 @@ def test_whoever_ignores_a_type_says_which_error_and_why() -> None:
         for number, line in enumerate(lines, 1):
             if re.search(r"#\s*type: ignore(?!\[no-untyped-def\])", line) and path != Path(__file__):
                 assert re.search(r"# type: ignore\[[a-z-]+\]  # \S", line), f"{path.relative_to(ROOT)}:{number}"
+
+
+def test_a_script_beside_a_clone_that_is_called_octavo_imports_the_package(tmp_path: Path) -> None:
+    """Installed as `make setup` does, by a path: the clone's folder, which has no file of its own, gives way to it."""
+    (tmp_path / "octavo").symlink_to(ROOT)
+    command = [sys.executable, "-S", "-E", str(tmp_path / "script.py"), str(tmp_path / "octavo")]
+    found = "import sys; sys.path.append(sys.argv[1]); import importlib.util as u; print(u.find_spec('octavo').origin)"
+    (tmp_path / "script.py").write_text(found)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "octavo" / "octavo" / "__init__.py")
+    assert "$(EDITABLE)" in (makefile := (ROOT / "Makefile").read_text()) and "editable_mode=compat" in makefile

@@ -56,7 +56,7 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
     routes += [
         Route(path, AskingEndpoint(path, service, ask), methods=[method]) for path, (method, ask) in _ASKING.items()
     ]
-    routes += [Route("/health", asking.health(service)), Route("/metrics", asking.metrics(service))]
+    routes.append(Route("/health", asking.health(service)))
     if config.page:
         routes += page_routes(live_panel=config.live_panel)
     if config.live_panel:

@@ -1,4 +1,4 @@
-"""The endpoints that only ask: models, tokens, health, metrics."""
+"""The endpoints that only ask: models, tokens, health."""
 
 from __future__ import annotations
 
@@ -146,15 +146,5 @@ def health(service: Service) -> Callable[[Request], Awaitable[Response]]:
 
     async def respond(request: Request) -> Response:
         return Response(status_code=200 if await service.schedulers.are_ready() else 503)
-
-    return respond
-
-
-def metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    """In the format that was asked for."""
-
-    async def respond(request: Request) -> Response:
-        content, content_type = service.metrics.text()
-        return Response(content, headers={"content-type": content_type})
 
     return respond

@@ -19,7 +19,7 @@ from gateway_svc.errors import HttpError
 from gateway_svc.http.bodies import ClientGone, read_json
 from gateway_svc.http.metrics import GatewayMetrics, Told
 from gateway_svc.http.replies import EventStream, send_error, send_parts, while_connected
-from gateway_svc.live.live_feed import LiveFeed
+from gateway_svc.live.live_feeds import LiveFeeds
 from gateway_svc.requests.asked import Asked
 from gateway_svc.requests.fields import Fields
 from gateway_svc.upstream.schedulers import Schedulers
@@ -43,7 +43,7 @@ class Service:
     schedulers: Schedulers
     metrics: GatewayMetrics
     max_body_bytes: int
-    live: LiveFeed
+    live: LiveFeeds
     silence_s: float  # after which a stream gets a comment; 0: none
 
 

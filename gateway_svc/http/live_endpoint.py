@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import aclosing
 from typing import Any
 
+import grpc
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -17,7 +17,9 @@ from gateway_svc.http.generating import Service
 from gateway_svc.http.replies import EventStream, send_error, while_connected
 from gateway_svc.requests.fields import Fields
 from gateway_svc.requests.sampling import put
+from gateway_svc.upstream.statuses import http_error
 from octavo.client import Metadata
+from octavo.errors import RequestFailed
 from octavo.shared.ports import is_loopback
 from protos import inference_pb2 as pb
 
@@ -32,16 +34,16 @@ class LiveEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, until its client goes or the service ends."""
-        service, feed = self._service, self._service.live
+        service, headers = self._service, Headers(scope=scope)
         with service.metrics.request(PATH) as told:
             try:
-                check_caller(Headers(scope=scope), self._is_local)
+                check_caller(headers, self._is_local)
+                key = [field for field in service.schedulers.metadata(headers.raw) if field[0] == "authorization"]
                 stream = EventStream(send, {})
-                feed.check_room()
                 async with (
                     while_connected(receive),
                     stream.kept_alive(service.silence_s),
-                    aclosing(feed.frames()) as frames,
+                    service.live.frames(key) as frames,
                 ):
                     await stream.begin()
                     told.status = 200
@@ -50,9 +52,17 @@ class LiveEndpoint:
                 await stream.end(b"")
             except ClientGone:
                 pass
-            except HttpError as error:
+            except (HttpError, RequestFailed) as failure:
+                error = failure if isinstance(failure, HttpError) else _refusal(failure)
                 told.status = error.status
                 await send_error(send, error)
+
+
+def _refusal(failure: RequestFailed) -> HttpError:
+    if failure.code is grpc.StatusCode.UNIMPLEMENTED:
+        what = "the scheduler answers Control on a port of its own (--control-port), where no gateway asks"
+        return HttpError(400, what, code="unsupported_parameter")
+    return http_error(failure, {})
 
 
 def withholding(*, is_local: bool) -> Asking:

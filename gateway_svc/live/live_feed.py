@@ -1,4 +1,4 @@
-"""Frames of a server for all who look at it: one `WatchSteps` and at most ten looks a second, while anybody looks.
+"""Frames of a server for all who look at it with one key: one `WatchSteps`, ten looks a second at most, while any look.
 
 Steps say that something has happened, and what was copied and preempted; a look shows how it stands. Everybody gets the
 newest frame when they have taken the one before, so who reads slowly misses frames and holds nothing up.
@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
+import grpc
 import structlog
 
-from gateway_svc.errors import RATE_LIMIT, HttpError
 from gateway_svc.live.frames import MAX_BLOCKS, MAX_REQUESTS, frame
 from gateway_svc.live.step_tally import StepTally
 from octavo.errors import RequestFailed
@@ -23,14 +23,15 @@ from protos import inference_pb2 as pb
 
 log = structlog.get_logger()
 
-MAX_VIEWERS = 64
 FRAME_S = 0.1  # between two looks
 QUIET_S = 0.5  # until a look where no step says that there is something new: requests come, wait and are ended
 RETRY_S = 1.0  # until a scheduler that does not answer is asked again
+# It has answered: this key is not to see that. Nothing changes by asking again.
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class Watched(Protocol):
-    """What is asked of `Schedulers`. Both raise RequestFailed."""
+    """A scheduler as somebody may see it. Both raise RequestFailed."""
 
     def watch_steps(self) -> AsyncGenerator[pb.StepSummary, None]:
         """From now on, without an end."""
@@ -42,34 +43,28 @@ class Watched(Protocol):
 class LiveFeed:
     """For one event loop. `extras`: what every frame says besides."""
 
-    def __init__(self, schedulers: Watched, **extras: Any) -> None:
-        self._schedulers = schedulers
+    def __init__(self, scheduler: Watched, **extras: Any) -> None:
+        self._scheduler = scheduler
         self._extras = extras
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._newest: bytes | None = None  # None: nobody looks, or nothing was seen yet
         self._has_changed = asyncio.Event()  # another one for each frame
-        self._is_closed = False
+        self.is_closed = False  # for good
 
     @property
     def is_watching(self) -> bool:
         """Whether the scheduler is asked anything."""
         return self._task is not None
 
-    def check_room(self) -> None:
-        """Raises HttpError where too many look already."""
-        if self._num_viewers >= MAX_VIEWERS:
-            what = f"{self._num_viewers} pages look at this server, at most {MAX_VIEWERS} may"
-            raise HttpError(429, what, type=RATE_LIMIT)
-
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """JSON objects, the newest first of all, until the caller leaves or the service ends."""
+        """JSON objects, the newest first of all, until the caller leaves, or the feed is closed."""
         self._num_viewers += 1
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
         shown: bytes | None = None
         try:
-            while not self._is_closed:
+            while not self.is_closed:
                 changed = self._has_changed
                 if self._newest is not None and self._newest is not shown:
                     shown = self._newest
@@ -83,7 +78,7 @@ class LiveFeed:
 
     def close(self) -> None:
         """Ends all streams of frames."""
-        self._is_closed = True
+        self.is_closed = True
         self._wake()
 
     async def _stop(self) -> None:
@@ -98,6 +93,9 @@ class LiveFeed:
             try:
                 await self._look_on()
             except RequestFailed as failure:
+                if failure.code in REFUSALS:
+                    self.close()
+                    return
                 self._publish({"problem": str(failure)})
             except Exception as fault:
                 log.error("what a server does cannot be shown", exception=trace(fault))
@@ -113,7 +111,7 @@ class LiveFeed:
         try:
             while not counting.done():
                 stepped.clear()
-                view = await self._schedulers.view(asked)
+                view = await self._scheduler.view(asked)
                 self._publish({**frame(view, tally.shown()), **self._extras})
                 await asyncio.sleep(FRAME_S)
                 await _is_set(stepped, QUIET_S)
@@ -123,7 +121,7 @@ class LiveFeed:
             await asyncio.gather(counting, return_exceptions=True)
 
     async def _count(self, tally: StepTally, stepped: asyncio.Event) -> None:
-        async with aclosing(self._schedulers.watch_steps()) as steps:
+        async with aclosing(self._scheduler.watch_steps()) as steps:
             async for step in steps:
                 tally.take(step)
                 stepped.set()

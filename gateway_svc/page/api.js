@@ -24,6 +24,18 @@ export async function* generate(path, body, key, signal) {
   throw new Error("the stream ended before the answer did");
 }
 
+// What comes of a stream of events without an end, until the signal or the server ends it. Throws an Error with `status`.
+export async function* follow(path, key, signal) {
+  const response = await fetch(path, { headers: headers(key), cache: "no-store", signal });
+  if (!response.ok) throw await failure(response);
+  yield* events(response.body);
+}
+
+// Withholds so many blocks of a worker.
+export async function withhold(worker, numBlocks, key) {
+  await post("/live/withhold", { worker, num_blocks: numBlocks }, key);
+}
+
 async function post(path, body, key, signal) {
   const response = await fetch(path, {
     method: "POST",
@@ -40,12 +52,12 @@ function headers(key) {
 }
 
 async function failure(response) {
-  const text = await response.text();
+  const text = await response.text(), { status } = response;
+  let message = `the server answered with status ${status}`;
   try {
-    return new Error(JSON.parse(text).error.message);
-  } catch {
-    return new Error(`the server answered with status ${response.status}`);
-  }
+    ({ message } = JSON.parse(text).error);
+  } catch { /* not the server's own words: of a proxy, say */ }
+  return Object.assign(new Error(message), { status });
 }
 
 // What follows `data: ` in each event of a stream.

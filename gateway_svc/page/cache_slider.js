@@ -1,13 +1,15 @@
 // For a demonstration: how many blocks of a worker's cache may be used. The others are withheld, until it says otherwise.
+import { withhold } from "./api.js";
 import { element, setText } from "./elements.js";
 
 let count = 0;
 
 export class CacheSlider {
-  #worker; #range; #output; #problem; #isHeld = false; #numBlocks = 0;
+  #worker; #key; #range; #output; #problem; #isHeld = false; #numBlocks = 0;
 
-  constructor(worker) {
+  constructor(worker, key) {
     this.#worker = worker;
+    this.#key = key;
     const id = `cache-slider-${count++}`;
     this.#range = element("input", { type: "range", id, step: 1 });
     this.#output = element("output", { for: id });
@@ -34,13 +36,11 @@ export class CacheSlider {
   }
 
   async #set() {
-    const body = JSON.stringify({ worker: this.#worker, num_blocks: this.#numBlocks - Number(this.#range.value) });
     let problem = "";
     try {
-      const response = await fetch("/live/withhold", { method: "POST", headers: { "content-type": "application/json" }, body });
-      if (!response.ok) problem = (await response.json()).error.message;
-    } catch {
-      problem = "the server does not answer";
+      await withhold(this.#worker, this.#numBlocks - Number(this.#range.value), this.#key.value);
+    } catch (error) {
+      problem = error.status ? error.message : "the server does not answer";
     }
     setText(this.#problem, problem);
     this.#isHeld = false;

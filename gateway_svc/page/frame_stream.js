@@ -1,12 +1,18 @@
 // Frames from `/live`, while the page is seen and nobody has paused it: the server watches nothing for nobody.
+import { follow } from "./api.js";
+
+const RETRY_MS = 2000;
+const REFUSALS = [400, 401, 403]; // asking again with the same key changes nothing
 
 export class FrameStream {
-  #source = null; #isPaused = false; #take; #lost;
+  #running = null; #isPaused = false; #isRefused = false; #key; #told;
 
-  // take: (frame) => void; lost: () => void, while there is no connection. The browser connects anew by itself.
-  constructor(take, lost) {
-    this.#take = take;
-    this.#lost = lost;
+  // key: a KeptKey. told: { take: (frame) => void, lost: () => void, refused: (error) => void }: while there is no
+  // connection it is tried again, and after a refusal once there is another key.
+  constructor(key, told) {
+    this.#key = key;
+    this.#told = told;
+    key.onChange(() => this.#begin());
     document.addEventListener("visibilitychange", () => this.#settle());
     addEventListener("pagehide", () => this.#close());
     this.#settle();
@@ -17,18 +23,44 @@ export class FrameStream {
     this.#settle();
   }
 
+  #begin() {
+    this.#close();
+    this.#isRefused = false;
+    this.#settle();
+  }
+
   #settle() {
     if (this.#isPaused || document.hidden) {
       this.#close();
-    } else if (!this.#source) {
-      this.#source = new EventSource("/live");
-      this.#source.addEventListener("message", (event) => this.#take(JSON.parse(event.data)));
-      this.#source.addEventListener("error", () => this.#lost());
+    } else if (!this.#running && !this.#isRefused) {
+      this.#running = new AbortController();
+      this.#run(this.#running.signal);
     }
   }
 
   #close() {
-    this.#source?.close();
-    this.#source = null;
+    this.#running?.abort();
+    this.#running = null;
+  }
+
+  async #run(signal) {
+    while (!signal.aborted) {
+      try {
+        for await (const data of follow("/live", this.#key.value, signal)) {
+          if (!signal.aborted) this.#told.take(JSON.parse(data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        if (REFUSALS.includes(error.status)) {
+          this.#isRefused = true;
+          this.#close();
+          this.#told.refused(error);
+          return;
+        }
+      }
+      if (signal.aborted) return;
+      this.#told.lost();
+      await new Promise((done) => setTimeout(done, RETRY_MS));
+    }
   }
 }

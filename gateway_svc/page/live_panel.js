@@ -2,6 +2,7 @@
 import { KeyedChildren, setText } from "./elements.js";
 import { EventLog } from "./event_log.js";
 import { FrameStream } from "./frame_stream.js";
+import { KeyForm } from "./key_form.js";
 import { Queues } from "./queues.js";
 import { RecentCopies } from "./recent_copies.js";
 import { RequestTable } from "./request_table.js";
@@ -11,15 +12,20 @@ export class LivePanel {
   #status; #more; #queues; #workers; #requests; #events; #copies = new RecentCopies(); #last = null;
   #redrawing = null;
 
-  // named: (id) => the element of that id.
-  constructor(named) {
+  // named: (id) => the element of that id. key: a KeptKey.
+  constructor(named, key) {
     this.#status = named("live-status");
     this.#more = named("more-requests");
     this.#queues = new Queues(named("queues"));
-    this.#workers = new KeyedChildren(named("workers"), (address) => new WorkerCard(address));
+    this.#workers = new KeyedChildren(named("workers"), (address) => new WorkerCard(address, key));
     this.#requests = new RequestTable(named("requests").tBodies[0], () => this.#last && this.#draw(this.#last));
     this.#events = new EventLog(named("events"));
-    const stream = new FrameStream((frame) => this.#take(frame), () => this.#lost());
+    const asking = new KeyForm(named("live-key"), key);
+    const stream = new FrameStream(key, {
+      take: (frame) => this.#take(frame),
+      lost: () => this.#lost(),
+      refused: (error) => this.#refused(error, asking),
+    });
     const pause = named("pause");
     pause.addEventListener("click", () => {
       const isPaused = pause.getAttribute("aria-pressed") !== "true";
@@ -35,7 +41,7 @@ export class LivePanel {
       this.#queues.forget();
       return;
     }
-    setText(this.#status, "");
+    setText(this.#status, frame.load_alone ? "The load alone: requests and blocks take a key with role control" : "");
     this.#copies.take(frame.steps);
     this.#events.take(frame, this.#copies.newest);
     this.#last = frame;
@@ -57,5 +63,11 @@ export class LivePanel {
   #lost() {
     setText(this.#status, "The connection is lost; it is tried again");
     this.#queues.forget();
+  }
+
+  #refused(error, asking) {
+    this.#queues.forget();
+    setText(this.#status, error.status === 400 ? `No news: ${error.message}` : "");
+    if (error.status !== 400) asking.ask(error);
   }
 }

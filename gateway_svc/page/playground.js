@@ -11,7 +11,8 @@ const ENDS = { stop: "the model ended it", length: "as long as it may be" };
 export class Playground {
   #form; #stop; #status; #answers; #probabilities; #running = null;
 
-  constructor(form, stop, status, answers, probabilities) {
+  // key: a KeptKey.
+  constructor(key, form, stop, status, answers, probabilities) {
     this.#form = form;
     this.#stop = stop;
     this.#status = status;
@@ -24,7 +25,13 @@ export class Playground {
     form.elements.prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
     });
-    form.elements.key.addEventListener("change", () => this.#learnModels());
+    const field = form.elements.key;
+    field.value = key.value;
+    field.addEventListener("change", () => { key.value = field.value; });
+    key.onChange(() => {
+      field.value = key.value;
+      this.#learnModels();
+    });
     stop.addEventListener("click", () => this.#running?.abort());
     this.#learnModels();
   }
@@ -33,6 +40,7 @@ export class Playground {
     try {
       const names = await listModels(this.#form.elements.key.value);
       this.#form.elements.model.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+      if (this.#status.classList.contains("error")) this.#say("");
     } catch (error) {
       this.#say(`No models: ${error.message}`, true);
     }

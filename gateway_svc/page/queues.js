@@ -17,6 +17,7 @@ export class Queues {
     this.#write("Running", frame.running);
     this.#write("Waiting", frame.waiting);
     this.#write("Tokens waiting", frame.waiting_tokens);
+    if (frame.load_alone) return; // of steps nothing is told
     this.#write("Steps/s", speed("num_steps"));
     this.#write("Tokens/s in", speed("num_prefill_tokens"));
     this.#write("Tokens/s out", speed("num_decode_tokens"));

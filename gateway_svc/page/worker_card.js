@@ -6,12 +6,13 @@ import { element, KeyedChildren, setText } from "./elements.js";
 export class WorkerCard {
   #state; #problem; #pools; #slider;
 
-  constructor(address) {
+  // key: a KeptKey.
+  constructor(address, key) {
     this.#state = element("p");
     this.#problem = element("p", { class: "error" });
     const pools = element("div");
     this.#pools = new KeyedChildren(pools, (name) => new Pool(name));
-    this.#slider = new CacheSlider(address);
+    this.#slider = new CacheSlider(address, key);
     this.#slider.root.hidden = true;
     this.root = element("article", { class: "worker", "aria-label": `Worker ${address}` }, element("h3", {}, `Worker ${address}`), this.#state, this.#problem, this.#slider.root, pools);
   }

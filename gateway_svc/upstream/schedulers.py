@@ -23,7 +23,7 @@ class Schedulers:
     """For one event loop.
 
     Args:
-        addresses: as `AsyncClient` takes them.
+        addresses: HOST:PORT or unix:PATH of one, or of several with commas between them.
         pass_headers: names of HTTP headers, in lower case, that go on as metadata.
         share_calls: streams go over a call that others share.
         credentials: of TLS; None: there is none.
@@ -39,7 +39,7 @@ class Schedulers:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._credentials = credentials
-        self._addresses, self._retry, self._share_calls = addresses, retry, share_calls
+        self._addresses, self._retry, self._share_calls = addresses.split(","), retry, share_calls
         self._passed = frozenset(name.encode("ascii") for name in pass_headers)
         self._clients: list[AsyncClient] = []
         self._num_streams: list[int] = []  # by client
@@ -113,17 +113,22 @@ class Schedulers:
         answer: pb.DetokenizeResponse = await self._call("Detokenize", request, metadata)
         return answer
 
-    async def watch_steps(self) -> AsyncGenerator[pb.StepSummary, None]:
-        """Of all workers of the scheduler in use, from now on. Raises RequestFailed, as `view` does."""
-        client = self._clients[self._place()]
-        async with aclosing(client.follow(lambda at: at.control.WatchSteps, pb.WatchStepsRequest())) as steps:
+    async def watch_steps(self, metadata: Metadata) -> AsyncGenerator[pb.StepSummary, None]:
+        """Of all workers of the scheduler in use, from now on. Raises RequestFailed, as the next two do."""
+        client, asked = self._clients[self._place()], pb.WatchStepsRequest()
+        async with aclosing(client.follow(lambda at: at.control.WatchSteps, asked, metadata=metadata)) as steps:
             async for step in steps:
                 yield step
 
-    async def view(self, request: pb.GetViewRequest) -> pb.View:
+    async def view(self, request: pb.GetViewRequest, metadata: Metadata) -> pb.View:
         """What can be drawn of that scheduler."""
-        view: pb.View = await self._call("GetView", request, (), of_control=True)
+        view: pb.View = await self._call("GetView", request, metadata, of_control=True)
         return view
+
+    async def load(self, metadata: Metadata) -> pb.Load:
+        """Its queues and workers."""
+        load: pb.Load = await self._call("GetLoad", pb.GetLoadRequest(), metadata, of_control=True)
+        return load
 
     async def withhold_blocks(self, request: pb.WithholdBlocksRequest, metadata: Metadata) -> pb.WithholdBlocksResponse:
         """Makes a worker's cache smaller. Raises RequestFailed."""

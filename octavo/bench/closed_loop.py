@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 
+from octavo.bench.emptied_caches import empty_caches
 from octavo.bench.figures import Figures, measure
 from octavo.bench.workloads import BenchRequest, Workload
 from octavo.client import AsyncClient
@@ -15,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 
 async def run(client: AsyncClient, workload: Workload, num_streams: int) -> Figures:
     """One timed run, on an empty prefix cache. Raises RequestFailed as soon as a request fails."""
-    await client.flush_prefix_cache()
+    await empty_caches(client)
     waiting = iter(workload.requests)
     started_ns = time.monotonic_ns()
     try:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from octavo.commands.tls_failures import tls_failure
 from octavo.shared.options import OptionError
 from octavo.shared.ports import is_loopback
 
@@ -196,6 +197,8 @@ def connect(arguments: argparse.Namespace) -> Iterator[Client]:
         except RequestFailed as error:
             if "failed to connect" not in error.message.lower():
                 raise
+            if (why := tls_failure(arguments.address, error.message)) is not None:
+                raise CommandError(why) from None
             hint = "" if arguments.tls_ca_file else "; where it speaks TLS, --tls-ca-file says whom to trust"
             raise CommandError(
                 f"no server answers at {arguments.address} (`octavo serve` starts one, --address names another{hint})"

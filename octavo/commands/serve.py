@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 from typing import TYPE_CHECKING
 
+from octavo.serving_links import OF_THE_SCHEDULER, locked_links, private_folder
 from octavo.serving_plan import ServeConfig, plan
 from octavo.shared.options import add_arguments as add_options
 from octavo.shared.options import add_position, from_namespace
 from octavo.shared.ports import free_ports, reachable
 
 if TYPE_CHECKING:
+    from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "octavo serve [MODEL] [options]"
     # The bounds of a step and the tokenizer are the worker's: the scheduler learns them from it.
-    add_options(parser, WorkerConfig, without=("host", "port", "log_level"))
+    add_options(parser, WorkerConfig, without=("host", "port", "log_level", *OF_THE_SCHEDULER))
     add_options(parser, ServeConfig)
     add_options(parser, SchedulerConfig, without=("worker",))
     add_position(parser, "model")
@@ -43,7 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
         [port] = free_ports(1, besides=[scheduler.port])
         serve = dataclasses.replace(serve, http_port=port)
     worker = from_namespace(WorkerConfig, arguments)
+    with private_folder() as folder:
+        return _serve(serve, *locked_links(scheduler, worker, folder), as_json=arguments.json)
+
+
+def _serve(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig, *, as_json: bool) -> int:
+    from octavo.serving_announcement import Announcement
+
     address, children = plan(serve, scheduler, worker)
+    http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
+    announcement = Announcement.of(scheduler, worker.model, serve.workers, address, http)
     fetch_models(worker)
 
     import asyncio
@@ -54,14 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
     log.configure(scheduler.log_level)
 
     def announce(seconds: float) -> None:
-        if arguments.json:
-            where = {"address": address, "http": f"http://{http}/v1" if http else None, "model": worker.model}
-            print(json.dumps({**where, "workers": serve.workers, "seconds": round(seconds, 2)}), flush=True)
-        else:
-            print(_how_to_call(address, worker.model, serve.workers, seconds, http), flush=True)
+        print(announcement.as_json(seconds) if as_json else announcement.as_text(seconds), flush=True)
 
-    http = None if serve.http_port is None else reachable(scheduler.host, serve.http_port)
-    supervisor = Supervisor(children, lambda: _wait_until_serving(address, http))
+    # By the socket, where there is one: only clients know whom to trust.
+    supervisor = Supervisor(children, lambda: _wait_until_serving(scheduler.local_socket() or address, http))
     code = asyncio.run(supervisor.run(announce))
     if supervisor.reason:
         print(f"octavo serve: error: {supervisor.reason}", file=sys.stderr)
@@ -110,15 +116,3 @@ async def _wait_until_listening(address: str) -> None:
             writer.close()
             return
         await asyncio.sleep(0.05)
-
-
-def _how_to_call(address: str, model: str, num_workers: int, seconds: float, http: str | None = None) -> str:
-    request = '{"prompt": "The sea is", "sampling_params": {"max_tokens": 32}}'
-    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    over_http = f"  OpenAI's API: http://{http}/v1\n" if http else ""
-    return (
-        f"Octavo is ready after {seconds:.1f} s: {model} at {address}, {workers}. Ctrl-C ends it.\n"
-        f'  octavo chat "Why is the sky blue?" --address {address}\n'
-        f"{over_http}"
-        f"  grpcurl -plaintext -d '{request}' {address} octavo.v1.Inference/Generate"
-    )

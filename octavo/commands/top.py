@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands import connection
+from octavo.commands.tls_failures import tls_failure
 
 if TYPE_CHECKING:
     import grpc
@@ -138,4 +139,7 @@ def _as_dict(view: View) -> dict[str, Any]:
 
 
 def _why(address: str, error: grpc.RpcError) -> str:
-    return f"{address}: {error.code().name}: {error.details()}"
+    code, details = error.code().name, error.details() or ""
+    if code == "UNIMPLEMENTED":
+        details += " (Control may have a port of its own there: --control-port of the scheduler)"
+    return tls_failure(address, details) or f"{address}: {code}: {details}"

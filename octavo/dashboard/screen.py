@@ -11,6 +11,7 @@ from octavo.dashboard.server_watch import Speed, View
 from protos import inference_pb2 as pb
 
 _SHOWN_DIGITS = 12  # of a fingerprint
+_SHOWN_ADAPTERS = 4  # of a worker
 _BAR_WIDTH = 16  # columns
 _NS = 1e-9
 _COLOURS = {
@@ -75,9 +76,15 @@ def _models(view: View) -> Table:
 
 
 def _workers(view: View) -> Table:
+    has_groups = any(_num_ranks(worker) > 1 for worker in view.load.workers)  # else it says nothing, and takes room
+    has_adapters = any(worker.adapters for worker in view.load.workers)
     table = _table("worker", "state", "model", "cache", "", "host", "running", "preempted", left=4)
     for name in ("steps/s", "in/s", "out/s", "swapped/s"):
         table.add_column(name, justify="right", no_wrap=True)
+    if has_groups:
+        table.add_column("ranks", no_wrap=True)
+    if has_adapters:
+        table.add_column("adapters", overflow="fold")
     table.add_column("", overflow="fold")
     for worker in view.load.workers:
         speed = view.speeds.get(worker.address)
@@ -91,9 +98,28 @@ def _workers(view: View) -> Table:
             str(worker.num_running),
             str(worker.num_preempted),
             *_worker_speeds(speed),
+            *([_ranks(worker)] if has_groups else []),
+            *([_adapters(worker)] if has_adapters else []),
             Text(worker.problem, style="red"),
         )
     return table
+
+
+def _num_ranks(worker: pb.WorkerState) -> int:
+    return max(1, worker.tensor_parallel_size) * max(1, worker.pipeline_parallel_size)
+
+
+def _ranks(worker: pb.WorkerState) -> str:
+    """How many, and of how many stages."""
+    stages = worker.pipeline_parallel_size
+    return f"{_num_ranks(worker)} in {stages} stages" if stages > 1 else str(_num_ranks(worker))
+
+
+def _adapters(worker: pb.WorkerState) -> str:
+    """Names of the first ones, and how many there are besides."""
+    names = ", ".join(worker.adapters[:_SHOWN_ADAPTERS])
+    more = len(worker.adapters) - _SHOWN_ADAPTERS
+    return f"{names} and {more} more" if more > 0 else names or "-"
 
 
 def _worker_speeds(speed: Speed | None) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -114,11 +115,27 @@ def check_name(auth_context: Mapping[str, Iterable[bytes]], allowed: Iterable[st
     return next((name for name in names if name in known), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a certificate says of itself. `names`: DNS names and addresses, in its order; `is_own_authority`: who trusts
+    it needs no other."""
+
+    names: tuple[str, ...]
+    is_own_authority: bool
+
+
+def shown_by(cert: Path, key: Path) -> Shown:
+    """Raises TlsError for files that a server could not use."""
+    found = _try_on_each_other(TlsFiles(cert, key))[1]
+    names = [value for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    return Shown(tuple(names), found.get("issuer") == found.get("subject"))
+
+
 def _read(files: TlsFiles) -> _Read:
     """Raises TlsError."""
     cert, key = _bytes_of(files.cert), _bytes_of(files.key)
     client_ca = None if files.client_ca is None else _bytes_of(files.client_ca)
-    return _Read(cert, key, client_ca, _try_on_each_other(files))
+    return _Read(cert, key, client_ca, _try_on_each_other(files)[0])
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -138,9 +155,9 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _try_on_each_other(files: TlsFiles) -> ssl.SSLContext:
+def _try_on_each_other(files: TlsFiles) -> tuple[ssl.SSLContext, dict[str, Any]]:
     """A handshake in memory with a client that trusts this very certificate: it fails over another key, and over a time
-    that is past or has not begun. Raises TlsError."""
+    that is past or has not begun. The context, and what the client has seen. Raises TlsError."""
     try:
         context = _context(files)  # authorities that are none
         server_side = _context(TlsFiles(files.cert, files.key))
@@ -149,13 +166,14 @@ def _try_on_each_other(files: TlsFiles) -> ssl.SSLContext:
         client_side.load_verify_locations(files.cert)
         client_side.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = [client_side.wrap_bio(back, there), server_side.wrap_bio(there, back, server_side=True)]
+        client = client_side.wrap_bio(back, there)
+        ends = [client, server_side.wrap_bio(there, back, server_side=True)]
         while ends:
             for end in list(ends):
                 with contextlib.suppress(ssl.SSLWantReadError):
                     end.do_handshake()
                     ends.remove(end)
-        return context
+        return context, client.getpeercert() or {}
     except ssl.SSLCertVerificationError as error:
         raise TlsError(f"{files.cert}: {error.verify_message}") from None
     except (ssl.SSLError, OSError) as error:

@@ -200,6 +200,8 @@ def _worker(client: WorkerClient, handle: WorkerHandle | None, models: ServedMod
         state.num_steps = handle.statistics.num_steps
         state.last_heard_ns = time.monotonic_ns() - handle.link.last_heard_ns
         state.adapters.extend(sorted(handle.adapters))
+        state.tensor_parallel_size = max(1, handle.info.parallel.tensor_parallel_size)
+        state.pipeline_parallel_size = max(1, handle.info.parallel.pipeline_parallel_size)
         if handle.is_closing:
             state.health = pb.WORKER_HEALTH_DRAINING
     return state

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from octavo.shared.rpc import Health, add_introspection
+from octavo.shared.rpc import Health, add_introspection, bind
 from octavo.shared.tls import server_tls
 from scheduler_svc.api import inference_service
 from scheduler_svc.api.authority import Authority
@@ -22,6 +22,17 @@ def credentials_of(config: SchedulerConfig) -> grpc.ServerCredentials | None:
     """What its port shows; None: no TLS. Raises OptionError."""
     tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
     return None if tls is None else tls.credentials()
+
+
+def listen(server: grpc.aio.Server, config: SchedulerConfig, frontend: int = 0) -> int:
+    """Binds a public server, and returns its port. Raises BindError, OptionError.
+
+    Where the options name a folder for it there is a socket as well, for whoever may enter that folder: keys are asked
+    for there, too, and no certificates.
+    """
+    if (socket := config.local_socket(frontend)) is not None:
+        server.add_insecure_port(socket)
+    return bind(server, config.host, config.port, credentials_of(config))
 
 
 def public_server(

@@ -9,13 +9,13 @@ from typing import Protocol
 
 import grpc
 
-from octavo.shared.rpc import Health, bind
+from octavo.shared.rpc import Health
 from scheduler_svc.api import control_service
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.control_server import ControlServer, serve_control
 from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.inference_service import InferenceService
-from scheduler_svc.api.public_server import GRACE_S, credentials_of, public_server
+from scheduler_svc.api.public_server import GRACE_S, listen, public_server
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine.engine_core import EngineCore
 from scheduler_svc.models.served_models import ServedModels
@@ -79,7 +79,7 @@ class InProcessFront:
         self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
         add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
         self._server, self._health = public_server(self._config, self._inference, add_control, authority=authority)
-        port = bind(self._server, self._config.host, self._config.port, credentials_of(self._config))
+        port = listen(self._server, self._config)
         await self._server.start()
         self._control = await serve_control(self._config, add_control)
         self._texts.start()

@@ -66,7 +66,9 @@ class ProcessFront:
         self._control = await serve_control(config, add_control)
         options = to_arguments(dataclasses.replace(config, port=port))
         command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
-        self._processes = KeptProcesses("frontend", lambda number: command, config.frontends, serving.vital)
+        self._processes = KeptProcesses(
+            "frontend", lambda number: [*command, f"--number={number}"], config.frontends, serving.vital
+        )
         self._processes.start()
         return port
 

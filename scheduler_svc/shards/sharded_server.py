@@ -105,7 +105,9 @@ class Parent:
         self._shards.start()
         options = to_arguments(dataclasses.replace(config, port=port))
         command = [sys.executable, "-m", "scheduler_svc.frontend_process", f"--core={address}", *options]
-        self._frontends = KeptProcesses("frontend", lambda number: command, config.frontends, self.vital)
+        self._frontends = KeptProcesses(
+            "frontend", lambda number: [*command, f"--number={number}"], config.frontends, self.vital
+        )
         self._frontends.start()
         return port
 

@@ -15,6 +15,7 @@ import uvloop
 from openai import OpenAI
 
 from gateway_svc.config import GatewayConfig
+from gateway_svc.http.metrics_server import metrics_listener, metrics_server
 from gateway_svc.server import listen, new_server, new_service
 from gateway_svc.upstream.schedulers import Schedulers
 from octavo.retrying import RetryPolicy
@@ -23,8 +24,8 @@ from octavo.retrying import RetryPolicy
 class Gateway:
     """Where it is, and ways to ask it."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, metrics_port: int = 0) -> None:
+        self.port, self.metrics_port = port, metrics_port
         self.url = f"http://127.0.0.1:{port}"
 
     def client(self, **options: Any) -> OpenAI:
@@ -42,6 +43,10 @@ class Gateway:
     def streaming(self, path: str, body: dict[str, Any]) -> contextlib.AbstractContextManager[http.client.HTTPResponse]:
         """An answer as it comes."""
         return self._asking("POST", path, {**body, "stream": True}, {})
+
+    def metrics(self, path: str = "/metrics") -> tuple[int, dict[str, str], str]:
+        """As `ask`, of the port for Prometheus."""
+        return Gateway(self.metrics_port).ask("GET", path)
 
     @contextlib.contextmanager
     def _asking(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
@@ -61,14 +66,20 @@ class Gateway:
 @contextlib.contextmanager
 def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) -> Iterator[Gateway]:
     """One that serves from here on, with options of `octavo gateway`."""
-    config = GatewayConfig(port=0, scheduler=scheduler, **{"drain_timeout": 1.0, **options})
+    config = GatewayConfig(port=0, metrics_port=0, scheduler=scheduler, **{"drain_timeout": 1.0, **options})
     listener = listen(config)
     loop = uvloop.new_event_loop()
     schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
-    server = new_server(config, new_service(config, schedulers))
+    service = new_service(config, schedulers)
+    server, metrics = new_server(config, service), metrics_server(service.metrics)
+    for_metrics = metrics_listener(config)
+    assert for_metrics is not None
 
     async def serve() -> None:
+        telling = asyncio.create_task(metrics.serve(sockets=[for_metrics]))
         await server.serve(sockets=[listener])
+        metrics.should_exit = True
+        await telling
         await schedulers.close()
 
     port = listener.getsockname()[1]
@@ -76,7 +87,7 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
     thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=lambda: loop).run(serve()), daemon=True)
     thread.start()
     try:
-        yield Gateway(port)
+        yield Gateway(port, for_metrics.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join(10)

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway_svc.errors import HttpError
 from gateway_svc.live import live_feed
 from gateway_svc.live.frames import frame
 from gateway_svc.live.live_feed import LiveFeed
@@ -153,15 +152,18 @@ async def test_the_end_of_the_service_ends_all() -> None:
     assert not feed.is_watching
 
 
-async def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "MAX_VIEWERS", 1)
-    feed = LiveFeed(Scheduler())
-    feed.check_room()
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
+async def test_a_key_that_counts_no_more_ends_the_feed(code: grpc.StatusCode) -> None:
+    feed = LiveFeed(scheduler := Scheduler())
     async with looking(feed) as frames:
         await next_of(frames)
-        with pytest.raises(HttpError, match="at most 1 may"):
-            feed.check_room()
-    feed.check_room()
+        scheduler.failure = RequestFailed(code, "not with this key")
+        await scheduler.steps.put(pb.StepSummary())
+        with pytest.raises(StopAsyncIteration):
+            await next_of(frames)
+    looks = scheduler.num_looks
+    await asyncio.sleep(0.01)
+    assert feed.is_closed and scheduler.num_looks == looks, "nothing changes by asking again"
 
 
 def test_steps_are_summed_and_the_newest_copies_kept() -> None:

@@ -162,7 +162,9 @@ def test_metrics_count_what_was_answered(fake: Any, server: FakeServer) -> None:
     with gateway(server.address) as alone:
         alone.post(COMPLETIONS, GREEDY)
         alone.post(COMPLETIONS, {"prompt": 5})
-        _, headers, told = alone.ask("GET", "/metrics")
+        _, headers, told = alone.metrics()
+        assert alone.ask("GET", "/metrics")[0] == 404, "clients are not told of each other's traffic"
+        assert alone.metrics("/v1/models")[0] == 404, "and nobody asks for an answer there"
     assert headers["content-type"].startswith("text/plain")
     for line in (
         'octavo:http_requests_total{path="/v1/completions",status="200"} 1.0',

@@ -43,6 +43,11 @@ ELSEWHERE = {
     "make model": ("Makefile", "test: model"),
     "octavo serve": ("tests/integration/test_serve.py", "says_how_to_call_it"),
     f"octavo serve {MODEL}": ("tests/integration/test_cli.py", "serve"),
+    "octavo serve --http-port 8000 --host 0.0.0.0 --keys-file keys.yaml"
+    " --tls-cert-file certs/scheduler.pem --tls-key-file certs/scheduler.key": (
+        "tests/integration/test_serve_locked.py",
+        "--tls-cert-file",
+    ),
     "octavo serve --http-port 8000": ("tests/integration/test_gateway.py", "--http-port"),
     "octavo serve --workers 2 --port 50052": ("tests/integration/test_serve.py", "--workers"),
     "octavo scheduler --worker dns:///workers:50061": ("tests/scheduler/test_worker_pool.py", "dns:///"),

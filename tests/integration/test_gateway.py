@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 from octavo import Client, SamplingParams
-from octavo.shared.ports import free_port
+from octavo.shared.ports import free_ports
 from protos import inference_pb2 as pb
 from tests.gateway.running import Gateway
 from tests.integration.test_serve import ROOT, Served, serving
@@ -234,12 +234,13 @@ def test_many_streams_are_each_their_own(both: ServedOverHttp) -> None:
 
 
 def test_processes_share_a_port_and_are_started_again(both: ServedOverHttp) -> None:
-    asked = Gateway(free_port())
+    asked = Gateway(*free_ports(2))
     flags = ["--scheduler", both.served.address, "--port", str(asked.port), "--processes", "2"]
+    flags.append(f"--metrics-port={asked.metrics_port}")
     process = subprocess.Popen([sys.executable, "-m", "octavo", "gateway", *flags], cwd=ROOT)
 
     def counted(number: int) -> bool:
-        told = asked.ask("GET", "/metrics")[2].splitlines()
+        told = asked.metrics()[2].splitlines()
         return f'octavo:http_requests_total{{path="/v1/completions",status="200"}} {number}.0' in told
 
     try:

@@ -168,6 +168,18 @@ def test_without_steps_to_watch_the_rest_is_shown(control: tuple[FakeControl, gr
     assert speed.steps > 0 and speed.decode_tokens == 0
 
 
+def test_ranks_stages_and_adapters_are_shown_where_there_are_any() -> None:
+    one = pb.WorkerState(address="w:1", adapters=["law", "sql"], tensor_parallel_size=2, pipeline_parallel_size=3)
+    two = pb.WorkerState(address="w:2", adapters=list("abcdef"), tensor_parallel_size=2, pipeline_parallel_size=1)
+    three = pb.WorkerState(address="w:3", tensor_parallel_size=1, pipeline_parallel_size=1, problem="gone")
+    lines = text_of(View(pb.ServerInfo(), pb.Load(workers=[one, two, three]), []))
+    assert row(lines, "w:1")[-6:] == ["6", "in", "3", "stages", "law,", "sql"]
+    assert " ".join(row(lines, "w:2")[-8:]) == "2 a, b, c, d and 2 more"
+    assert row(lines, "w:3")[-3:] == ["1", "-", "gone"]
+    alone = "\n".join(text_of(View(pb.ServerInfo(), pb.Load(workers=[three]), [])))
+    assert "ranks" not in alone and "adapters" not in alone
+
+
 def test_what_the_tables_say_of_speed_and_caches() -> None:
     worker = pb.WorkerState(address="w:1", health=pb.WORKER_HEALTH_LOST, problem="gone", num_running=3, num_preempted=2)
     worker.num_device_blocks, worker.num_free_device_blocks = 2000, 500

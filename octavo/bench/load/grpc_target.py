@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from octavo.bench.emptied_caches import empty_caches
 from octavo.bench.load.record import Record
 from octavo.bench.load.requests import PlannedRequest
 from octavo.bench.load.runner import Clock, RequestError
@@ -50,7 +51,7 @@ class GrpcTarget:
 
     async def prepare(self) -> None:
         """Prompts of a run before are forgotten. Raises RequestFailed."""
-        await self._clients[0].flush_prefix_cache()
+        await empty_caches(self._clients[0])
 
     async def send(self, request: PlannedRequest, record: Record, clock: Clock) -> None:
         """See `Target`."""
