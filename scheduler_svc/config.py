@@ -14,6 +14,9 @@ from scheduler_svc.models.model_names import ModelNames
 from scheduler_svc.requests.tenants import check_metadata_field
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.shared.tenant_limits import TenantTable
     from scheduler_svc.requests.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
@@ -291,6 +294,19 @@ class SchedulerConfig:
                 raise ValueError(f"lora_modules has {name!r} twice")
             paths[name] = path
         return paths
+
+    @property
+    def tenants_are_known(self) -> bool:
+        """Whether others than clients say whose a request is."""
+        return bool(self.tenant_metadata or self.keys_file)
+
+    def tenants(self) -> Callable[[], TenantTable] | None:
+        """What tenants may have and weigh by the keys file, read again when that changes. Raises KeysFileError."""
+        if self.keys_file is None:
+            return None
+        from octavo.shared.keys import TenantsOfFile  # and YAML with it, which no command line needs
+
+        return TenantsOfFile(self.keys_file).table
 
     def weights(self) -> dict[str, float]:
         """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""

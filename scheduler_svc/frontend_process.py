@@ -124,6 +124,7 @@ def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConf
         num_shards=config.shards,
         wait_timeout_s=config.worker_wait_timeout,
         max_losses=config.max_worker_losses,
+        counts_tokens=config.keys_file is not None,
     )
 
 

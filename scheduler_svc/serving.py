@@ -49,7 +49,9 @@ class Serving:
             EngineSettings(
                 scheduling_policy=config.scheduling_policy,
                 tenant_weights=config.weights(),
-                tenants_are_known=bool(config.tenant_metadata or config.keys_file),
+                tenants_are_known=config.tenants_are_known,
+                tenants=config.tenants(),
+                has_tenant_limits=config.shards == 1,  # or the parent has them, which all requests pass
                 preemption_mode=config.preemption_mode,
                 enable_prefix_caching=config.enable_prefix_caching,
                 enable_chunked_prefill=config.enable_chunked_prefill,

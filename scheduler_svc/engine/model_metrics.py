@@ -9,11 +9,13 @@ from collections import Counter
 
 from scheduler_svc.engine.metrics import Metrics
 from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, QueueFull, RequestRefused, UnknownName
+from scheduler_svc.limits.over_limit import OverLimit
 
 MAX_NAMES = 64  # that are told apart: they come from workers, and what was counted is never forgotten
 OTHERS = "others"
 _REJECTIONS: dict[type[RequestRefused], str] = {
     QueueFull: "queue_full",
+    OverLimit: "tenant_limit",
     NotReady: "not_ready",
     DuplicateRequest: "duplicate",
     InvalidRequest: "invalid",
@@ -25,6 +27,7 @@ class ModelMetrics:
     """Models are named before anything of theirs is counted; what is of none has the name "".
 
     Attributes:
+        num_over_limit: requests refused by a limit of their tenant, by tenant and limit.
         num_rejected: requests that were not admitted, by reason: most before it was known which model they are for.
     """
 
@@ -32,6 +35,7 @@ class ModelMetrics:
         self._counts_prefixes = counts_prefixes
         self._by_name: dict[str, Metrics] = {"": Metrics(counts_prefixes)}
         self._names: dict[str, str] = {}  # by fingerprint
+        self.num_over_limit: Counter[tuple[str, str]] = Counter()
         self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
 
     def introduce(self, fingerprint: str, name: str) -> None:
@@ -68,3 +72,5 @@ class ModelMetrics:
     def rejected(self, refusal: RequestRefused) -> None:
         """A request that was not admitted, by the kind of its refusal."""
         self.num_rejected[_REJECTIONS.get(type(refusal), "unsupported")] += 1
+        if isinstance(refusal, OverLimit):
+            self.num_over_limit[refusal.label, refusal.limit] += 1

@@ -55,12 +55,16 @@ class Tenants:
             raise InvalidRequest(FieldViolation("tenant", what))
         return of_call
 
-    def cache_salt(self, metadata: Metadata | None, asked: str) -> str:
-        """Of a request: with keys, prefixes are shared within a tenant, or with keys that name the same `prefixes`. Who
-        found another's prompt in the cache would know it from how soon the first token comes."""
+    def prefixes(self, metadata: Metadata | None, asked: str) -> tuple[str, bool]:
+        """The `cache_salt` of a request, and whether its client is not told how many tokens were cached.
+
+        With keys, prefixes are shared within a tenant, or with keys that name the same `prefixes`. Who found another's
+        prompt in the cache would know it from how soon the first token comes, and from that number for certain.
+        """
         if self._keys is None:
-            return asked
-        return f"{self._caller(self._keys, metadata).prefixes} {asked}"
+            return asked, False
+        caller = self._caller(self._keys, metadata)
+        return f"{caller.prefixes} {asked}", caller.shares_prefixes
 
     @staticmethod
     def _caller(keys: Keys, metadata: Metadata | None) -> Caller:

@@ -80,7 +80,7 @@ class Parent:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.vital = VitalParts()
-        self.front = FrontService()
+        self.front = FrontService(config.tenants())
         self._config = config
         self._state = shards_pb2.FrontState()
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))

@@ -65,16 +65,17 @@ async def test_an_id_that_was_given_to_nobody_any_more_is_free_again(tmp_path: P
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
         link = FrontLink(channel)
         following = asyncio.create_task(link.follow(_ignore))
-        number = await link.claim("t", "a")
+        group = Loop().group("a", tenant="t")
+        number = await link.claim(group)
         assert number is not None
-        given_up = asyncio.create_task(link.claim("t", "a"))
+        given_up = asyncio.create_task(link.claim(group))
         while not service._claims:
             await asyncio.sleep(0.001)
         given_up.cancel()
         link.release(number)
         while service._claims or len(service.ids):
             await asyncio.sleep(0.001)
-        assert await link.claim("t", "a") is not None
+        assert await link.claim(group) is not None
         service.close()
         await following
     await server.stop(None)
