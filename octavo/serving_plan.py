@@ -115,7 +115,7 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
         port=port,
         scheduler=address,
         live_panel=shows_live,
-        insecure=scheduler.insecure or scheduler.keys_file is not None,  # which its requests need as well
+        insecure=scheduler.insecure or scheduler.knows_callers,  # which its requests need as well
         demo=serve.demo,
         drain_timeout=scheduler.drain_timeout,
         log_level=scheduler.log_level,

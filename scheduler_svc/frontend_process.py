@@ -78,7 +78,7 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         texts = TextProcesses(frontend.models, **config.text_options())
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         authority = Authority.of(config)
-        tenants = Tenants(config.tenant_metadata, None if authority is None else authority.keys)
+        tenants = Tenants(config.tenant_metadata, None if authority is None else authority.callers)
         inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants)
         server, health = public_server(
             config,

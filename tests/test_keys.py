@@ -14,6 +14,7 @@ import yaml
 
 from octavo.cli import main
 from octavo.client import Client
+from octavo.shared.callers import Callers, UnknownCaller
 from octavo.shared.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
@@ -36,7 +37,8 @@ class Clock:
 
 def test_a_key_stands_for_its_tenant_and_roles(tmp_path: Path) -> None:
     keys = Keys(write(tmp_path / "k", entry("web"), entry("ops", tenant="us", roles=["control"], prefixes="all")))
-    web, ops = keys.find("key of web"), keys.of_metadata([("a", "b"), ("authorization", "bEaReR  key of ops ")])
+    web = keys.find("key of web")
+    ops = Callers(keys).of_metadata([("a", "b"), ("authorization", "bEaReR  key of ops ")])
     assert web and (web.tenant, web.roles, web.prefixes) == ("web", {"inference"}, "web")
     assert ops and (ops.tenant, ops.roles, ops.prefixes) == ("us", {"control"}, "all")
 
@@ -55,7 +57,8 @@ def test_a_key_stands_for_its_tenant_and_roles(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_known_key(metadata: Any, tmp_path: Path) -> None:
-    assert Keys(write(tmp_path / "k", entry("web"))).of_metadata(metadata) is None
+    with pytest.raises(UnknownCaller, match="no known key: metadata `authorization: Bearer KEY` is wanted"):
+        Callers(Keys(write(tmp_path / "k", entry("web")))).of_metadata(metadata)
 
 
 @pytest.mark.parametrize(

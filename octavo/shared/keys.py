@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ INFERENCE, CONTROL, METRICS = ROLES = ("inference", "control", "metrics")
 MAX_TOKEN_CHARS = 512
 _FIELDS = frozenset({"name", "sha256", "tenant", "roles", "prefixes"})
 _SECTIONS = ("keys", "tenants", "default")
-_BEARER = "bearer "
 _MAX_DEPTH = 8  # keys, their list, an entry, its roles
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, in which no call is answered
 
@@ -99,18 +98,6 @@ class Keys:
     def others_in(self, prefixes: str, tenant: str) -> bool:
         """Whether keys of other tenants than this one share those prefixes."""
         return not self._file.content.groups.get(prefixes, frozenset()) <= {tenant}
-
-    def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
-        """Whose key a call brings as `authorization: Bearer KEY`."""
-        values = [value for name, value in metadata or () if name == "authorization"]
-        return self.of_header(values[0]) if len(values) == 1 else None
-
-    def of_header(self, value: str | bytes) -> Caller | None:
-        """Whose key the value of such a header has."""
-        text = value if isinstance(value, str) else value.decode("latin-1")
-        if text[: len(_BEARER)].lower() != _BEARER:
-            return None
-        return self.find(text[len(_BEARER) :].strip())
 
     def look_again(self) -> None:
         """Reads the file where it has changed; once a second at most."""
