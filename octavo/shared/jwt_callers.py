@@ -96,7 +96,7 @@ class JwtCallers:
         """The claims, once signature, issuer and audience are checked. Times are not."""
         try:
             header = jwt.get_unverified_header(token)
-        except jwt.PyJWTError:
+        except Exception:  # whatever libraries make of bytes that a stranger chose; likewise below
             raise TokenRefused("its token cannot be read") from None
         if header.get("alg") not in ALGORITHMS:
             raise TokenRefused("its token is not signed by an accepted algorithm")
@@ -120,7 +120,7 @@ class JwtCallers:
             raise TokenRefused("its token is for another audience") from None
         except jwt.MissingRequiredClaimError as error:
             raise TokenRefused(f"its token has no claim {error.claim!r}") from None
-        except Exception:  # of the signature above all; and whatever libraries make of bytes that a stranger chose
+        except Exception:  # of the signature above all
             raise TokenRefused("its token is not signed by its issuer") from None
         return claims
 

@@ -111,12 +111,13 @@ def test_requests_a_minute_hold_over_all_processes(served: Served) -> None:
 
 
 def test_running_sequences_hold_over_all_processes_and_more_wait_up_to_a_bound(served: Served) -> None:
-    most_running, has_ended = 0, threading.Event()
+    most_running, most_held, has_ended = 0, 0, threading.Event()
 
     def watch() -> None:
-        nonlocal most_running
+        nonlocal most_running, most_held
         while not has_ended.is_set():
             most_running = max(most_running, int(served.metric("octavo:num_requests_running")))
+            most_held = max(most_held, int(served.metric("octavo:num_requests_held")))
             time.sleep(0.01)
 
     watching = threading.Thread(target=watch)
@@ -125,7 +126,7 @@ def test_running_sequences_hold_over_all_processes_and_more_wait_up_to_a_bound(s
         codes = Counter(code for code, _ in pool.map(lambda _: served.generate("slow", 40), range(8)))
     has_ended.set()
     watching.join()
-    assert most_running == 2
+    assert most_running == 2 and 0 < most_held <= 3
     assert codes == {CODE.OK: 5, CODE.RESOURCE_EXHAUSTED: 3}
     code, status = served.generate("slow", n=3)
     assert code is CODE.INVALID_ARGUMENT

@@ -12,15 +12,19 @@ from scheduler_svc.limits.over_limit import OverLimit
 from tests.scheduler.hand_turned_loop import Loop
 
 
+def table(weights: dict[str, float] | None = None, /, **limits: int) -> TenantTable:
+    return TenantTable({"shop": TenantLimits(**limits)} if limits else {}, weights=weights or {})
+
+
 class Tables:
     """A file, as the engine sees it, and a clock."""
 
     def __init__(self, **limits: int) -> None:
         self.now_ns = 10**9
-        self.put(**limits)
+        self.table = table(**limits)
 
     def put(self, weights: dict[str, float] | None = None, **limits: int) -> None:
-        self.table = TenantTable({"shop": TenantLimits(**limits)} if limits else {}, weights=weights or {})
+        self.table = table(weights, **limits)
 
     def loop(self, **settings: object) -> Loop:
         return Loop(clock=lambda: self.now_ns, tenants=lambda: self.table, tenants_are_known=True, **settings)
