@@ -44,7 +44,7 @@ class EngineCollector(Collector):
             for model, load in loads.items():
                 gauge.add_metric([model], getattr(load, attribute))
             yield gauge
-        held = GaugeMetricFamily(PREFIX + "num_requests_held", "Of those that wait, held by a limit of their tenant")
+        held = GaugeMetricFamily(PREFIX + "num_requests_held", "Requests that a limit of their tenant holds")
         held.add_metric([], self._engine.num_held)
         yield held
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -238,17 +239,18 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Of those the ones that have no place on a worker."""
-        return self._live.num_waiting
+        """Of those the ones that have no place on a worker, and are not held by a limit of their tenant."""
+        return max(0, self._live.num_waiting - self._tenants.num_held)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those that wait."""
-        return self._live.num_waiting_tokens
+        num_held = sum(group.num_prompt_tokens for group in self._tenants.held())
+        return max(0, self._live.num_waiting_tokens - num_held)
 
     @property
     def num_held(self) -> int:
-        """Of those that wait, the ones that their tenant's limit holds."""
+        """Live requests that wait because a limit of their tenant holds them, not for want of workers."""
         return self._tenants.num_held
 
     @property
@@ -278,6 +280,12 @@ class Engine:
     def num_live_by_model(self) -> dict[str, int]:
         """How many there are, by the fingerprint of their model."""
         return self._live.num_by_model()
+
+    def num_due_by_model(self) -> dict[str, int]:
+        """How many of the live ones no limit of their tenant holds, by the fingerprint of their model."""
+        counts = Counter(self._live.num_by_model())
+        counts.subtract(group.model for group in self._tenants.held())
+        return counts
 
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
         """Live requests of this id, of one tenant or of all."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+from octavo.shared.tenant_limits import BYTES, REQUESTS, TOKENS, WAITING
 from scheduler_svc.engine.metrics import Metrics
 from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, QueueFull, RequestRefused, UnknownName
+from scheduler_svc.limits.over_limit import OTHERS as OTHER_TENANTS
 from scheduler_svc.limits.over_limit import OverLimit
 
 MAX_NAMES = 64  # that are told apart: they come from workers, and what was counted is never forgotten
 OTHERS = "others"
+_REFUSING = (REQUESTS, TOKENS, WAITING, BYTES)  # limits of tenants; the other one has requests wait
 _REJECTIONS: dict[type[RequestRefused], str] = {
     QueueFull: "queue_full",
     OverLimit: "tenant_limit",
@@ -35,7 +38,7 @@ class ModelMetrics:
         self._counts_prefixes = counts_prefixes
         self._by_name: dict[str, Metrics] = {"": Metrics(counts_prefixes)}
         self._names: dict[str, str] = {}  # by fingerprint
-        self.num_over_limit: Counter[tuple[str, str]] = Counter()
+        self.num_over_limit: Counter[tuple[str, str]] = Counter({(OTHER_TENANTS, limit): 0 for limit in _REFUSING})
         self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
 
     def introduce(self, fingerprint: str, name: str) -> None:

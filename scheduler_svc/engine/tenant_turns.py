@@ -50,6 +50,10 @@ class TenantTurns:
         """Requests that wait for their tenant's turn."""
         return 0 if self._ledger is None else self._ledger.num_held
 
+    def held(self) -> list[SequenceGroup]:
+        """These requests, in no order."""
+        return [] if self._ledger is None else self._ledger.held()
+
     def check(self, tenant: str, num_bytes: int) -> None:
         """Raises OverLimit where a request of so many bytes would be refused whatever else is in it."""
         if self._ledger is not None:

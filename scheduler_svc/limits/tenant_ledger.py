@@ -46,6 +46,11 @@ class TenantLedger(Generic[Key]):
         with self._lock:
             return sum(len(account.held) for account in self._accounts.values())
 
+    def held(self) -> list[Key]:
+        """These requests, in no order."""
+        with self._lock:
+            return [key for account in self._accounts.values() for key in account.held]
+
     def check(self, tenant: str, num_bytes: int, now_s: float) -> None:
         """Raises OverLimit where a request of so many bytes is refused whatever else is in it. Takes nothing."""
         table = self.table()

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.shared.tenant_limits import TenantLimits, TenantTable
 from scheduler_svc.core.finish_reason import FinishReason
+from scheduler_svc.engine.load import Load
 from scheduler_svc.limits.over_limit import OverLimit
 from tests.scheduler.hand_turned_loop import Loop
 
@@ -45,7 +46,8 @@ def test_a_capped_tenant_runs_no_more_than_it_may_and_others_pass_what_it_has_wa
         loop.engine.submit(loop.group(f"web {number}", tenant="web"))
     loop.turn()
     assert running(loop) == {"shop 0", "shop 1", "web 0", "web 1"}
-    assert (loop.engine.num_held, loop.engine.num_waiting) == (3, 4)
+    assert (loop.engine.num_held, loop.engine.num_waiting, loop.engine.num_waiting_tokens) == (3, 1, 3)
+    assert Load.of(loop.engine).num_pending == Load.by_model(loop.engine)[""].num_pending == 1
     loop.engine.abort("shop 0")
     loop.engine.abort("shop 3")  # which is held
     loop.turn()
@@ -53,10 +55,11 @@ def test_a_capped_tenant_runs_no_more_than_it_may_and_others_pass_what_it_has_wa
     loop.answer(worker)
     loop.turn()
     assert running(loop) == {"shop 1", "shop 2", "web 0", "web 1"}, "it came before `web 2`, and stands before it"
-    assert (loop.engine.num_held, loop.engine.num_waiting, loop.engine.num_waiting_tokens) == (1, 2, 6)
+    assert (loop.engine.num_held, loop.engine.num_waiting, loop.engine.num_waiting_tokens) == (1, 1, 3)
     loop.engine.stop()
     engine = loop.engine
     assert engine.num_held == engine.num_waiting == engine.num_waiting_tokens == engine.num_live == 0
+    engine._live._tenants._ledger.check_integrity()  # type: ignore[union-attr]  # it has one
 
 
 def test_generated_tokens_are_charged_while_a_request_runs() -> None:
@@ -76,7 +79,7 @@ def test_generated_tokens_are_charged_while_a_request_runs() -> None:
     loop.engine.check_room("web", "b")
     with pytest.raises(OverLimit):
         loop.engine.submit(loop.group("b", tenant="shop"))
-    assert loop.engine.metrics.num_over_limit == {("shop", "tokens_per_minute"): 1}
+    assert +loop.engine.metrics.num_over_limit == {("shop", "tokens_per_minute"): 1}
     assert loop.engine.metrics.num_rejected["tenant_limit"] == 1 and loop.engine.num_live == 1
 
 
