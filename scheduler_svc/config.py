@@ -349,13 +349,14 @@ class SchedulerConfig:
             if not is_local:
                 raise ValueError(f"jwt_jwks_url is {url!r}; https:// is accepted, and http:// of this machine")
 
-    def tenants(self) -> Callable[[], TenantTable] | None:
-        """What tenants may have and weigh by the keys file, read again when that changes. Raises KeysFileError."""
+    def tenants(self, *, starts_without: bool = False) -> Callable[[], TenantTable] | None:
+        """What tenants may have and weigh by the keys file, read again when that changes. Raises KeysFileError, or
+        `starts_without` a file that cannot be read."""
         if self.keys_file is None:
             return None
         from octavo.shared.keys import TenantsOfFile  # and YAML with it, which no command line needs
 
-        return TenantsOfFile(self.keys_file).table
+        return TenantsOfFile(self.keys_file, starts_without=starts_without).table
 
     def weights(self) -> dict[str, float]:
         """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""

@@ -50,8 +50,9 @@ class Serving:
                 scheduling_policy=config.scheduling_policy,
                 tenant_weights=config.weights(),
                 tenants_are_known=config.tenants_are_known,
-                tenants=config.tenants(),
-                has_tenant_limits=config.shards == 1,  # or the parent has them, which all requests pass
+                # A shard, whose parent has the limits: all requests pass that. It may start while the file is broken.
+                tenants=config.tenants(starts_without=config.shards > 1),
+                has_tenant_limits=config.shards == 1,
                 preemption_mode=config.preemption_mode,
                 enable_prefix_caching=config.enable_prefix_caching,
                 enable_chunked_prefill=config.enable_chunked_prefill,

@@ -112,9 +112,23 @@ class Keys:
 class TenantsOfFile:
     """What tenants may have by the keys file, read again when that changes. For those who know no keys; thread-safe."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises KeysFileError."""
-        self._file = WatchedFiles("tenants", [path], lambda: read_file(path).tenants, clock)
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, *, starts_without: bool = False
+    ) -> None:
+        """`starts_without`: while the file cannot be read nobody has anything said of him; otherwise raises
+        KeysFileError."""
+        self._starts_without = starts_without
+        self._file = WatchedFiles("tenants", [path], lambda: self._read(path), clock)
+        self._starts_without = False
+
+    def _read(self, path: Path) -> TenantTable:
+        try:
+            return read_file(path).tenants
+        except KeysFileError as error:
+            if not self._starts_without:
+                raise
+            log.error("tenants are not known", why=str(error))
+            return TenantTable()
 
     def table(self) -> TenantTable:
         """What is in force now; the same object as long as the file stays as it is."""

@@ -58,7 +58,7 @@ def test_a_token_brings_tenant_and_roles_and_a_wrong_one_is_refused_with_the_rea
             with pytest.raises(grpc.RpcError) as raised:
                 list(inference.Generate(request, metadata=bearing(wrong)))
             assert raised.value.code() is code and why in raised.value.details()
-        ops = bearing(token(-LEEWAY_S + 3, roles=["control"]))
+        ops = bearing(token(-LEEWAY_S + 2, roles=["control"]))
         watching = control.WatchSteps(pb.WatchStepsRequest(), metadata=ops)
         with pytest.raises(grpc.RpcError) as raised:
             list(watching)

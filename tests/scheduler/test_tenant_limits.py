@@ -330,6 +330,22 @@ def test_sections_that_leave_anything_open_are_refused(
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
+def test_a_shard_starts_while_the_file_is_broken_and_reads_it_once_it_is_not(tmp_path: Path) -> None:
+    now_s = 0.0
+    path = write(tmp_path / "k", default={REQUESTS: -1})
+    with pytest.raises(KeysFileError):
+        TenantsOfFile(path, lambda: now_s)
+    tenants = TenantsOfFile(path, lambda: now_s, starts_without=True)
+    assert tenants.table() == TenantTable()
+    write(path, default={REQUESTS: 2})
+    now_s += LOOK_AGAIN_S
+    good = tenants.table()
+    assert good.of("a") == TenantLimits(requests_per_minute=2)
+    write(path, default={REQUESTS: -1})
+    now_s += LOOK_AGAIN_S
+    assert tenants.table() is good
+
+
 def test_a_wrong_section_changes_nothing_later(tmp_path: Path) -> None:
     now_s = 0.0
     path = write(tmp_path / "k", default={REQUESTS: 1})
