@@ -273,6 +273,9 @@ def test_the_command_says_what_tenants_may_have_and_keeps_the_rest(
     assert run("limit", "shop", "--tokens-per-minute", "none", "--bytes", "none") == (0, "shop: no limits")
     assert run("limit", "--default", "--requests-per-minute", "none") == (0, "default: no limits")
     assert set(yaml.safe_load(path.read_text())) == {"keys"}
+    path.unlink()
+    assert run("limit", "shop", "--bytes", "5")[0] == 0, "for those who bring tokens"
+    assert yaml.safe_load(path.read_text()) == {"keys": [], "tenants": [{"name": "shop", "bytes": 5}]}
 
 
 def test_who_shares_prefixes_with_other_tenants_is_known(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _change(path: Path, arguments: argparse.Namespace) -> None:
     from octavo.shared.keys import check_sections, read_sections, write_sections
 
-    is_new = arguments.action == "add" and not path.exists()
+    is_new = arguments.action != "remove" and not path.exists()  # one of limits alone is for those who bring tokens
     sections: dict[str, Any] = {"keys": []} if is_new else read_sections(path)
     check_sections(sections, str(path))  # one that no server would take is not written to
     change = {"add": _add, "remove": _remove, "limit": _limit}[arguments.action]
