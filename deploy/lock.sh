@@ -18,13 +18,15 @@ sed --quiet 's/^requires = \["\(setuptools[^"]*\)"\].*/\1/p' pyproject.toml >"$w
 [ -s "$work/build.in" ] || { echo "pyproject.toml does not say which setuptools builds it" >&2; exit 1; }
 torch=$(sed --quiet 's/^torch==//p' constraints.txt)
 
-# lock NAME EXTRA CONSTRAINTS OPTION...
+# lock NAME EXTRA,... CONSTRAINTS OPTION...
 lock() {
-  local name=$1 extra=$2 constraints=$3
+  local name=$1 constraints=$3 extras extra
+  extras=()
+  for extra in ${2//,/ }; do extras+=(--extra "$extra"); done
   shift 3
   {
     echo "# Written by deploy/lock.sh: what the image of deploy/locks/$name.txt installs, and nothing else."
-    "$work/venv/bin/uv" pip compile --quiet pyproject.toml "$work/build.in" --extra "$extra" --constraint "$constraints" \
+    "$work/venv/bin/uv" pip compile --quiet pyproject.toml "$work/build.in" "${extras[@]}" --constraint "$constraints" \
       --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links --allow-unsafe \
       --python-version 3.11 --python-platform x86_64-manylinux_2_28 "$@"
   } >"$work/$name.txt"
@@ -40,7 +42,7 @@ else
   from=(--extra-index-url "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}" --index-strategy unsafe-best-match)
 fi
 mkdir -p deploy/locks
-lock scheduler scheduler constraints.txt
+lock scheduler scheduler,jwt constraints.txt
 lock gateway gateway constraints.txt
 lock worker worker "$work/cpu.txt" "${from[@]}"
 lock worker-cuda worker constraints.txt

@@ -3,6 +3,7 @@ that ended."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import grpc
@@ -37,7 +38,8 @@ class RequestFailed(OctavoError):
     """A call that ended with another status than OK.
 
     `violations` names the fields of an INVALID_ARGUMENT; `retry_after_s` is the server's hint with RESOURCE_EXHAUSTED;
-    `reason` is a word for programs, where the server gives one: PROMPT_TOO_LONG.
+    `reason` is a word for programs, where the server gives one: PROMPT_TOO_LONG, or TENANT_LIMIT, of which `facts` say
+    which limit it is.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class RequestFailed(OctavoError):
         violations: tuple[FieldViolation, ...] = (),
         retry_after_s: float | None = None,
         reason: str = "",
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
@@ -54,6 +57,7 @@ class RequestFailed(OctavoError):
         self.violations = violations
         self.retry_after_s = retry_after_s
         self.reason = reason
+        self.facts = dict(facts or {})
 
     @classmethod
     def from_rpc_error(cls, error: grpc.RpcError) -> RequestFailed:
@@ -68,14 +72,14 @@ class RequestFailed(OctavoError):
         return cls(code, message, *_read_details(details))
 
 
-def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float | None, str]:
+def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float | None, str, dict[str, str]]:
     if not serialized:
-        return (), None, ""
+        return (), None, "", {}
     # Only a failed call pays for this import.
     from google.rpc import error_details_pb2, status_pb2
 
     violations: list[FieldViolation] = []
-    retry_after_s, reason = None, ""
+    retry_after_s, reason, facts = None, "", dict[str, str]()
     for detail in status_pb2.Status.FromString(serialized).details:
         bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         info = error_details_pb2.ErrorInfo()
@@ -84,5 +88,5 @@ def _read_details(serialized: bytes) -> tuple[tuple[FieldViolation, ...], float 
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
         elif detail.Unpack(info):
-            reason = info.reason
-    return tuple(violations), retry_after_s, reason
+            reason, facts = info.reason, dict(info.metadata)
+    return tuple(violations), retry_after_s, reason, facts

@@ -120,7 +120,7 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
         tls_key_file=scheduler.tls_key_file,
         tls_client_ca_file=scheduler.tls_client_ca_file,
         live_panel=shows_live,
-        insecure=scheduler.insecure or scheduler.keys_file is not None,  # which its requests need as well
+        insecure=scheduler.insecure or scheduler.knows_callers,  # which its requests need as well
         demo=serve.demo,
         drain_timeout=scheduler.drain_timeout,
         metrics_port=0 if scheduler.metrics_port == 0 else None,

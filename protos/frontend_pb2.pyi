@@ -10,14 +10,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CheckRoomRequest(_message.Message):
-    __slots__ = ("tenant", "request_id", "num_preparing")
+    __slots__ = ("tenant", "request_id", "num_preparing", "num_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PREPARING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     request_id: str
     num_preparing: int
-    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., num_preparing: _Optional[int] = ...) -> None: ...
+    num_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., num_preparing: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class CheckRoomResponse(_message.Message):
     __slots__ = ("refused",)
@@ -62,7 +64,7 @@ class Listening(_message.Message):
     def __init__(self, pid: _Optional[int] = ...) -> None: ...
 
 class PreparedGroup(_message.Message):
-    __slots__ = ("number", "request_id", "tenant", "sampling_params", "prompt_token_ids_i32", "resumed", "max_num_tokens", "arrival_ns", "eos_token_id", "stop_token_ids", "priority", "adapter", "cache_salt", "reads_logprobs", "replaces", "bad_words", "model_fingerprint", "earlier_life")
+    __slots__ = ("number", "request_id", "tenant", "sampling_params", "prompt_token_ids_i32", "resumed", "max_num_tokens", "arrival_ns", "eos_token_id", "stop_token_ids", "priority", "adapter", "cache_salt", "reads_logprobs", "replaces", "bad_words", "model_fingerprint", "num_bytes", "earlier_life")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +82,7 @@ class PreparedGroup(_message.Message):
     REPLACES_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     EARLIER_LIFE_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
@@ -98,8 +101,9 @@ class PreparedGroup(_message.Message):
     replaces: bool
     bad_words: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
     model_fingerprint: str
+    num_bytes: int
     earlier_life: GroupCounters
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids_i32: _Optional[bytes] = ..., resumed: _Optional[_Iterable[_Union[ResumedSequence, _Mapping]]] = ..., max_num_tokens: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reads_logprobs: bool = ..., replaces: bool = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., model_fingerprint: _Optional[str] = ..., earlier_life: _Optional[_Union[GroupCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids_i32: _Optional[bytes] = ..., resumed: _Optional[_Iterable[_Union[ResumedSequence, _Mapping]]] = ..., max_num_tokens: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reads_logprobs: bool = ..., replaces: bool = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., model_fingerprint: _Optional[str] = ..., num_bytes: _Optional[int] = ..., earlier_life: _Optional[_Union[GroupCounters, _Mapping]] = ...) -> None: ...
 
 class ResumedSequence(_message.Message):
     __slots__ = ("token_ids_i32", "is_finished")
@@ -236,20 +240,22 @@ class Admitted(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("number", "kind", "message", "retry_after_s", "violations", "is_too_long")
+    __slots__ = ("number", "kind", "message", "retry_after_s", "violations", "is_too_long", "over_limit")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     IS_TOO_LONG_FIELD_NUMBER: _ClassVar[int]
+    OVER_LIMIT_FIELD_NUMBER: _ClassVar[int]
     number: int
     kind: str
     message: str
     retry_after_s: float
     violations: _containers.RepeatedCompositeFieldContainer[RefusedField]
     is_too_long: bool
-    def __init__(self, number: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., violations: _Optional[_Iterable[_Union[RefusedField, _Mapping]]] = ..., is_too_long: bool = ...) -> None: ...
+    over_limit: _shards_pb2.OverLimit
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., violations: _Optional[_Iterable[_Union[RefusedField, _Mapping]]] = ..., is_too_long: bool = ..., over_limit: _Optional[_Union[_shards_pb2.OverLimit, _Mapping]] = ...) -> None: ...
 
 class RefusedField(_message.Message):
     __slots__ = ("field", "description")

@@ -14,24 +14,42 @@ class FrontRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[FrontRequest, _Mapping]]] = ...) -> None: ...
 
 class FrontRequest(_message.Message):
-    __slots__ = ("claim", "released", "listening")
+    __slots__ = ("claim", "released", "listening", "refused", "used")
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     LISTENING_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
     claim: IdClaim
     released: int
     listening: int
-    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ...) -> None: ...
+    refused: int
+    used: ClaimUse
+    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ...) -> None: ...
 
 class IdClaim(_message.Message):
-    __slots__ = ("number", "tenant", "request_id")
+    __slots__ = ("number", "tenant", "request_id", "num_prompt_tokens", "num_sequences", "num_bytes")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     number: int
     tenant: str
     request_id: str
-    def __init__(self, number: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    num_prompt_tokens: int
+    num_sequences: int
+    num_bytes: int
+    def __init__(self, number: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class ClaimUse(_message.Message):
+    __slots__ = ("number", "num_tokens")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    num_tokens: int
+    def __init__(self, number: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class FrontAnswers(_message.Message):
     __slots__ = ("answers",)
@@ -48,12 +66,34 @@ class FrontAnswer(_message.Message):
     def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ...) -> None: ...
 
 class IdAnswer(_message.Message):
-    __slots__ = ("number", "is_taken")
+    __slots__ = ("number", "is_taken", "over_limit", "too_many_sequences")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     IS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    OVER_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    TOO_MANY_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     number: int
     is_taken: bool
-    def __init__(self, number: _Optional[int] = ..., is_taken: bool = ...) -> None: ...
+    over_limit: OverLimit
+    too_many_sequences: str
+    def __init__(self, number: _Optional[int] = ..., is_taken: bool = ..., over_limit: _Optional[_Union[OverLimit, _Mapping]] = ..., too_many_sequences: _Optional[str] = ...) -> None: ...
+
+class OverLimit(_message.Message):
+    __slots__ = ("message", "retry_after_s", "tenant", "limit", "most", "left", "label")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    retry_after_s: float
+    tenant: str
+    limit: str
+    most: int
+    left: int
+    label: str
+    def __init__(self, message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., tenant: _Optional[str] = ..., limit: _Optional[str] = ..., most: _Optional[int] = ..., left: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
 
 class FrontState(_message.Message):
     __slots__ = ("shards", "is_draining", "is_broken_off")

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
+from octavo.shared.ports import is_loopback
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption_modes import MODES
 from scheduler_svc.models.model_names import ModelNames
 from scheduler_svc.requests.tenants import check_metadata_field
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.shared.tenant_limits import TenantTable
     from scheduler_svc.requests.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
@@ -93,6 +98,21 @@ class SchedulerConfig:
     )
     socket_folder: Path | None = option(
         None, "where sockets for others of this user are made, spoken to without TLS", group=ACCESS, hidden=True
+    )
+    jwt_jwks_file: Path | None = option(
+        None, "public keys (JWKS) of who issues tokens to callers; takes JWT beside keys", group=ACCESS, metavar="FILE"
+    )
+    jwt_jwks_url: str = option(
+        "", "where these are to be had: https, or http on loopback; asked every 5 minutes", group=ACCESS, metavar="URL"
+    )
+    jwt_issuer: str = option("", "`iss` that tokens have to have", group=ACCESS, metavar="ISSUER")
+    jwt_audience: str = option("", "`aud` that tokens have to have", group=ACCESS, metavar="AUDIENCE")
+    jwt_tenant_claim: str = option("sub", "claim with the tenant; a.b is b within a", group=ACCESS, metavar="CLAIM")
+    jwt_roles_claim: str = option(
+        "roles",
+        "claim with the roles, a list or words; a token without it has inference",
+        group=ACCESS,
+        metavar="CLAIM",
     )
     preemption_mode: str = option(
         "auto",
@@ -200,8 +220,10 @@ class SchedulerConfig:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         if self.worker_tls_name and self.worker_tls_ca_file is None:
             raise ValueError("worker_tls_name is for TLS, which worker_tls_ca_file switches on")
-        if self.keys_file is not None and self.tenant_metadata:
-            raise ValueError(f"tenant_metadata is {self.tenant_metadata!r}, but with keys_file each key has its tenant")
+        if self.knows_callers and self.tenant_metadata:
+            known = "keys_file each key" if self.keys_file is not None else "jwt_issuer each token"
+            raise ValueError(f"tenant_metadata is {self.tenant_metadata!r}, but with {known} has its tenant")
+        self._check_tokens()
         self.weights()  # raises for what is none
         self.model_names()  # likewise
         self.adapters()  # likewise
@@ -298,6 +320,50 @@ class SchedulerConfig:
                 raise ValueError(f"lora_modules has {name!r} twice")
             paths[name] = path
         return paths
+
+    @property
+    def tenants_are_known(self) -> bool:
+        """Whether others than clients say whose a request is."""
+        return bool(self.tenant_metadata) or self.knows_callers
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether callers may bring a token of an issuer."""
+        return self.jwt_jwks_file is not None or bool(self.jwt_jwks_url)
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether only those may call who bring a key or a token."""
+        return self.keys_file is not None or self.takes_tokens
+
+    def _check_tokens(self) -> None:
+        """Raises ValueError."""
+        if not self.takes_tokens:
+            for name in ("jwt_issuer", "jwt_audience"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for tokens, whose keys jwt_jwks_file or jwt_jwks_url has")
+            return
+        for name in ("jwt_issuer", "jwt_audience", "jwt_tenant_claim", "jwt_roles_claim"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty, which tokens need: without it those for others would be taken")
+        url = self.jwt_jwks_url
+        if url and not url.startswith("https://"):
+            try:
+                parts = urlsplit(url)
+                is_local = parts.scheme == "http" and parts.hostname is not None and is_loopback(parts.hostname)
+            except ValueError:
+                is_local = False
+            if not is_local:
+                raise ValueError(f"jwt_jwks_url is {url!r}; https:// is accepted, and http:// of this machine")
+
+    def tenants(self, *, starts_without: bool = False) -> Callable[[], TenantTable] | None:
+        """What tenants may have and weigh by the keys file, read again when that changes. Raises KeysFileError, or
+        `starts_without` a file that cannot be read."""
+        if self.keys_file is None:
+            return None
+        from octavo.shared.keys import TenantsOfFile  # and YAML with it, which no command line needs
+
+        return TenantsOfFile(self.keys_file, starts_without=starts_without).table
 
     def weights(self) -> dict[str, float]:
         """`tenant_weights` by tenant. Raises ValueError for an entry that is not NAME=WEIGHT with a positive weight."""

@@ -81,7 +81,7 @@ async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> 
         texts = TextProcesses(frontend.models, **config.text_options())
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         authority = Authority.of(config)
-        tenants = Tenants(config.tenant_metadata, None if authority is None else authority.keys)
+        tenants = Tenants(config.tenant_metadata, None if authority is None else authority.callers)
         inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants)
         server, health = public_server(
             config,
@@ -127,6 +127,7 @@ def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConf
         num_shards=config.shards,
         wait_timeout_s=config.worker_wait_timeout,
         max_losses=config.max_worker_losses,
+        counts_tokens=config.keys_file is not None,
     )
 
 

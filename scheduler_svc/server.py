@@ -41,9 +41,9 @@ def main(config: SchedulerConfig) -> int:
     if not config.worker:
         raise OptionError("no --worker is given: HOST:PORT or dns:///NAME:PORT")
     logging.configure(config.log_level)
-    is_locked = config.keys_file is not None or config.tls_client_ca_file is not None
+    is_locked = config.knows_callers or config.tls_client_ca_file is not None
     has_tls = config.tls_cert_file is not None  # alone it keeps nobody away, which is said once
-    locks = "--keys-file and --tls-client-ca-file"
+    locks = "--keys-file, --jwt-jwks-url and --tls-client-ca-file"
     check_exposure(config.host, is_locked=is_locked, insecure=config.insecure or has_tls, locks=locks)
     Authority.of(config)  # here, as frontends could only end over them, one after the other
     server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)

@@ -49,7 +49,10 @@ class Serving:
             EngineSettings(
                 scheduling_policy=config.scheduling_policy,
                 tenant_weights=config.weights(),
-                tenants_are_known=bool(config.tenant_metadata or config.keys_file),
+                tenants_are_known=config.tenants_are_known,
+                # A shard, whose parent has the limits: all requests pass that. It may start while the file is broken.
+                tenants=config.tenants(starts_without=config.shards > 1),
+                has_tenant_limits=config.shards == 1,
                 preemption_mode=config.preemption_mode,
                 enable_prefix_caching=config.enable_prefix_caching,
                 enable_chunked_prefill=config.enable_chunked_prefill,

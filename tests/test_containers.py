@@ -33,7 +33,7 @@ COMPOSE_FILES = (
     "compose.locked.yaml",
 )
 LOCKS = {
-    "scheduler": "scheduler",
+    "scheduler": "scheduler,jwt",
     "gateway": "gateway",
     "worker": "worker",
     "worker-cuda": "worker",
@@ -81,11 +81,12 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize(("name", "extra"), LOCKS.items())
-def test_images_install_by_hash_what_the_project_asks_for(name: str, extra: str) -> None:
+@pytest.mark.parametrize(("name", "extras"), LOCKS.items())
+def test_images_install_by_hash_what_the_project_asks_for(name: str, extras: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    asked = project["project"]["dependencies"] + project["project"]["optional-dependencies"][extra]
-    asked += project["build-system"]["requires"]
+    asked = project["project"]["dependencies"] + project["build-system"]["requires"]
+    for extra in extras.split(","):
+        asked += project["project"]["optional-dependencies"][extra]
     for line in asked:
         requirement = Requirement(line)
         version = locked(name).get(normal(requirement.name))

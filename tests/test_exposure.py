@@ -34,7 +34,7 @@ def test_an_open_service_is_refused_or_warned_of(host: str, capsys: pytest.Captu
 
 def test_every_service_asks(tmp_path: Path) -> None:
     here = "0.0.0.0"
-    with pytest.raises(OptionError, match="--keys-file and --tls-client-ca-file lock it"):
+    with pytest.raises(OptionError, match="--keys-file, --jwt-jwks-url and --tls-client-ca-file lock it"):
         scheduler.main(SchedulerConfig(host=here, worker=("127.0.0.1:1",)))
     with pytest.raises(OptionError, match="--token-file and --tls-client-ca-file lock it"):
         worker.main(WorkerConfig(host=here, model=str(tmp_path)))

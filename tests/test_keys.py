@@ -14,6 +14,7 @@ import yaml
 
 from octavo.cli import main
 from octavo.client import Client
+from octavo.shared.callers import Callers, UnknownCaller
 from octavo.shared.keys import ROLES, Keys, KeysFileError, hash_of, new_key, read_keys
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
@@ -36,7 +37,8 @@ class Clock:
 
 def test_a_key_stands_for_its_tenant_and_roles(tmp_path: Path) -> None:
     keys = Keys(write(tmp_path / "k", entry("web"), entry("ops", tenant="us", roles=["control"], prefixes="all")))
-    web, ops = keys.find("key of web"), keys.of_metadata([("a", "b"), ("authorization", "bEaReR  key of ops ")])
+    web = keys.find("key of web")
+    ops = Callers(keys).of_metadata([("a", "b"), ("authorization", "bEaReR  key of ops ")])
     assert web and (web.tenant, web.roles, web.prefixes) == ("web", {"inference"}, "web")
     assert ops and (ops.tenant, ops.roles, ops.prefixes) == ("us", {"control"}, "all")
 
@@ -55,7 +57,8 @@ def test_a_key_stands_for_its_tenant_and_roles(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_known_key(metadata: Any, tmp_path: Path) -> None:
-    assert Keys(write(tmp_path / "k", entry("web"))).of_metadata(metadata) is None
+    with pytest.raises(UnknownCaller, match="no known key: metadata `authorization: Bearer KEY` is wanted"):
+        Callers(Keys(write(tmp_path / "k", entry("web")))).of_metadata(metadata)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +146,11 @@ def test_the_command_makes_lists_and_removes_keys(tmp_path: Path, capsys: pytest
     web, other = keys.find(key), keys.find(ops["key"])
     assert web and other and (web.tenant, other.roles) == ("shop", {"control", "metrics"})
     assert json.loads(run("list", "--json")[1]) == [
-        {"name": "web", "tenant": "shop", "roles": ["inference"], "prefixes": "shop"},
-        {"name": "ops", "tenant": "ops", "roles": ["control", "metrics"], "prefixes": "ops"},
+        {"name": "web", "tenant": "shop", "roles": ["inference"], "prefixes": "shop", "limits": {}},
+        {"name": "ops", "tenant": "ops", "roles": ["control", "metrics"], "prefixes": "ops", "limits": {}},
     ]
     before = path.read_text()
-    for wrong, complaint in ((("add", "web"), "name 'web' is there twice"), (("remove", "nobody"), "has no key")):
+    for wrong, complaint in ((("add", "web"), "keys[0] has the name 'web'"), (("remove", "nobody"), "has no key")):
         code, out, err = run(*wrong)
         assert (code, out) == (2, "") and complaint in err
     assert path.read_text() == before
@@ -223,3 +226,65 @@ def test_nor_over_http(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_this_machine_may_have_it(address: str) -> None:
     with Client(address, api_key="secret") as client:
         assert client._metadata == (("authorization", "Bearer secret"),)
+
+
+def test_the_command_says_what_tenants_may_have_and_keeps_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "k", entry("web", tenant="shop"), entry("ops"))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(["keys", arguments[0], str(path), *arguments[1:]])
+        said = capsys.readouterr()
+        return code, (said.out or said.err).strip()
+
+    assert run("limit", "shop", "--tokens-per-minute", "1000", "--weight", "2.5") == (
+        0,
+        "shop: weight 2.5  tokens_per_minute 1000",
+    )
+    assert run("limit", "--default", "--requests-per-minute", "60", "--json") == (
+        0,
+        '{"tenant": null, "requests_per_minute": 60}',
+    )
+    assert run("limit", "shop", "--bytes", "5", "--weight", "none")[1] == "shop: tokens_per_minute 1000  bytes 5"
+    assert run("add", "more")[0] == 0 and run("remove", "ops")[0] == 0
+    sections = yaml.safe_load(path.read_text())
+    assert sections["tenants"] == [{"name": "shop", "tokens_per_minute": 1000, "bytes": 5}]
+    assert sections["default"] == {"requests_per_minute": 60}
+    assert run("list")[1].splitlines() == [
+        "web  tenant shop  inference",
+        "more  tenant more  inference",
+        "tenant shop  tokens_per_minute 1000  bytes 5",
+        "other tenants  requests_per_minute 60",
+    ]
+    assert [key["limits"] for key in json.loads(run("list", "--json")[1])] == [
+        {"tokens_per_minute": 1000, "bytes": 5},
+        {"requests_per_minute": 60},
+    ]
+    before = path.read_text()
+    for wrong, complaint in (
+        (("shop",), "nothing to change: --weight"),
+        (("shop", "--bytes", "many"), "--bytes is 'many'; a number or none is accepted"),
+        (("shop", "--bytes", "0"), "bytes is 0; a whole number from 1 on"),
+        (("shop", "--waiting-requests", "1"), "waiting_requests bounds what waits"),
+    ):
+        code, said = run("limit", *wrong)
+        assert code == 2 and complaint in said and path.read_text() == before
+    assert run("limit", "shop", "--tokens-per-minute", "none", "--bytes", "none") == (0, "shop: no limits")
+    assert run("limit", "--default", "--requests-per-minute", "none") == (0, "default: no limits")
+    assert set(yaml.safe_load(path.read_text())) == {"keys"}
+    path.unlink()
+    assert run("limit", "shop", "--bytes", "5")[0] == 0, "for those who bring tokens"
+    assert yaml.safe_load(path.read_text()) == {"keys": [], "tenants": [{"name": "shop", "bytes": 5}]}
+
+
+def test_who_shares_prefixes_with_other_tenants_is_known(tmp_path: Path) -> None:
+    one, two, third = entry("a", prefixes="all"), entry("b", tenant="a", prefixes="all"), entry("c", prefixes="all")
+    path, clock = write(tmp_path / "k", one, two), Clock()
+    keys = Keys(path, clock)
+    assert not (caller := keys.find("key of a")) or not caller.shares_prefixes
+    assert keys.others_in("all", "c") and not keys.others_in("all", "a") and not keys.others_in("none", "a")
+    write(path, one, two, third)
+    clock.now_s += LOOK_AGAIN_S
+    found = [keys.find(f"key of {name}") for name in "abc"]
+    assert all(caller is not None and caller.shares_prefixes for caller in found)

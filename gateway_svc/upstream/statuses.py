@@ -13,6 +13,7 @@ from gateway_svc import errors
 from gateway_svc.errors import HttpError
 from octavo.errors import RequestFailed
 
+_OF_OPENAI = {"requests_per_minute": "requests", "tokens_per_minute": "tokens"}  # limits that its headers know
 TOO_LONG = "PROMPT_TOO_LONG"  # a reason that schedulers give
 _DEFAULT_RETRY_S = 1.0
 
@@ -52,7 +53,7 @@ def http_error(failure: RequestFailed, names: Mapping[str, str]) -> HttpError:
         meaning = _Meaning(431, errors.INVALID, "request_too_large")  # likewise, of a key that is none
     param = _param(failure, names)
     code = "context_length_exceeded" if failure.reason == TOO_LONG else meaning.code
-    headers = _retry_headers(failure) if meaning.retries else ()
+    headers = (*_retry_headers(failure), *_limit_headers(failure)) if meaning.retries else ()
     message = _renamed(failure.message, names)
     return HttpError(meaning.status, message, type=meaning.type, param=param, code=code, headers=headers)
 
@@ -82,3 +83,17 @@ def _retry_headers(failure: RequestFailed) -> tuple[tuple[str, str], ...]:
     """In whole seconds, as HTTP has it, and in milliseconds, which OpenAI's clients prefer."""
     seconds = failure.retry_after_s if failure.retry_after_s is not None else _DEFAULT_RETRY_S
     return ("retry-after", str(max(1, math.ceil(seconds)))), ("retry-after-ms", str(math.ceil(1e3 * seconds)))
+
+
+def _limit_headers(failure: RequestFailed) -> tuple[tuple[str, str], ...]:
+    """OpenAI's, of the limit that a tenant has reached."""
+    what = _OF_OPENAI.get(failure.facts.get("limit", ""))
+    if what is None:
+        return ()
+    most, left = failure.facts.get("most", ""), failure.facts.get("left", "")
+    reset = f"{failure.retry_after_s or 0.0:.3f}s"
+    return (
+        (f"x-ratelimit-limit-{what}", most),
+        (f"x-ratelimit-remaining-{what}", left),
+        (f"x-ratelimit-reset-{what}", reset),
+    )

@@ -6,6 +6,7 @@
         tenant: shop
         roles: [inference]   # of ROLES; this one where none is given
         prefixes: common     # shares cached prefixes with keys that say the same (default: the tenant)
+    tenants: [...]           # and default: what tenants may have (`tenant_limits.py`)
 
 Keys are drawn at random (`new_key`), so one hash without salt is enough: nobody tries 2^256 of them. What was read last
 stays in force while the file cannot be read.
@@ -20,14 +21,15 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import yaml
 
+from octavo.shared.tenant_limits import NAME, TenantLimitsError, TenantTable, read_table
 from octavo.shared.watched_files import WatchedFiles
 
 log = structlog.get_logger()
@@ -35,8 +37,7 @@ log = structlog.get_logger()
 INFERENCE, CONTROL, METRICS = ROLES = ("inference", "control", "metrics")
 MAX_TOKEN_CHARS = 512
 _FIELDS = frozenset({"name", "sha256", "tenant", "roles", "prefixes"})
-_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
-_BEARER = "bearer "
+_SECTIONS = ("keys", "tenants", "default")
 _MAX_DEPTH = 8  # keys, their list, an entry, its roles
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, in which no call is answered
 
@@ -47,12 +48,33 @@ class KeysFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a key stands for."""
+    """Whom a key stands for.
+
+    Attributes:
+        prefixes: who says the same finds what this one has cached, and this one theirs.
+        shares_prefixes: other tenants do.
+    """
 
     name: str
     tenant: str
     roles: frozenset[str]
     prefixes: str
+    shares_prefixes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFile:
+    """What stands in one.
+
+    Attributes:
+        callers: by the hash of their key.
+        groups: tenants whose keys name the same `prefixes`, by that.
+        tenants: what they may have.
+    """
+
+    callers: Mapping[str, Caller]
+    groups: Mapping[str, frozenset[str]]
+    tenants: TenantTable
 
 
 class Keys:
@@ -60,7 +82,7 @@ class Keys:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises KeysFileError."""
-        self._file = WatchedFiles("keys", [path], lambda: read_keys(path), clock)
+        self._file = WatchedFiles("keys", [path], lambda: read_file(path), clock)
 
     @property
     def num_failures(self) -> int:
@@ -71,30 +93,50 @@ class Keys:
         """Whose key this is. How long it takes tells nothing of a key: it is its hash that is looked up, and nobody can
         choose that byte by byte."""
         self.look_again()
-        return self._file.content.get(hash_of(token[:MAX_TOKEN_CHARS]))
+        return self._file.content.callers.get(hash_of(token[:MAX_TOKEN_CHARS]))
 
-    def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
-        """Whose key a call brings as `authorization: Bearer KEY`."""
-        values = [value for name, value in metadata or () if name == "authorization"]
-        return self.of_header(values[0]) if len(values) == 1 else None
-
-    def of_header(self, value: str | bytes) -> Caller | None:
-        """Whose key the value of such a header has."""
-        text = value if isinstance(value, str) else value.decode("latin-1")
-        if text[: len(_BEARER)].lower() != _BEARER:
-            return None
-        return self.find(text[len(_BEARER) :].strip())
+    def others_in(self, prefixes: str, tenant: str) -> bool:
+        """Whether keys of other tenants than this one share those prefixes."""
+        return not self._file.content.groups.get(prefixes, frozenset()) <= {tenant}
 
     def look_again(self) -> None:
         """Reads the file where it has changed; once a second at most."""
-        before = self._file.content
+        before = self._file.content.callers
         self._file.look_again()
-        if (now := self._file.content) is not before:
+        if (now := self._file.content.callers) is not before:
             came, went = sorted(_names(now) - _names(before)), sorted(_names(before) - _names(now))
-            log.info("keys came and went", new=came, gone=went)
+            if came or went:
+                log.info("keys came and went", new=came, gone=went)
 
 
-def _names(callers: dict[str, Caller]) -> set[str]:
+class TenantsOfFile:
+    """What tenants may have by the keys file, read again when that changes. For those who know no keys; thread-safe."""
+
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, *, starts_without: bool = False
+    ) -> None:
+        """`starts_without`: while the file cannot be read nobody has anything said of him; otherwise raises
+        KeysFileError."""
+        self._starts_without = starts_without
+        self._file = WatchedFiles("tenants", [path], lambda: self._read(path), clock)
+        self._starts_without = False
+
+    def _read(self, path: Path) -> TenantTable:
+        try:
+            return read_file(path).tenants
+        except KeysFileError as error:
+            if not self._starts_without:
+                raise
+            log.error("tenants are not known", why=str(error))
+            return TenantTable()
+
+    def table(self) -> TenantTable:
+        """What is in force now; the same object as long as the file stays as it is."""
+        self._file.look_again()
+        return self._file.content
+
+
+def _names(callers: Mapping[str, Caller]) -> set[str]:
     return {caller.name for caller in callers.values()}
 
 
@@ -108,16 +150,22 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def read_file(path: Path) -> KeysFile:
+    """All of it, checked. Raises KeysFileError."""
+    return check_sections(read_sections(path), str(path))
+
+
 def read_keys(path: Path) -> dict[str, Caller]:
     """Callers by the hash of their key. Raises KeysFileError."""
-    return check_entries(read_entries(path), str(path))
+    return dict(read_file(path).callers)
 
 
-def check_entries(entries: list[dict[str, Any]], file: str) -> dict[str, Caller]:
-    """Callers by the hash of their key. Raises KeysFileError, which names the `file`."""
+def check_sections(sections: Mapping[str, Any], file: str) -> KeysFile:
+    """What they mean. Raises KeysFileError, which names the `file`."""
     callers: dict[str, Caller] = {}
     names: set[str] = set()
-    for number, entry in enumerate(entries):
+    groups: dict[str, set[str]] = {}
+    for number, entry in enumerate(sections["keys"]):
         where = f"{file}: keys[{number}]"
         digest, caller = _caller(entry, where)
         if digest in callers:
@@ -126,11 +174,19 @@ def check_entries(entries: list[dict[str, Any]], file: str) -> dict[str, Caller]
             raise KeysFileError(f"{where}: name {caller.name!r} is there twice")
         names.add(caller.name)
         callers[digest] = caller
-    return callers
+        groups.setdefault(caller.prefixes, set()).add(caller.tenant)
+    for digest, caller in callers.items():
+        if groups[caller.prefixes] != {caller.tenant}:
+            callers[digest] = replace(caller, shares_prefixes=True)
+    try:
+        table = read_table(sections.get("tenants", []), sections.get("default", {}))
+    except TenantLimitsError as error:
+        raise KeysFileError(f"{file}: {error}") from None
+    return KeysFile(callers, {name: frozenset(tenants) for name, tenants in groups.items()}, table)
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """As they stand in the file. Raises KeysFileError."""
+def read_sections(path: Path) -> dict[str, Any]:
+    """As they stand in the file, `keys` a list of entries. Raises KeysFileError."""
     try:
         text = path.read_text(encoding="utf-8")
         _check_depth(text)
@@ -139,10 +195,11 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
         raise KeysFileError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text in UTF-8'}") from None
     except (yaml.YAMLError, ValueError) as error:  # also a date that is none
         raise KeysFileError(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from None
-    entries = data.get("keys") if isinstance(data, dict) and set(data) == {"keys"} else None
+    entries = data.get("keys") if isinstance(data, dict) and set(data) <= set(_SECTIONS) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise KeysFileError(f"{path}: a list of entries under `keys` is accepted, and nothing else")
-    return entries
+        accepted = "a list of entries under `keys` is accepted, beside it `tenants` and `default`"
+        raise KeysFileError(f"{path}: {accepted}, and nothing else")
+    return dict(data)
 
 
 def _check_depth(text: str) -> None:
@@ -154,9 +211,9 @@ def _check_depth(text: str) -> None:
             raise yaml.YAMLError(f"more than {_MAX_DEPTH} lists within each other")
 
 
-def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Replaces the file at once. A new one is readable by this user alone; one that was there stays whose it was: a
-    server that could not read it would go on with keys that are gone. Raises OSError."""
+def write_sections(path: Path, sections: Mapping[str, Any]) -> None:
+    """Replaces the file at once; comments in it are lost. A new one is readable by this user alone; one that was there
+    stays whose it was: a server that could not read it would go on with keys that are gone. Raises OSError."""
     path = path.resolve()  # a link stays one
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -167,7 +224,7 @@ def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
                 if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
                     os.fchown(file.fileno(), before.st_uid, before.st_gid)
                 os.fchmod(file.fileno(), before.st_mode & 0o777)
-            file.write(yaml.safe_dump({"keys": entries}, sort_keys=False))
+            file.write(yaml.safe_dump(dict(sections), sort_keys=False))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -203,6 +260,6 @@ def _caller(entry: dict[str, Any], where: str) -> tuple[str, Caller]:
 
 def _text(entry: dict[str, Any], field: str, default: str | None, where: str) -> str:
     text = entry.get(field, default)
-    if not (isinstance(text, str) and _TEXT.fullmatch(text)):
+    if not (isinstance(text, str) and NAME.fullmatch(text)):
         raise KeysFileError(f"{where}: {field} is {text!r}; 1 to 256 printable characters without spaces are accepted")
     return text

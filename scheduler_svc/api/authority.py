@@ -1,4 +1,4 @@
-"""Who may call which method: by the key that a call brings, where the server has a keys file.
+"""Who may call which method: by the key or token that a call brings, where the server knows any.
 
 octavo.v1.Inference     role inference
 octavo.v1.Control       role control; GetLoad, which an autoscaler asks, also metrics
@@ -10,13 +10,21 @@ anything else           role control: channelz tells who is connected
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
+from octavo.shared.callers import Callers, UnknownCaller
 from octavo.shared.keys import CONTROL, INFERENCE, METRICS, ROLES, Caller, Keys, KeysFileError
 from octavo.shared.options import OptionError
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.errors import NotAllowed, Unauthenticated
+
+if TYPE_CHECKING:  # tokens are an option, and so are their libraries
+    from octavo.shared.jwks import KeySource
+    from octavo.shared.jwt_callers import JwtCallers
 
 log = structlog.get_logger()
 
@@ -29,20 +37,21 @@ _CHANGES = ("Drain", "FlushPrefixCache", "LoadAdapter", "UnloadAdapter", "Withho
 
 
 class Authority:
-    """Over one keys file."""
+    """Over those whom the server knows."""
 
-    def __init__(self, keys: Keys) -> None:
-        self.keys = keys
+    def __init__(self, callers: Callers) -> None:
+        self.callers = callers
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Authority | None:
         """None: everybody may do everything. Raises OptionError."""
-        if config.keys_file is None:
+        if not config.knows_callers:
             return None
         try:
-            return cls(Keys(config.keys_file))
+            keys = None if config.keys_file is None else Keys(config.keys_file)
         except KeysFileError as error:
             raise OptionError(f"--keys-file: {error}") from None
+        return cls(Callers(keys, _tokens(config) if config.takes_tokens else None))
 
     def check(self, method: str, metadata: Metadata | None) -> None:
         """Raises Unauthenticated for no key, or one that is not known, and NotAllowed for one without the role."""
@@ -58,9 +67,34 @@ class Authority:
 
     def caller(self, metadata: Metadata | None) -> Caller:
         """Raises Unauthenticated."""
-        if (caller := self.keys.of_metadata(metadata)) is None:
-            raise Unauthenticated("no known key: metadata `authorization: Bearer KEY` is wanted")
-        return caller
+        try:
+            return self.callers.of_metadata(metadata)
+        except UnknownCaller as unknown:
+            raise Unauthenticated(str(unknown)) from None
+
+
+def _tokens(config: SchedulerConfig) -> JwtCallers:
+    """Raises OptionError."""
+    try:
+        import jwt  # noqa: F401  # looked for before anything needs it
+        from cryptography.exceptions import InvalidSignature  # noqa: F401  # likewise
+    except ImportError:
+        raise OptionError("tokens need a library that is not installed: pip install 'octavo[jwt]'") from None
+    from octavo.shared.jwt_callers import JwtCallers, TokenRules
+
+    rules = TokenRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_roles_claim)
+    return JwtCallers(_source(config.jwt_jwks_file, config.jwt_jwks_url), rules)
+
+
+@lru_cache(maxsize=4)
+def _source(path: Path | None, url: str) -> KeySource:
+    """One for all servers of this process, as each asks the URL by a thread of its own. Raises OptionError."""
+    from octavo.shared.jwks import JwksError, KeySource
+
+    try:
+        return KeySource(path, url)
+    except JwksError as error:
+        raise OptionError(f"--jwt-jwks-file: {error}") from None
 
 
 def _roles_for(method: str) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ class ControlService(inference_pb2_grpc.ControlServicer):
             num_requests_waiting=engine.num_waiting,
             num_tokens_waiting=engine.num_waiting_tokens,
             workers=self._workers(),
-            models=model_loads(self._serving.pool.models, engine.num_live_by_model(), engine.workers),
+            models=model_loads(self._serving.pool.models, engine.num_due_by_model(), engine.workers),
         )
 
     def _workers(self) -> list[pb.WorkerState]:

@@ -144,13 +144,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             with self._admission.admit(len(data)):
                 if self.is_draining:
                     raise NotReady("this server is draining")
-                await self._core.check_room(head, num_preparing)
+                await self._core.check_room(head, num_preparing, len(data))
                 prepared = await self._texts.prepare(data)
                 request = prepared.request
                 request.request_id = request.request_id or request_id
                 request.tenant = self._tenants.check(of_call, request.tenant)
-                request.cache_salt = self._tenants.cache_salt(metadata, request.cache_salt)
+                request.cache_salt, hides_cached_tokens = self._tenants.prefixes(metadata, request.cache_salt)
                 group = await self._new_group(prepared, arrival_ns)
+                group.num_bytes, group.hides_cached_tokens = len(data), hides_cached_tokens
                 if group.output.is_behind:
                     await self._catch_up(group.output)
                 return group, request.attempt > 0 or bool(request.resume)

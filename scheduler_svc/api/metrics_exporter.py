@@ -44,6 +44,9 @@ class EngineCollector(Collector):
             for model, load in loads.items():
                 gauge.add_metric([model], getattr(load, attribute))
             yield gauge
+        held = GaugeMetricFamily(PREFIX + "num_requests_held", "Requests that a limit of their tenant holds")
+        held.add_metric([], self._engine.num_held)
+        yield held
 
     def _counters(self) -> Iterator[Metric]:
         models = self._metrics.by_name()
@@ -60,6 +63,12 @@ class EngineCollector(Collector):
         for reason, count in list(self._metrics.num_rejected.items()):
             rejections.add_metric([reason], count)
         yield rejections
+        over = CounterMetricFamily(
+            PREFIX + "tenant_refusals", "Requests refused by a limit of their tenant", labels=["tenant", "limit"]
+        )
+        for (tenant, limit), count in list(self._metrics.num_over_limit.items()):
+            over.add_metric([tenant, limit], count)
+        yield over
         for name, attribute, text in (
             ("prefix_cache_queries", "num_prefix_queries", "Prompt tokens looked for in the prefix cache"),
             ("prefix_cache_hits", "num_prefix_hits", "Prompt tokens found in the prefix cache"),

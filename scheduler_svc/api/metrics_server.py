@@ -20,8 +20,9 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from octavo.shared.callers import Callers, UnknownCaller
 from octavo.shared.few_lines import FewLines
-from octavo.shared.keys import CONTROL, METRICS, Keys
+from octavo.shared.keys import CONTROL, METRICS, Caller
 from octavo.shared.ports import BindError
 from octavo.shared.tls import ServerTls, server_tls
 from octavo.shared.watched_files import LOOK_AGAIN_S
@@ -47,15 +48,15 @@ class MetricsServer:
         host: str,
         port: int,
         vital: VitalParts | None = None,
-        keys: Keys | None = None,
+        callers: Callers | None = None,
         tls: ServerTls | None = None,
     ) -> None:
-        """`keys`: only who brings one with role metrics or control is answered; None: everybody is."""
-        self._keys, self._tls, self._strangers = keys, tls, FewLines()
+        """`callers`: only those with role metrics or control are answered; None: everybody is."""
+        self._callers, self._tls, self._strangers = callers, tls, FewLines()
         self._registry = CollectorRegistry()
         self._registry.register(collector)
-        if keys is not None or tls is not None:
-            self._registry.register(_AccessFiles(keys, tls))
+        if callers is not None or tls is not None:
+            self._registry.register(_AccessFiles(callers, tls))
         self._socket = _listening_socket(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -121,8 +122,8 @@ class MetricsServer:
         if path.partition("?")[0] not in PATHS:
             return _response(HTTPStatus.NOT_FOUND, "text/plain", b"the metrics are at /metrics\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        if self._keys is not None:
-            caller = self._keys.of_header(fields.get("authorization", ""))
+        if self._callers is not None:
+            caller = _caller(self._callers, fields.get("authorization", ""))
             if caller is None or not caller.roles & {METRICS, CONTROL}:
                 status = HTTPStatus.UNAUTHORIZED if caller is None else HTTPStatus.FORBIDDEN
                 name = None if caller is None else caller.name
@@ -135,8 +136,10 @@ class MetricsServer:
 class _AccessFiles(Collector):
     """Whether keys and certificates that were changed could be read; the old ones are in force where they could not."""
 
-    def __init__(self, keys: Keys | None, tls: ServerTls | None) -> None:
-        self._files = {"keys": keys, "certificates": tls}
+    def __init__(self, callers: Callers | None, tls: ServerTls | None) -> None:
+        keys = None if callers is None else callers.keys
+        tokens = None if callers is None else callers.tokens
+        self._files = {"keys": keys, "jwks": None if tokens is None else tokens.source, "certificates": tls}
 
     def collect(self) -> Iterator[Metric]:
         """Looks at the files first."""
@@ -147,6 +150,13 @@ class _AccessFiles(Collector):
                 files.look_again()
                 failures.add_metric([name], files.num_failures)
         yield failures
+
+
+def _caller(callers: Callers, header: str) -> Caller | None:
+    try:
+        return callers.of_header(header)
+    except UnknownCaller:
+        return None
 
 
 def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool = False) -> bytes:
@@ -169,8 +179,8 @@ def serve_metrics(collector: Collector, config: SchedulerConfig, vital: VitalPar
     tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
     port = METRICS_PORT if config.metrics_port is None else config.metrics_port
     try:
-        keys = None if authority is None else authority.keys
-        server = MetricsServer(collector, config.host, port, vital, keys, tls)
+        callers = None if authority is None else authority.callers
+        server = MetricsServer(collector, config.host, port, vital, callers, tls)
     except OSError as error:
         if config.metrics_port is not None:
             raise BindError(f"cannot serve metrics on {config.host}:{port}: {error.strerror}") from None

@@ -33,7 +33,8 @@ def model_states(models: ServedModels) -> list[pb.ModelState]:
 
 
 def model_loads(models: ServedModels, num_live: dict[str, int], workers: Iterable[WorkerHandle]) -> list[pb.ModelLoad]:
-    """Requests by model. `num_live`: all that have not ended, by fingerprint; who does not run waits."""
+    """Requests by model. `num_live`: those that have not ended and are not held by a limit of their tenant, by
+    fingerprint; who does not run waits."""
     num_running: dict[str, int] = {}
     for worker in workers:
         num_running[worker.model] = num_running.get(worker.model, 0) + worker.num_running

@@ -36,6 +36,10 @@ MAX_OTHER_BYTES = 65_536  # of a request that is read here, on the event loop: 2
 PATIENT = frozenset({"/octavo.v1.Inference/GenerateMany"})  # decide themselves how long they wait for the next message
 GIVES_WAY = frozenset({"/grpc.health.v1.Health/Watch"})  # may stay open for ever, while nobody else needs its place
 ENDLESS = frozenset({"/octavo.v1.Control/WatchSteps"})  # need their key for as long as they last
+# A call that is refused while its client still writes may end there with INTERNAL: grpc.aio's clients give a write that
+# fails as the call ends a status of their own. So what comes at once is read, and dropped, before a call is refused.
+HEAR_S, HEAR_MORE_S = 0.25, 0.05  # that its first message, and each of those after it, is waited for
+MAX_HEARD = 64  # messages of one call, and calls at once: a stranger is not to make this server read much
 REFUSED = (RequestRefused, grpc.aio.AbortError)  # by us: whoever is told so has not given up
 
 
@@ -58,6 +62,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         self._calls = calls or OpenCalls(max_calls=2**31, cut=lambda peer: False)
         self._trusts_callers = calls is None
         self._read_timeout_s = read_timeout_s
+        self._num_hearing = 0
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}  # by method; only such as exist
         self._unknown = grpc.stream_stream_rpc_method_handler(self._refuse_unknown)
 
@@ -66,7 +71,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """Wraps a method when it is first called, and keeps the wrapped one. Who may not call it is refused unread."""
+        """Wraps a method when it is first called, and keeps the wrapped one. Who may not call it is refused."""
         if self._authority is not None:
             try:
                 self._authority.check(details.method, details.invocation_metadata)
@@ -88,6 +93,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
     ) -> None:
         async with refusals(context):
             with self._calls.open(context.peer()) as call:
+                await self._hear(context)
                 try:
                     with structlog.contextvars.bound_contextvars(peer=context.peer()):
                         async with refusals(context):
@@ -96,6 +102,23 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
                     # It waited for that: else wrong keys that come through a proxy cut the connection of all others.
                     call.is_useful = True
                     raise
+
+    async def _hear(self, context: grpc.aio.ServicerContext) -> None:
+        """Reads what a client writes at once to a call that is about to be refused."""
+        if self._num_hearing >= MAX_HEARD:
+            return
+        self._num_hearing += 1
+        try:
+            wait_s = HEAR_S
+            for _ in range(MAX_HEARD):
+                async with asyncio.timeout(wait_s):
+                    if await context.read() is grpc.aio.EOF:
+                        return
+                wait_s = HEAR_MORE_S
+        except TimeoutError:
+            pass  # it has all its time before the next one
+        finally:
+            self._num_hearing -= 1
 
     def _guard(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         behave = behaviour(handler)

@@ -30,6 +30,7 @@ from scheduler_svc.errors import (
     Unsupported,
     WorkerFailed,
 )
+from scheduler_svc.limits.over_limit import OverLimit
 
 log = structlog.get_logger()
 
@@ -42,6 +43,7 @@ STATUS_CODES: dict[type[RequestRefused], grpc.StatusCode] = {
     NameTaken: grpc.StatusCode.ALREADY_EXISTS,
     WorkerFailed: grpc.StatusCode.FAILED_PRECONDITION,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    OverLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TooMany: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReady: grpc.StatusCode.UNAVAILABLE,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
@@ -51,6 +53,7 @@ MAX_TEXT_BYTES = 500
 MAX_VIOLATIONS = 4  # in the details; the message names them all, as far as it goes
 DOMAIN = "octavo.v1"
 TOO_LONG = "PROMPT_TOO_LONG"  # with a shorter one the same request would be taken
+TENANT_LIMIT = "TENANT_LIMIT"  # of the tenant, whatever others do
 _strangers = FewLines()  # for the event loop that serves
 DETAILS_KEY = "grpc-status-details-bin"  # as grpc defines it for google.rpc.Status
 
@@ -136,8 +139,20 @@ def _details(code: grpc.StatusCode, message: str, error: RequestRefused) -> byte
         delay = duration_pb2.Duration(nanos=0)
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        if isinstance(error, OverLimit):
+            status.details.extend(map(_packed, _limit_details(error)))
     details: bytes = status.SerializeToString()
     return details
+
+
+def _limit_details(error: OverLimit) -> tuple[Message, Message]:
+    """Which limit, for people's tools and for programs: the gateway makes OpenAI's headers of it."""
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject=f"tenant:{error.tenant}", description=f"{error.limit} is {error.most}, {error.left} are left"
+    )
+    metadata = {"tenant": error.tenant, "limit": error.limit, "most": str(error.most), "left": str(error.left)}
+    info = error_details_pb2.ErrorInfo(reason=TENANT_LIMIT, domain=DOMAIN, metadata=metadata)
+    return error_details_pb2.QuotaFailure(violations=[violation]), info
 
 
 def _packed(message: Message) -> any_pb2.Any:

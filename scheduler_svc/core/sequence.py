@@ -277,6 +277,8 @@ class SequenceGroup:
         self._prompt_hashes: list[bytes] | None = None  # of the prompt's full blocks, once somebody asked
         self._num_blocks: tuple[object, int] = (None, 0)  # what `num_distinct_blocks` said last, and of what
         self.output = output
+        self.num_bytes = 0  # of the request as it came, set by who read it
+        self.hides_cached_tokens = False  # other tenants share its cached prefixes: how many there are would tell
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
         self.has_resumed_tokens = any(resumed_token_ids)

@@ -27,13 +27,17 @@ class ServedTokens:
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = dict(weights or {})
-        for tenant, weight in self._weights.items():
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"the weight of tenant {tenant!r} is {weight}, a positive number is accepted")
+        self.weigh(weights or {})
         self._levels: dict[str, float] = {}
         self._floor = 0.0  # where a tenant that is not in `_levels` stands
         self._look_at = MIN_REMEMBERED
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """These weights count from now on; what was served before stays as it was counted. Raises ValueError."""
+        for tenant, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"the weight of tenant {tenant!r} is {weight}, a positive number is accepted")
+        self._weights = dict(weights)
 
     def share_of(self, tenant: str, *, is_known: bool) -> str:
         """Under which name a tenant is counted. `is_known`: the server has the name from others than its clients.

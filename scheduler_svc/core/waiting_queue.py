@@ -92,8 +92,7 @@ class WaitingQueue:
     def push(self, group: SequenceGroup) -> None:
         """Adds a new group at its place, or one that a worker gave back at the place that it had."""
         assert group not in self._members, "a group waits twice"
-        if not group.order:
-            group.order = next(self._orders) - (BEFORE_ALL if group.is_resumed else 0)
+        self.number(group)
         entry, arrival = (self.policy.key(group), group), ((group.arrival_ns, group.order), group)
         tenant = None if group.is_on_trial else self.policy.lane(group)
         lane = None if tenant is None else self._open_lane(tenant)
@@ -107,6 +106,11 @@ class WaitingQueue:
             lane.groups.add(entry)
             if lane.groups.first() is entry:
                 self._queue_up(lane)
+
+    def number(self, group: SequenceGroup) -> None:
+        """Gives a new group its place, which is behind all that have one; `push` does so where nobody has."""
+        if not group.order:
+            group.order = next(self._orders) - (BEFORE_ALL if group.is_resumed else 0)
 
     def peek(self) -> SequenceGroup | None:
         """The next in service order."""

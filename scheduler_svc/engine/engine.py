@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -33,6 +34,7 @@ from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.step_answers import StepAnswers, StepObserver
 from scheduler_svc.engine.step_sender import StepSender
+from scheduler_svc.engine.tenant_turns import TenantTurns
 from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
 from scheduler_svc.engine.turnover import Turnover
@@ -95,7 +97,15 @@ class Engine:
         adapters = self._adapters = Adapters(self._inbox.put, joined.wake, self._on_adapter_loaded, settings.adapters)
         self.admitted_before = AdmittedBefore()
         bounds = settings.max_waiting_requests, settings.max_waiting_tokens
-        live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds)
+        turns = self._tenants = TenantTurns(
+            settings.tenants,
+            served,
+            lambda group: self._inbox.put(partial(self._on_turn, group)),
+            clock,
+            has_limits=settings.has_tenant_limits,
+            weights=settings.tenant_weights,
+        )
+        live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds, turns)
         placement = self._placement = Placement(joined, router, stranded, live, adapters, metrics, sink, clock)
         failures = self._failures = Failures(
             settings, joined, placement, router, rebinding, stranded, adapters, metrics, clock
@@ -134,7 +144,7 @@ class Engine:
             self._adapters.use(group)
             if group.has_resumed_tokens and not group.is_resumed:
                 group.is_resumed = self.admitted_before.take(group.request_id)
-            self._live.add(group)
+            begins = self._live.add(group)
         except RequestRefused as refusal:
             if group.is_resumed:
                 self.admitted_before.learn([group.request_id])
@@ -142,7 +152,7 @@ class Engine:
             self.metrics.rejected(refusal)
             raise
         self.metrics.of(group.model).admitted(group)
-        self._inbox.put(partial(self._on_submitted, group))
+        self._inbox.put(partial(self._on_submitted, group, begins))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
         """Ends live requests of this id, of one tenant or of all, with ABORT; False when there is none."""
@@ -229,13 +239,19 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Of those the ones that have no place on a worker."""
-        return self._live.num_waiting
+        """Of those the ones that have no place on a worker, and are not held by a limit of their tenant."""
+        return max(0, self._live.num_waiting - self._tenants.num_held)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those that wait."""
-        return self._live.num_waiting_tokens
+        num_held = sum(group.num_prompt_tokens for group in self._tenants.held())
+        return max(0, self._live.num_waiting_tokens - num_held)
+
+    @property
+    def num_held(self) -> int:
+        """Live requests that wait because a limit of their tenant holds them, not for want of workers."""
+        return self._tenants.num_held
 
     @property
     def is_full(self) -> bool:
@@ -265,6 +281,12 @@ class Engine:
         """How many there are, by the fingerprint of their model."""
         return self._live.num_by_model()
 
+    def num_due_by_model(self) -> dict[str, int]:
+        """How many of the live ones no limit of their tenant holds, by the fingerprint of their model."""
+        counts = Counter(self._live.num_by_model())
+        counts.subtract(group.model for group in self._tenants.held())
+        return counts
+
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
         """Live requests of this id, of one tenant or of all."""
         return self._live.find(request_id, tenant)
@@ -273,9 +295,9 @@ class Engine:
         """Live requests in order of admission with their numbers: at most `limit`, of higher numbers than `after`."""
         return self._live.page(after, limit)
 
-    def check_room(self, tenant: str, request_id: str, num_to_come: int = 0) -> None:
+    def check_room(self, tenant: str, request_id: str, num_to_come: int = 0, num_bytes: int = 0) -> None:
         """Raises QueueFull where `submit` would, once `num_to_come` others have come. See `LiveRequests`."""
-        self._live.check_room(tenant, request_id, num_to_come)
+        self._live.check_room(tenant, request_id, num_to_come, num_bytes)
 
     def refused(self, refusal: RequestRefused) -> None:
         """Counts a request that was refused before it was submitted."""
@@ -358,6 +380,7 @@ class Engine:
                 event = self._inbox.get_nowait()
         except queue.Empty:
             self._time_limits.watch()
+            self._tenants.watch()
 
     def _take(self, event: Callable[[], None]) -> None:
         try:
@@ -394,10 +417,19 @@ class Engine:
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def _on_submitted(self, group: SequenceGroup) -> None:
+    def _on_submitted(self, group: SequenceGroup, begins: bool) -> None:
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._placement.forget(group, FinishReason.STOP)
+        elif begins:
+            self._placement.place(group)
         else:
+            self._waiting.number(group)  # it has its place among those that come later, once its turn has come
+        if begins:
+            self._live.arrived(group)
+
+    def _on_turn(self, group: SequenceGroup) -> None:
+        """Of a group that was held for its tenant's limit."""
+        if not group.is_finished:
             self._placement.place(group)
         self._live.arrived(group)
 

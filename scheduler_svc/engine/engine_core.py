@@ -17,8 +17,9 @@ from scheduler_svc.errors import RequestRefused
 class Core(Protocol):
     """The engine in this process, or the link to the one that has it."""
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
-        """Raises QueueFull where `submit` would, `num_preparing` others having come before: nothing is prepared yet."""
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
+        """Raises QueueFull where `submit` would for one of so many bytes, `num_preparing` others having come before:
+        nothing is prepared yet."""
 
     def refused(self, refusal: RequestRefused) -> None:
         """Takes note of a request that was refused before it was submitted."""
@@ -45,9 +46,9 @@ class EngineCore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         """See `Core`."""
-        self._engine.check_room(request.tenant, request.request_id, num_preparing)
+        self._engine.check_room(request.tenant, request.request_id, num_preparing, num_bytes)
 
     def refused(self, refusal: RequestRefused) -> None:
         """See `Core`."""

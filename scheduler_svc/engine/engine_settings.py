@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from octavo.shared.tenant_limits import TenantTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,8 @@ class EngineSettings:
     scheduling_policy: str = "fcfs"
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     tenants_are_known: bool = False  # their names do not come from clients, see `ServedTokens.share_of`
+    tenants: Callable[[], TenantTable] | None = None  # what they may have and weigh; None: no file says
+    has_tenant_limits: bool = True  # of `tenants`; False: somebody before this engine keeps them
     preemption_mode: str = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

@@ -1,4 +1,4 @@
-"""Requests that were taken and have not ended, by id and tenant, and the bound on how many of them may wait.
+"""Requests that were taken and have not ended, by id and tenant, and the bounds on how many of them may wait.
 
 Thread-safe: callers add here before the step loop has seen their group, and the loop takes out. No operation but `all`
 grows with the number of live requests by more than a logarithm.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.engine.admitted_before import AdmittedBefore
+from scheduler_svc.engine.tenant_turns import TenantTurns
 from scheduler_svc.errors import DuplicateRequest, NotReady, QueueFull
 from scheduler_svc.routing.bound_queues import BoundQueues
 
@@ -32,8 +33,10 @@ class LiveRequests:
         admitted_before: AdmittedBefore,
         max_waiting_requests: int,
         max_waiting_tokens: int,
+        tenants: TenantTurns,
     ) -> None:
         self._waiting = waiting
+        self._tenants = tenants
         self._admitted_before = admitted_before
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
@@ -71,11 +74,13 @@ class LiveRequests:
         """Tokens that these still have to compute."""
         return self._waiting.num_tokens + self._num_tokens_on_the_way
 
-    def add(self, group: SequenceGroup) -> None:
-        """Takes a request; `arrived` has to follow.
+    def add(self, group: SequenceGroup) -> bool:
+        """Takes a request; whether it begins now, and `arrived` has to follow. Otherwise its tenant's limit holds it
+        until its turn has come, if it lives that long; then `arrived` has to follow.
 
         Raises:
-            QueueFull: the waiting queue is at its bound.
+            QueueFull: the waiting queue is at its bound, or (OverLimit) the tenant at a limit.
+            InvalidRequest: the tenant may never run it.
             DuplicateRequest: its tenant has a live request of this id.
             NotReady: closed.
         """
@@ -86,6 +91,7 @@ class LiveRequests:
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
             if not group.is_resumed:
                 self._check_bounds(group.num_prompt_tokens)
+            begins = self._tenants.admit(group)
             entry = (next(self._numbers),), group
             self._entries[group] = entry
             self._by_id.setdefault(group.request_id, {})[group.tenant] = group
@@ -94,8 +100,9 @@ class LiveRequests:
             self._num_on_the_way += 1
             self._num_tokens_on_the_way += group.num_prompt_tokens
             self._free_ended_id(group)  # it is resumed with nothing left to do: its client may read that at once
+            return begins
 
-    def check_room(self, tenant: str, request_id: str, num_to_come: int) -> None:
+    def check_room(self, tenant: str, request_id: str, num_to_come: int, num_bytes: int = 0) -> None:
         """Raises QueueFull where the request would not be taken, however short, once `num_to_come` others have come.
 
         Not for an id that is live: `add` has another answer to it, or it is about to be replaced. Nor for one that had
@@ -103,6 +110,7 @@ class LiveRequests:
         """
         if tenant not in self._by_id.get(request_id, ()) and request_id not in self._admitted_before:
             self._check_requests(num_to_come)
+            self._tenants.check(tenant, num_bytes)
 
     def arrived(self, group: SequenceGroup) -> None:
         """The step loop has it."""
@@ -134,6 +142,8 @@ class LiveRequests:
             self._num_by_model[group.model] -= 1
             if not self._num_by_model[group.model]:
                 del self._num_by_model[group.model]
+        if self._tenants.ended(group):
+            self.arrived(group)
 
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
         """Those that hold this id, of one tenant or of all."""

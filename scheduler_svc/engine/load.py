@@ -16,7 +16,8 @@ class Load:
     """Requests by state, and the share of cache blocks in use, from 0 to 1.
 
     Attributes:
-        num_pending: requests that have no slot and no host blocks: they wait, or are to be computed again.
+        num_pending: requests that have no slot and no host blocks: they wait, or are to be computed again. Those that a
+            limit of their tenant holds are not among them: more workers would not help.
     """
 
     num_running: int
@@ -29,7 +30,9 @@ class Load:
     @classmethod
     def of(cls, engine: Engine) -> Load:
         """From any thread; states that change meanwhile may be counted twice or not at all."""
-        return cls._of_schedulers([worker.scheduler for worker in list(engine.workers)], engine.num_live)
+        return cls._of_schedulers(
+            [worker.scheduler for worker in list(engine.workers)], engine.num_live - engine.num_held
+        )
 
     @classmethod
     def by_model(cls, engine: Engine) -> dict[str, Load]:
@@ -37,7 +40,7 @@ class Load:
         metrics, schedulers, num_live = engine.metrics, dict[str, list[Scheduler]](), Counter[str]()
         for worker in list(engine.workers):
             schedulers.setdefault(metrics.name_of(worker.model), []).append(worker.scheduler)
-        for model, count in engine.num_live_by_model().items():
+        for model, count in engine.num_due_by_model().items():
             num_live[metrics.name_of(model)] += count
         return {
             name: cls._of_schedulers(schedulers.get(name, []), num_live[name])

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+from octavo.shared.tenant_limits import BYTES, REQUESTS, TOKENS, WAITING
 from scheduler_svc.engine.metrics import Metrics
 from scheduler_svc.errors import DuplicateRequest, InvalidRequest, NotReady, QueueFull, RequestRefused, UnknownName
+from scheduler_svc.limits.over_limit import OTHERS as OTHER_TENANTS
+from scheduler_svc.limits.over_limit import OverLimit
 
 MAX_NAMES = 64  # that are told apart: they come from workers, and what was counted is never forgotten
 OTHERS = "others"
+_REFUSING = (REQUESTS, TOKENS, WAITING, BYTES)  # limits of tenants; the other one has requests wait
 _REJECTIONS: dict[type[RequestRefused], str] = {
     QueueFull: "queue_full",
+    OverLimit: "tenant_limit",
     NotReady: "not_ready",
     DuplicateRequest: "duplicate",
     InvalidRequest: "invalid",
@@ -25,6 +30,7 @@ class ModelMetrics:
     """Models are named before anything of theirs is counted; what is of none has the name "".
 
     Attributes:
+        num_over_limit: requests refused by a limit of their tenant, by tenant and limit.
         num_rejected: requests that were not admitted, by reason: most before it was known which model they are for.
     """
 
@@ -32,6 +38,7 @@ class ModelMetrics:
         self._counts_prefixes = counts_prefixes
         self._by_name: dict[str, Metrics] = {"": Metrics(counts_prefixes)}
         self._names: dict[str, str] = {}  # by fingerprint
+        self.num_over_limit: Counter[tuple[str, str]] = Counter({(OTHER_TENANTS, limit): 0 for limit in _REFUSING})
         self.num_rejected: Counter[str] = Counter({reason: 0 for reason in (*_REJECTIONS.values(), "unsupported")})
 
     def introduce(self, fingerprint: str, name: str) -> None:
@@ -68,3 +75,5 @@ class ModelMetrics:
     def rejected(self, refusal: RequestRefused) -> None:
         """A request that was not admitted, by the kind of its refusal."""
         self.num_rejected[_REJECTIONS.get(type(refusal), "unsupported")] += 1
+        if isinstance(refusal, OverLimit):
+            self.num_over_limit[refusal.label, refusal.limit] += 1

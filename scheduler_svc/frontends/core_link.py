@@ -26,6 +26,7 @@ from scheduler_svc.frontends.frontend_messages import (
 )
 from scheduler_svc.frontends.outbox import Outbox
 from scheduler_svc.frontends.prepared_group import encode_group
+from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.model_description import decode_model, decode_model_with, decode_models
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.models.served_models import ServedModels
@@ -34,6 +35,7 @@ from scheduler_svc.output.output_processor import take_beams, take_end, take_pro
 
 GONE = "this server is shutting down"
 
+MAX_REFUSED_TENANTS = 1024  # that are remembered
 LONGEST_TAKING_S = 0.005  # without a pause for writing; longer than writing has in a round: who is behind catches up
 
 StateListener = Callable[[frontend_pb2.CoreState], Awaitable[None]]
@@ -57,6 +59,7 @@ class CoreLink:
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._descriptions = frontend_pb2.ServedModels()
         self._is_queue_full = False  # when the core last said anything
+        self._refused_until_s: dict[str, float] = {}  # by tenant: until when a limit refuses it, if nothing changes
         self._is_closed = False
 
     async def follow(self, on_state: StateListener) -> None:
@@ -101,11 +104,15 @@ class CoreLink:
 
     # ---- Core -------------------------------------------------------------------------------------------------------
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
-        """Asks the core only while its queue is full, as it tells with every message."""
-        if self._is_queue_full:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
+        """Asks the core only while its queue is full, as it tells with every message, or while it would refuse the
+        tenant by what it said last."""
+        if self._is_queue_full or self._refused_until_s.get(request.tenant, 0.0) > time.monotonic():
             asked = frontend_pb2.CheckRoomRequest(
-                tenant=request.tenant, request_id=request.request_id, num_preparing=num_preparing
+                tenant=request.tenant,
+                request_id=request.request_id,
+                num_preparing=num_preparing,
+                num_bytes=num_bytes,
             )
             response: frontend_pb2.CheckRoomResponse = await answer_of(self._stub.CheckRoom(asked))
             if response.HasField("refused"):
@@ -143,11 +150,18 @@ class CoreLink:
         self._outbox.put(frontend_pb2.FrontendEvent(group=prepared))
         try:
             await answer
-        except RequestRefused:
+        except RequestRefused as refusal:
             del self._groups[self._numbers.pop(group)]
+            if isinstance(refusal, OverLimit):
+                self._note_over_limit(refusal)
             raise
         finally:
             del self._answers[number]
+
+    def _note_over_limit(self, refusal: OverLimit) -> None:
+        if len(self._refused_until_s) >= MAX_REFUSED_TENANTS:
+            self._refused_until_s.clear()  # the core refuses them all the same, later
+        self._refused_until_s[refusal.tenant] = time.monotonic() + refusal.retry_after_s
 
     def forget(self, group: SequenceGroup) -> None:
         """As `abandon`."""

@@ -51,7 +51,9 @@ class CoreService(frontend_pb2_grpc.CoreServicer):
     ) -> frontend_pb2.CheckRoomResponse:
         """Refuses a request before its text is prepared, where the queue is full."""
         try:
-            self._serving.engine.check_room(request.tenant, request.request_id, request.num_preparing)
+            self._serving.engine.check_room(
+                request.tenant, request.request_id, request.num_preparing, request.num_bytes
+            )
         except RequestRefused as error:
             return frontend_pb2.CheckRoomResponse(refused=encode_refusal(0, error))
         return frontend_pb2.CheckRoomResponse()

@@ -75,7 +75,7 @@ class InProcessFront:
         admission = Admission(self._config.max_waiting_requests, self._config.max_preparing_bytes)
         core = EngineCore(serving.engine)
         authority = Authority.of(self._config)
-        tenants = Tenants(self._config.tenant_metadata, None if authority is None else authority.keys)
+        tenants = Tenants(self._config.tenant_metadata, None if authority is None else authority.callers)
         self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
         add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
         self._server, self._health = public_server(self._config, self._inference, add_control, authority=authority)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as AbstractSequence
 
 import numpy as np
 
-from protos import frontend_pb2, worker_pb2
+from protos import frontend_pb2, shards_pb2, worker_pb2
 from scheduler_svc.api.status import STATUS_CODES
 from scheduler_svc.core.beam_search import BeamHypothesis
 from scheduler_svc.core.finish_reason import FinishReason
@@ -15,6 +15,7 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.sequence_columns import Ints
 from scheduler_svc.core.step_plan import NewTokens
 from scheduler_svc.errors import FieldViolation, InvalidRequest, QueueFull, RequestRefused
+from scheduler_svc.limits.over_limit import OverLimit
 
 _REFUSALS = {kind.__name__: kind for kind in STATUS_CODES}
 
@@ -114,7 +115,9 @@ def encode_refusal(number: int, error: Exception) -> frontend_pb2.Refused:
     if not isinstance(error, RequestRefused):
         return frontend_pb2.Refused(number=number)
     refused = frontend_pb2.Refused(number=number, kind=type(error).__name__, message=str(error))
-    if isinstance(error, QueueFull):
+    if isinstance(error, OverLimit):
+        refused.over_limit.CopyFrom(encode_over_limit(error))
+    elif isinstance(error, QueueFull):
         refused.retry_after_s = error.retry_after_s
     elif isinstance(error, InvalidRequest):
         refused.is_too_long = error.is_too_long
@@ -128,9 +131,37 @@ def decode_refusal(refused: frontend_pb2.Refused) -> Exception:
     kind = _REFUSALS.get(refused.kind)
     if kind is None:
         return RuntimeError("the core failed over this request; its log says why")
+    if kind is OverLimit:
+        return decode_over_limit(refused.over_limit)
     if kind is QueueFull:
         return QueueFull(refused.message, refused.retry_after_s)
     if kind is InvalidRequest:
         violations = (FieldViolation(each.field, each.description) for each in refused.violations)
         return InvalidRequest(*violations, is_too_long=refused.is_too_long)
     return kind(refused.message)
+
+
+def encode_over_limit(error: OverLimit) -> shards_pb2.OverLimit:
+    """All that it says."""
+    return shards_pb2.OverLimit(
+        message=str(error),
+        retry_after_s=error.retry_after_s,
+        tenant=error.tenant,
+        limit=error.limit,
+        most=error.most,
+        left=error.left,
+        label=error.label,
+    )
+
+
+def decode_over_limit(over: shards_pb2.OverLimit) -> OverLimit:
+    """Inverse of `encode_over_limit`."""
+    return OverLimit(
+        over.message,
+        over.retry_after_s,
+        tenant=over.tenant,
+        limit=over.limit,
+        most=over.most,
+        left=over.left,
+        label=over.label,
+    )

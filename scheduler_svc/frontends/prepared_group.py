@@ -33,6 +33,7 @@ def encode_group(
         reads_logprobs=reads_logprobs,
         replaces=replaces,
         bad_words=[pb.TokenIds(ids=word) for word in group.bad_words],
+        num_bytes=group.num_bytes,
         earlier_life=encode_counters(number, group) if is_moved else None,
     )
     finished = SequenceStatus.FINISHED  # an output may have ended without a token: its client says so
@@ -71,6 +72,7 @@ def decode_group(message: frontend_pb2.PreparedGroup, vocab_size: int) -> Sequen
         bad_words=[word.ids for word in message.bad_words],
         resumed_token_ids=[np.frombuffer(each.token_ids_i32, "<i4").tolist() for each in message.resumed],
     )
+    group.num_bytes = message.num_bytes
     for sequence, resumed in zip(group.sequences, message.resumed, strict=False):
         if resumed.is_finished:
             sequence.status = SequenceStatus.FINISHED

@@ -249,7 +249,7 @@ class RequestStream:
         group, now_ns = self.group, time.monotonic_ns()
         response.usage.prompt_tokens = group.num_prompt_tokens
         response.usage.completion_tokens = self.num_tokens
-        response.usage.cached_tokens = group.num_cached_tokens
+        response.usage.cached_tokens = 0 if group.hides_cached_tokens else group.num_cached_tokens
         timings = response.timings
         timings.queue_ns = (group.first_scheduled_ns or now_ns) - group.arrival_ns
         timings.first_token_ns = (self._first_token_ns or now_ns) - group.arrival_ns

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from scheduler_svc.errors import FieldViolation, InvalidRequest, NotAllowed, Unauthenticated
 
 if TYPE_CHECKING:  # a command line is read without it
-    from octavo.shared.keys import Caller, Keys
+    from octavo.shared.callers import Callers
+    from octavo.shared.keys import Caller
 
 MAX_TENANT_CHARS = 256
 
@@ -21,17 +22,17 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Tenants:
-    """`field` is the name of the metadata that brings the tenant; empty: clients are believed, unless there are `keys`,
-    each of which has its tenant."""
+    """`field` is the name of the metadata that brings the tenant; empty: clients are believed, unless `callers` are
+    known, each of whom has a tenant."""
 
-    def __init__(self, field: str = "", keys: Keys | None = None) -> None:
-        self._field, self._keys = field, keys
+    def __init__(self, field: str = "", callers: Callers | None = None) -> None:
+        self._field, self._callers = field, callers
 
     def of_call(self, metadata: Metadata | None) -> str | None:
         """None: whatever the request says. A call without the field is of the unnamed tenant. Raises InvalidRequest,
         and Unauthenticated for a call whose key is not known, or not any more."""
-        if self._keys is not None:
-            return self._caller(self._keys, metadata).tenant
+        if self._callers is not None:
+            return self._caller(self._callers, metadata).tenant
         if not self._field:
             return None
         found = {str(value) for name, value in metadata or () if name == self._field}
@@ -50,23 +51,31 @@ class Tenants:
         if of_call is None:
             return claimed
         if claimed and claimed != of_call:
-            brings = "the key" if self._keys is not None else f"metadata {self._field!r}"
+            brings = "the key" if self._callers is not None else f"metadata {self._field!r}"
             what = f"got {claimed[:MAX_TENANT_CHARS]!r}; accepted here: none, as {brings} brings it"
             raise InvalidRequest(FieldViolation("tenant", what))
         return of_call
 
-    def cache_salt(self, metadata: Metadata | None, asked: str) -> str:
-        """Of a request: with keys, prefixes are shared within a tenant, or with keys that name the same `prefixes`. Who
-        found another's prompt in the cache would know it from how soon the first token comes."""
-        if self._keys is None:
-            return asked
-        return f"{self._caller(self._keys, metadata).prefixes} {asked}"
+    def prefixes(self, metadata: Metadata | None, asked: str) -> tuple[str, bool]:
+        """The `cache_salt` of a request, and whether its client is not told how many tokens were cached.
+
+        With keys, prefixes are shared within a tenant, or with keys that name the same `prefixes`. Who found another's
+        prompt in the cache would know it from how soon the first token comes, and from that number for certain.
+        """
+        if self._callers is None:
+            return asked, False
+        caller = self._caller(self._callers, metadata)
+        return f"{caller.prefixes} {asked}", caller.shares_prefixes
 
     @staticmethod
-    def _caller(keys: Keys, metadata: Metadata | None) -> Caller:
-        """Looked up for each request: a call of many may be older than what the file says now."""
-        if (caller := keys.of_metadata(metadata)) is None:
-            raise Unauthenticated("the key of this call is not known")
+    def _caller(callers: Callers, metadata: Metadata | None) -> Caller:
+        """Looked up for each request: a call of many may be older than what the file says now, or than its token."""
+        from octavo.shared.callers import UnknownCaller
+
+        try:
+            caller = callers.of_metadata(metadata)
+        except UnknownCaller as unknown:
+            raise Unauthenticated(str(unknown)) from None
         if "inference" not in caller.roles:
             raise NotAllowed(f"key {caller.name!r} is not for requests any more")
         return caller

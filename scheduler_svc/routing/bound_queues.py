@@ -40,6 +40,10 @@ class BoundQueues:
         """For one worker."""
         return WaitingQueue(self.unbound.policy, beside=self.unbound)
 
+    def number(self, group: SequenceGroup) -> None:
+        """Gives a new group that waits nowhere yet the place that it has by its arrival."""
+        self.unbound.number(group)
+
     def push(self, group: SequenceGroup, queue: WaitingQueue) -> None:
         """Adds a group, or moves one that waits elsewhere: at its place in that queue."""
         former = self._queue_of.get(group)

@@ -1,4 +1,4 @@
-"""A frontend's side of the parent: which shards there are, and which request ids are free."""
+"""A frontend's side of the parent: which shards there are, which request ids are free, and whose limits are reached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 
 from protos import shards_pb2, shards_pb2_grpc
-from scheduler_svc.errors import NotReady
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.errors import FieldViolation, InvalidRequest, NotReady
+from scheduler_svc.frontends.frontend_messages import decode_over_limit
 from scheduler_svc.frontends.outbox import Outbox
 
 GONE = "this server is shutting down"
@@ -41,14 +43,24 @@ class FrontLink:
                 if not waiting.done():
                     waiting.set_exception(NotReady(GONE))
 
-    async def claim(self, tenant: str, request_id: str) -> int | None:
-        """The number of the claim, to be released; None: the id is live. Raises NotReady."""
+    async def claim(self, group: SequenceGroup) -> int | None:
+        """The number of the claim, to be released; None: the id is live. Returns when the tenant may run it.
+
+        Raises NotReady, OverLimit, InvalidRequest.
+        """
         if self._is_closed:
             raise NotReady(GONE)
         self._last_number += 1
         number = self._last_number
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        claim = shards_pb2.IdClaim(number=number, tenant=tenant, request_id=request_id)
+        claim = shards_pb2.IdClaim(
+            number=number,
+            tenant=group.tenant,
+            request_id=group.request_id,
+            num_prompt_tokens=group.num_prompt_tokens,
+            num_sequences=group.best_of,
+            num_bytes=group.num_bytes,
+        )
         self._outbox.put(shards_pb2.FrontRequest(claim=claim))
         try:
             return number if await answer else None
@@ -62,16 +74,30 @@ class FrontLink:
         """The request id that this number claimed is free again."""
         self._outbox.put(shards_pb2.FrontRequest(released=number))
 
+    def refuse(self, number: int) -> None:
+        """As `release`, for a request that was never taken."""
+        self._outbox.put(shards_pb2.FrontRequest(refused=number))
+
+    def use(self, number: int, num_tokens: int) -> None:
+        """So many tokens were generated for the request, all told."""
+        self._outbox.put(shards_pb2.FrontRequest(used=shards_pb2.ClaimUse(number=number, num_tokens=num_tokens)))
+
     def say_listening(self, pid: int) -> None:
         """Tells the parent that clients can connect; `pid`: this process."""
         self._outbox.put(shards_pb2.FrontRequest(listening=pid))
 
     def _take(self, answer: shards_pb2.IdAnswer) -> None:
         waiting = self._answers.get(answer.number)
-        if waiting is not None and not waiting.done():
+        is_void = answer.is_taken or answer.HasField("over_limit") or bool(answer.too_many_sequences)
+        if waiting is None or waiting.done():
+            if not is_void:
+                self.release(answer.number)  # it was given up while it waited for the id, and nobody else would do so
+        elif answer.HasField("over_limit"):
+            waiting.set_exception(decode_over_limit(answer.over_limit))
+        elif answer.too_many_sequences:
+            waiting.set_exception(InvalidRequest(FieldViolation("sampling_params.best_of", answer.too_many_sequences)))
+        else:
             waiting.set_result(not answer.is_taken)
-        elif not answer.is_taken:
-            self.release(answer.number)  # it was given up while it waited for the id, and nobody else would do so
 
     async def _messages(self) -> AsyncIterator[shards_pb2.FrontRequests]:
         async for requests in self._outbox.batches():

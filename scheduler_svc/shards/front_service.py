@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 import structlog
 
 from octavo.shared import log as logging
+from octavo.shared.tenant_limits import TenantTable
 from protos import shards_pb2, shards_pb2_grpc
+from scheduler_svc.errors import InvalidRequest
+from scheduler_svc.frontends.frontend_messages import encode_over_limit
 from scheduler_svc.frontends.outbox import Outbox
+from scheduler_svc.limits.over_limit import OverLimit
+from scheduler_svc.limits.tenant_account import Ask
+from scheduler_svc.limits.tenant_ledger import TenantLedger
 from scheduler_svc.shards.live_ids import LiveIds
 
 log = structlog.get_logger()
@@ -18,11 +25,19 @@ log = structlog.get_logger()
 RELEASE_S = 0.05  # that the release of an id may be behind the end that its client has read
 
 
-class FrontService(shards_pb2_grpc.FrontServicer):
-    """Tells every frontend what the parent knows, and keeps the request ids of all of them."""
+_Box = Outbox[shards_pb2.FrontAnswer]
 
-    def __init__(self) -> None:
+
+class FrontService(shards_pb2_grpc.FrontServicer):
+    """Tells every frontend what the parent knows, and keeps the request ids and the tenants' limits for all of them.
+
+    A claim is answered when its request may go to a shard: until then its tenant's limit holds it here. `table`: what
+    tenants may have; None: no limits.
+    """
+
+    def __init__(self, table: Callable[[], TenantTable] | None = None) -> None:
         self.ids = LiveIds()
+        self._ledger = TenantLedger[tuple[_Box, int]](table) if table is not None else None
         self._state = shards_pb2.FrontState()
         self._boxes: set[Outbox[shards_pb2.FrontAnswer]] = set()
         self._claims: set[asyncio.Task[None]] = set()  # whose ids were live when they came
@@ -54,7 +69,10 @@ class FrontService(shards_pb2_grpc.FrontServicer):
             reading.cancel()
             self._boxes.discard(box)
             box.close()
-            self.ids.release_all(box)
+            numbers = self.ids.release_all(box)
+            if self._ledger is not None:
+                for number in numbers:
+                    self._answer_held(self._ledger.ended((box, number)))
 
     async def _read(
         self, messages: AsyncIterator[shards_pb2.FrontRequests], box: Outbox[shards_pb2.FrontAnswer]
@@ -63,6 +81,7 @@ class FrontService(shards_pb2_grpc.FrontServicer):
             async for message in messages:
                 for request in message.requests:
                     self._take(request, box)
+                self.look()
         except Exception as error:
             log.error("a frontend's message failed", exception=logging.trace(error))
         finally:
@@ -72,23 +91,67 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         kind = request.WhichOneof("kind")
         if kind == "claim":
             if self._claim(request.claim, box):
-                self._answer(request.claim, box, is_taken=False)
+                self._admit(request.claim, box)
             else:
                 task = asyncio.create_task(self._claim_later(request.claim, box))
                 self._claims.add(task)
                 task.add_done_callback(self._claims.discard)
         elif kind == "released":
             self.ids.release(box, request.released)
+            if self._ledger is not None:
+                self._answer_held(self._ledger.ended((box, request.released)))
+        elif kind == "refused":
+            self.ids.release(box, request.refused)
+            if self._ledger is not None:
+                self._answer_held(self._ledger.cancel((box, request.refused), time.monotonic()))
+        elif kind == "used":
+            if self._ledger is not None:
+                self._ledger.charge((box, request.used.number), request.used.num_tokens, time.monotonic())
         elif kind == "listening":
             log.info("frontend is listening", pid=request.listening)
 
     async def _claim_later(self, claim: shards_pb2.IdClaim, box: Outbox[shards_pb2.FrontAnswer]) -> None:
         await asyncio.sleep(RELEASE_S)
-        self._answer(claim, box, is_taken=not (box in self._boxes and self._claim(claim, box)))
+        if box in self._boxes and self._claim(claim, box):
+            self._admit(claim, box)
+        else:
+            self._answer(box, claim.number, is_taken=True)
 
     def _claim(self, claim: shards_pb2.IdClaim, box: Outbox[shards_pb2.FrontAnswer]) -> bool:
         return self.ids.claim(box, claim.number, claim.tenant, claim.request_id)
 
+    # ---- limits of tenants ------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """To be called now and then: the limits may have changed."""
+        if self._ledger is not None:
+            self._answer_held(self._ledger.look(time.monotonic()))
+
+    @property
+    def num_held(self) -> int:
+        """Requests that a limit of their tenant holds."""
+        return 0 if self._ledger is None else self._ledger.num_held
+
+    def _admit(self, claim: shards_pb2.IdClaim, box: _Box) -> None:
+        """Answers a claim whose id is free, at once or when its tenant may run it."""
+        answer = shards_pb2.IdAnswer(number=claim.number)
+        if self._ledger is not None:
+            ask = Ask(claim.tenant, claim.num_prompt_tokens, claim.num_sequences, claim.num_bytes)
+            try:
+                if not self._ledger.admit((box, claim.number), ask, time.monotonic()):
+                    return
+            except OverLimit as over:
+                answer.over_limit.CopyFrom(encode_over_limit(over))
+            except InvalidRequest as invalid:
+                answer.too_many_sequences = invalid.violations[0].description
+        if answer.HasField("over_limit") or answer.too_many_sequences:
+            self.ids.release(box, claim.number)
+        box.put(shards_pb2.FrontAnswer(id=answer))
+
+    def _answer_held(self, claims: Iterable[tuple[_Box, int]]) -> None:
+        for box, number in claims:
+            self._answer(box, number, is_taken=False)
+
     @staticmethod
-    def _answer(claim: shards_pb2.IdClaim, box: Outbox[shards_pb2.FrontAnswer], is_taken: bool) -> None:
-        box.put(shards_pb2.FrontAnswer(id=shards_pb2.IdAnswer(number=claim.number, is_taken=is_taken)))
+    def _answer(box: _Box, number: int, *, is_taken: bool) -> None:
+        box.put(shards_pb2.FrontAnswer(id=shards_pb2.IdAnswer(number=number, is_taken=is_taken)))

@@ -28,6 +28,8 @@ class LiveIds:
         if key is not None:
             self._taken.remove(key)
 
-    def release_all(self, holder: object) -> None:
-        """Everything that this holder has claimed is free."""
-        self._taken.difference_update(self._numbers.pop(holder, {}).values())
+    def release_all(self, holder: object) -> list[int]:
+        """Everything that this holder has claimed is free; the numbers of its claims."""
+        claims = self._numbers.pop(holder, {})
+        self._taken.difference_update(claims.values())
+        return list(claims)

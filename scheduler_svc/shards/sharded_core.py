@@ -38,6 +38,7 @@ log = structlog.get_logger()
 RETRY_S = 0.05  # of what may be otherwise at any moment: an id that is being freed, a shard that takes nothing now
 RECONNECT_S = 0.25  # after a link to a shard broke, while the parent has not missed the shard
 LOOK_S = 0.1  # between two looks at what waits
+TELL_USE_S = 1.0  # between two times that the parent is told of generated tokens
 STRANDED_S = 1.0  # that a group waits in a shard without a worker for it, while another shard has one
 NO_SHARD = "no shard of this scheduler runs at this moment"
 
@@ -51,6 +52,7 @@ class ShardedCore:
         wait_timeout_s: that a group waits for a shard which can go on with it, once its own is lost; and that a
             request waits for the models of a shard that does not run.
         max_losses: of shards under one group, which may be the reason.
+        counts_tokens: the parent is told what each group has generated, for the limits of its tenant.
 
     Attributes:
         models: of all shards.
@@ -64,6 +66,7 @@ class ShardedCore:
         num_shards: int,
         wait_timeout_s: float,
         max_losses: int,
+        counts_tokens: bool = False,
     ) -> None:
         self._front = FrontLink(channel)
         self._mailboxes = mailboxes
@@ -79,6 +82,8 @@ class ShardedCore:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._homes: dict[SequenceGroup, ShardLink] = {}
         self._ids: dict[SequenceGroup, int] = {}  # numbers of their claims
+        self._counts_tokens = counts_tokens
+        self._used: dict[SequenceGroup, tuple[int, int]] = {}  # tokens that it brought along, and generated ones told
         self._moves: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._num_losses: dict[SequenceGroup, int] = {}
         self._shared_models = SharedModels()
@@ -107,7 +112,7 @@ class ShardedCore:
 
     # ---- Core -------------------------------------------------------------------------------------------------------
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         """Refuses only where every shard's queue is full; raises the last one's refusal."""
         links = self._open_links()
         if links and all(link.is_queue_full for link in links):
@@ -128,10 +133,21 @@ class ShardedCore:
             link.refused(refusal)
 
     async def submit(self, group: SequenceGroup, *, replaces: bool) -> None:
-        """Claims the request id at the parent, then goes to the shard with the cheapest worker."""
-        self._ids[group] = await self._claim(group, replaces)
+        """Claims the request id at the parent, waits there for its tenant's turn, then goes to the shard with the
+        cheapest worker."""
+        try:
+            self._ids[group] = await self._claim(group, replaces)
+            if self._counts_tokens:
+                self._used[group] = group.output.num_tokens, 0
+        except RequestRefused as refusal:
+            self.refused(refusal)
+            raise
         try:
             await self._submit_anywhere(group)
+        except RequestRefused:
+            self._used.pop(group, None)
+            self._front.refuse(self._ids.pop(group))
+            raise
         except BaseException:
             self._release_id(group)
             raise
@@ -174,7 +190,7 @@ class ShardedCore:
     # ---- ids --------------------------------------------------------------------------------------------------------
 
     async def _claim(self, group: SequenceGroup, replaces: bool) -> int:
-        while (number := await self._front.claim(group.tenant, group.request_id)) is None:
+        while (number := await self._front.claim(group)) is None:
             if not replaces:
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
             await self.abort(group.request_id, group.tenant)
@@ -183,7 +199,17 @@ class ShardedCore:
 
     def _release_id(self, group: SequenceGroup) -> None:
         if (number := self._ids.pop(group, None)) is not None:
+            self._tell_use(group, number)
+            self._used.pop(group, None)
             self._front.release(number)
+
+    def _tell_use(self, group: SequenceGroup, number: int) -> None:
+        """What it has generated here, where that is news to the parent, and the parent counts it."""
+        if self._counts_tokens:
+            num_resumed, num_told = self._used.get(group, (0, 0))
+            if (num_tokens := group.output.num_tokens - num_resumed) > num_told:
+                self._used[group] = num_resumed, num_tokens
+                self._front.use(number, num_tokens)
 
     # ---- where a group goes -----------------------------------------------------------------------------------------
 
@@ -289,9 +315,14 @@ class ShardedCore:
     async def _look_after_waiting(self) -> None:
         """Moves groups that wait, where another shard could begin them, and away from shards without a worker."""
         unserved, clock = UnservedModels(self._table.serves, STRANDED_S), asyncio.get_running_loop().time
+        told_s = clock()
         while True:
             await asyncio.sleep(LOOK_S)
             try:
+                if self._counts_tokens and clock() - told_s >= TELL_USE_S:
+                    told_s = clock()
+                    for group, number in self._ids.items():
+                        self._tell_use(group, number)
                 if self._is_awaiting_shards() is not self._awaits_shards:
                     await self._tell_state()
                 await self._move_waiting(unserved, clock())

@@ -40,6 +40,7 @@ from scheduler_svc.vital_parts import VitalParts
 log = structlog.get_logger()
 
 METRICS_TIMEOUT_S = 2.0
+HELD = "octavo:num_requests_held"
 
 
 async def serve(config: SchedulerConfig) -> None:
@@ -80,7 +81,7 @@ class Parent:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.vital = VitalParts()
-        self.front = FrontService()
+        self.front = FrontService(config.tenants())
         self._config = config
         self._state = shards_pb2.FrontState()
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
@@ -137,14 +138,16 @@ class Parent:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def read_metrics(self) -> Texts:
-        """What each shard tells, by its index and life; those that do not answer are left out."""
+        """What each shard tells, by its index and life, and this process; those that do not answer are left out."""
         lives = list(self._shards.live.values())
         answers = await asyncio.gather(*map(_metrics_of, lives), return_exceptions=True)
-        return {
+        texts = {
             (live.index, live.socket): answer
             for live, answer in zip(lives, answers, strict=True)
             if not isinstance(answer, BaseException)
         }
+        # No shard knows of those that wait here.
+        return texts | {(-1, "parent"): f"# TYPE {HELD} gauge\n{HELD} {self.front.num_held}\n"}
 
     def _on_change(self) -> None:
         """Frontends hear which shards there are, and the log whether there is a worker."""

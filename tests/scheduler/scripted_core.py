@@ -40,7 +40,7 @@ class ScriptedCore:
         self.forgotten: list[str] = []
         self.boxes: Mailboxes
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         if request.request_id == "full":
             raise QueueFull("no room", 2.5)
 

@@ -39,6 +39,7 @@ from scheduler_svc.frontends.frontend_messages import (
 )
 from scheduler_svc.frontends.outbox import MAX_BATCH_BYTES, Outbox
 from scheduler_svc.frontends.prepared_group import decode_group, encode_group
+from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.model_description import decode_model, encode_model
 from scheduler_svc.models.served_model import ServedModel
 from scheduler_svc.requests.group_limits import new_beam_search
@@ -164,6 +165,7 @@ def test_hypotheses_come_back_to_the_bit():
         UnknownName("who"),
         DuplicateRequest("twice"),
         QueueFull("full", 1.5),
+        OverLimit("over", 2.5, tenant="a", limit="bytes", most=10, left=3, label="others"),
         NotReady("soon"),
         NameTaken("taken"),
     ],

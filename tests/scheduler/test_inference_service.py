@@ -53,7 +53,7 @@ class FullCore:
         self.refusals: list[RequestRefused] = []
         self._room = room
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         if num_preparing >= self._room:
             raise QueueFull("two are enough", 1.0)
 
@@ -135,7 +135,7 @@ class InlineTexts:
 class OpenCore:
     """Has room for all."""
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         return
 
     def refused(self, refusal: RequestRefused) -> None:

@@ -13,8 +13,10 @@ from protos import inference_pb2 as pb
 from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.engine.admitted_before import AdmittedBefore
 from scheduler_svc.engine.live_requests import LiveRequests
+from scheduler_svc.engine.tenant_turns import TenantTurns
 from scheduler_svc.errors import DuplicateRequest
 from scheduler_svc.routing.bound_queues import BoundQueues
 from tests.many import trials, without_end
@@ -25,7 +27,8 @@ def group(request_id: str, tenant: str = "") -> SequenceGroup:
 
 
 def new_live() -> LiveRequests:
-    return LiveRequests(BoundQueues(POLICIES["fcfs"]), AdmittedBefore(), 1_000_000, 1_000_000)
+    turns = TenantTurns(None, ServedTokens(), lambda group: None, lambda: 0, weights={})
+    return LiveRequests(BoundQueues(POLICIES["fcfs"]), AdmittedBefore(), 1_000_000, 1_000_000, turns)
 
 
 NAMES = st.sampled_from("abcd")

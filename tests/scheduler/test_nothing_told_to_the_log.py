@@ -64,7 +64,7 @@ class RefusingCore:
         self.ends_with: str | None = None
         self.boxes: Mailboxes
 
-    async def check_room(self, request: pb.GenerateRequest, num_preparing: int) -> None:
+    async def check_room(self, request: pb.GenerateRequest, num_preparing: int, num_bytes: int = 0) -> None:
         return
 
     def refused(self, refusal: RequestRefused) -> None:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.shared.tenant_limits import TenantLimits, TenantTable
 from protos import inference_pb2 as pb
 from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.api.metrics_exporter import EngineCollector
@@ -22,7 +23,9 @@ from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
 from scheduler_svc.core import sequence
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step_plan import NewTokens
+from scheduler_svc.errors import InvalidRequest
 from scheduler_svc.frontends.prepared_group import decode_group, encode_group
+from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.served_models import KnownModel, ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.cached_bits import places
@@ -65,19 +68,59 @@ async def test_an_id_that_was_given_to_nobody_any_more_is_free_again(tmp_path: P
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
         link = FrontLink(channel)
         following = asyncio.create_task(link.follow(_ignore))
-        number = await link.claim("t", "a")
+        group = Loop().group("a", tenant="t")
+        number = await link.claim(group)
         assert number is not None
-        given_up = asyncio.create_task(link.claim("t", "a"))
+        given_up = asyncio.create_task(link.claim(group))
         while not service._claims:
             await asyncio.sleep(0.001)
         given_up.cancel()
         link.release(number)
         while service._claims or len(service.ids):
             await asyncio.sleep(0.001)
-        assert await link.claim("t", "a") is not None
+        assert await link.claim(group) is not None
         service.close()
         await following
     await server.stop(None)
+
+
+async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanwhile_takes_none(tmp_path: Path) -> None:
+    table = TenantTable({"t": TenantLimits(running_sequences=1, requests_per_minute=4)})
+    service, server = FrontService(lambda: table), grpc.aio.server()
+    shards_pb2_grpc.add_FrontServicer_to_server(service, server)
+    server.add_insecure_port(address := f"unix:{tmp_path}/front")
+    await server.start()
+    a, b, c, d, e = (Loop().group(name, tenant="t") for name in "abcde")
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+        link = FrontLink(channel)
+        following = asyncio.create_task(link.follow(_ignore))
+        runs = await link.claim(a)
+        given_up, waits = asyncio.create_task(link.claim(b)), asyncio.create_task(link.claim(c))
+        while service.num_held < 2:
+            await asyncio.sleep(0.001)
+        given_up.cancel()
+        while service.num_held > 1:
+            await asyncio.sleep(0.001)
+        assert not waits.done() and runs is not None
+        link.release(runs)
+        refused_elsewhere = await waits
+        assert refused_elsewhere is not None
+        link.refuse(refused_elsewhere)
+        assert await link.claim(d) is not None, "what was refused elsewhere is not counted"
+        waits = asyncio.create_task(link.claim(e))
+        while not service.num_held:
+            await asyncio.sleep(0.001)
+        with pytest.raises(OverLimit, match="requests_per_minute is 4, and 4 were made"):
+            await link.claim(a)
+        wide = Loop().group("f", tenant="t", num_outputs=2)
+        with pytest.raises(InvalidRequest, match="2 sequences; accepted: at most 1"):
+            await link.claim(wide)
+        assert len(service.ids) == 2, "refused ones hold no id"
+        link.use(4, 1)
+        service.close()
+        await asyncio.gather(following, waits, return_exceptions=True)
+    await server.stop(None)
+    assert len(service.ids) == service.num_held == 0
 
 
 async def _ignore(state: shards_pb2.FrontState) -> None:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 import yaml
 
+from octavo.shared.callers import Callers
 from octavo.shared.keys import Keys, hash_of
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -31,7 +32,7 @@ def test_a_call_that_is_older_than_the_roles_of_its_key_brings_no_more_requests(
     path = tmp_path / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": [{"name": "eyes", "sha256": hash_of("a key"), "roles": ["metrics"]}]}))
     with pytest.raises(NotAllowed, match="key 'eyes' is not for requests any more"):
-        Tenants(keys=Keys(path)).of_call([("authorization", "Bearer a key")])
+        Tenants(callers=Callers(Keys(path))).of_call([("authorization", "Bearer a key")])
 
 
 def test_the_metadata_says_it_and_the_request_may_only_agree() -> None:
