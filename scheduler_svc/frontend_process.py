@@ -79,7 +79,8 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         authority = Authority.of(config)
         tenants = Tenants(config.tenant_metadata, None if authority is None else authority.keys)
-        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants)
+        prompts = config.prompt_log()
+        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants, prompts)
         server, health = public_server(
             config,
             inference,
@@ -105,12 +106,16 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
 
         bind(server, config.host, config.port, credentials_of(config))
         texts.start()
+        if prompts is not None:
+            prompts.start()
         try:
             await link.follow(on_state)
         finally:
             await texts.stop()
         await health.shut_down()
         await server.stop(GRACE_S)
+        if prompts is not None:
+            await asyncio.to_thread(prompts.stop)
 
 
 def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConfig) -> CoreLink | ShardedCore:
