@@ -278,7 +278,9 @@ def test_the_trial_names_files_and_methods_that_exist() -> None:
     assert len(methods) >= 3
     for service, method in methods:
         assert method in services[service].methods_by_name
-    assert all((ROOT / name).exists() for name in re.findall(r"--file (\S+)", script))
+    assert all((ROOT / name).exists() for name in re.findall(r"--file (compose\S+)", script))
+    more = re.findall(r"for more in ([\w ]+);", script)[0].split()
+    assert {f"compose.{name}.yaml" for name in more} == set(COMPOSE_FILES) - {"compose.yaml"}
 
 
 def test_the_scheduler_image_asks_for_no_device_code() -> None:
