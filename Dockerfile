@@ -36,7 +36,7 @@ LABEL org.opencontainers.image.title="octavo-scheduler" \
     org.opencontainers.image.description="Holds every request and decides what workers compute" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="$REVISION" \
-    octavo.sbom="/usr/share/doc/octavo/sbom.cdx.json"
+    sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 ENV OCTAVO_HOST=0.0.0.0
 EXPOSE 50051
@@ -61,7 +61,7 @@ LABEL org.opencontainers.image.title="octavo-gateway" \
     org.opencontainers.image.description="OpenAI's API over HTTP, before a scheduler" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="$REVISION" \
-    octavo.sbom="/usr/share/doc/octavo/sbom.cdx.json"
+    sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 ENV OCTAVO_HOST=0.0.0.0
 EXPOSE 8000
@@ -96,7 +96,7 @@ LABEL org.opencontainers.image.title="octavo-worker" \
     org.opencontainers.image.description="Weights, cache and kernels: computes what a scheduler decides" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="$REVISION" \
-    octavo.sbom="/usr/share/doc/octavo/sbom.cdx.json"
+    sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 # GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
 ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache HF_HOME=/cache/huggingface NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000 \

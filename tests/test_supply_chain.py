@@ -74,7 +74,7 @@ def test_images_have_their_sbom_and_labels_that_say_where(target: str) -> None:
     labels = " ".join(said("base", "LABEL") + said(target, "LABEL"))
     for label in ("title", "description", "licenses", "revision"):
         assert f"org.opencontainers.image.{label}=" in labels
-    assert 'octavo.sbom="/usr/share/doc/octavo/sbom.cdx.json"' in labels and f'title="octavo-{target}"' in labels
+    assert 'sbom="/usr/share/doc/octavo/sbom.cdx.json"' in labels and f'title="octavo-{target}"' in labels
 
 
 # ---- known vulnerabilities ------------------------------------------------------------------------------------------

@@ -111,9 +111,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrival_ns = time.monotonic_ns()
         head = _head(data)
         request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
-        structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS])  # of this task
-        told = nullcontext() if self._prompts is None else self._prompts.asked(data, request_id, head)
-        with told as exchange:
+        shown_id = request_id[:MAX_REQUEST_ID_CHARS]
+        structlog.contextvars.bind_contextvars(request_id=shown_id)  # of this task
+        logged = nullcontext() if self._prompts is None else self._prompts.asked(data, shown_id, head)
+        with logged as exchange:
             group, replaces = await self._prepare(data, head, request_id, metadata, arrival_ns)
             del data  # a stream may live for hours
             if exchange is not None:

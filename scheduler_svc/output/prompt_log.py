@@ -14,6 +14,7 @@ from typing import Any, Self
 import structlog
 from google.protobuf.message import DecodeError
 
+from octavo.shared import log as logging
 from protos import inference_pb2 as pb
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.errors import RequestRefused
@@ -22,6 +23,7 @@ from scheduler_svc.output.request_stream import RequestStream
 log = structlog.get_logger()
 
 MAX_CHARS = 8192  # of a prompt, and of the answers to it together
+MAX_NAME_CHARS = 256  # of a tenant, a model and an adapter, which a refused request may have of any length
 MAX_IDS = 2048  # likewise, where there are token ids and no text
 MAX_WAITING = 1024  # requests whose lines are not written yet
 MAX_WAITING_BYTES = 1 << 26  # of requests that nobody has read yet
@@ -57,8 +59,9 @@ class Exchange:
         """What its client is sent next."""
         for output in message.outputs:
             if self._has_text:
-                text = output.text
-                self._texts.setdefault(output.index, []).append(text[: self._room])
+                text, texts = output.text, self._texts.setdefault(output.index, [])
+                if self._room:
+                    texts.append(text[: self._room])
                 self._num_cut += max(0, len(text) - self._room)
                 self._room = max(0, self._room - len(text))
             elif self._room_of_ids:
@@ -100,13 +103,16 @@ class Exchange:
             self._asked["prompt_token_ids"] = list(request.prompt_token_ids.ids[:MAX_IDS])
         else:
             self._asked["prompt"] = _cut(request.prompt, MAX_CHARS)
-        self._asked |= {name: value for name in ("model", "adapter") if (value := getattr(request, name))}
+        for name in ("model", "adapter"):
+            if value := getattr(request, name):
+                self._asked[name] = value[:MAX_NAME_CHARS]
         if resumed := sum(len(output.token_ids) for output in request.resume):
             self._asked["resumed_tokens"] = resumed
 
     def line(self) -> dict[str, Any]:
         """On the thread, after `read`: the fields of its line."""
-        line: dict[str, Any] = {"request_id": self.request_id, "tenant": self._tenant or self._head.tenant}
+        tenant = self._head.tenant if self._tenant is None else self._tenant
+        line: dict[str, Any] = {"request_id": self.request_id, "tenant": tenant[:MAX_NAME_CHARS]}
         line |= self._asked
         line["answers"] = ["".join(self._texts[index]) for index in sorted(self._texts)]
         if self._num_cut:
@@ -135,6 +141,11 @@ class PromptLog:
         self._waiting.put(None)
         self._thread.join(STOP_S)
 
+    @property
+    def num_waiting(self) -> int:
+        """Steps of the thread that are not begun yet."""
+        return self._waiting.qsize()
+
     def asked(self, data: bytes, request_id: str, head: pb.GenerateRequest) -> Exchange:
         """`data`: a GenerateRequest as it came; `head`: of it, what is known already."""
         exchange = Exchange(self, data, request_id, head)
@@ -149,7 +160,7 @@ class PromptLog:
 
     def ended(self, exchange: Exchange) -> None:
         """Its line is complete."""
-        if self._waiting.qsize() < MAX_WAITING:
+        if self.num_waiting < MAX_WAITING:
             self._waiting.put((exchange, True))
         else:
             with self._lock:
@@ -158,16 +169,27 @@ class PromptLog:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             exchange, is_over = item
-            if not is_over:
-                num_bytes = len(exchange.data)
-                exchange.read()
-                with self._lock:
-                    self._num_bytes -= num_bytes
-                continue
-            line = exchange.line()
+            try:
+                if is_over:
+                    self._write(exchange)
+                else:
+                    self._read(exchange)
+            except Exception as error:  # the next one may be written
+                log.error("a request cannot be logged", request_id=exchange.request_id, exception=logging.trace(error))
+
+    def _read(self, exchange: Exchange) -> None:
+        num_bytes = len(exchange.data)
+        try:
+            exchange.read()
+        finally:
             with self._lock:
-                left_out, self._num_left_out = self._num_left_out, 0
-            log.info("prompt and answer", **line, **({"left_out": left_out} if left_out else {}))
+                self._num_bytes -= num_bytes
+
+    def _write(self, exchange: Exchange) -> None:
+        line = exchange.line()
+        with self._lock:
+            left_out, self._num_left_out = self._num_left_out, 0
+        log.info("prompt and answer", **line, **({"left_out": left_out} if left_out else {}))
 
 
 def _cut(text: str, length: int) -> str:

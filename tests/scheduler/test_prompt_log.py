@@ -59,8 +59,10 @@ class Service:
     async def lines(self) -> list[dict[str, Any]]:
         """Those of requests, once all are written."""
         await asyncio.to_thread(self.prompts.stop)
-        lines = [json.loads(line) for line in self._lines.getvalue().splitlines()]
-        return [line for line in lines if line["event"] == EVENT]
+        return [line for line in self.said() if line["event"] == EVENT]
+
+    def said(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._lines.getvalue().splitlines()]
 
 
 async def _read(call: Any) -> None:
@@ -144,6 +146,24 @@ async def test_requests_over_one_call_have_a_line_each(service: Service) -> None
     await asyncio.wait_for(reading, 5)
     lines = await service.lines()
     assert {(line["prompt"], *line["answers"]) for line in lines} == {("Marker a", "x"), ("Marker b", "y")}
+
+
+async def test_one_that_cannot_be_logged_does_not_keep_the_next_from_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(text: str, length: int) -> str:
+        raise KeyError(text)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(prompt_log, "_cut", fails)
+        await service.ask(request_id="bad", prompt="Quetzal")
+        while service.prompts.num_waiting:
+            await asyncio.sleep(0.001)
+    await service.ask(request_id="good", prompt="yes")
+    lines = await service.lines()
+    assert [(line["request_id"], line.get("prompt")) for line in lines] == [("bad", None), ("good", "yes")]
+    (fault,) = [line for line in service.said() if line["level"] == "error"]
+    assert "Quetzal" not in fault["exception"] and fault["request_id"] == "bad"
 
 
 async def test_lines_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
