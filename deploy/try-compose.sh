@@ -20,7 +20,7 @@ export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0 PIP_FIND_LINKS=""
 WHEELS_PORT=50159 # always the same: it is part of what the engine's build cache goes by
 ADDRESS=127.0.0.1:$PORT
 MAX_TOKENS=600 # long enough for a fault in the middle on a busy machine, too
-PATIENCE_S=120 # for anything that has to happen by itself
+PATIENCE_S=180 # for anything that has to happen by itself
 LOCKED_FILES="--file compose.yaml --file compose.locked.yaml --profile http"
 work=$(mktemp -d)
 export LOCKED=$work/locked
@@ -211,7 +211,7 @@ for target in scheduler gateway worker; do
     (named | del(.octavo, .pip)) == ($sbom[0].components | named)' >/dev/null || fail "$target has other packages than its SBOM"
   found=$(inside "$target" sh -c 'for it in cc gcc g++ c++ clang tcc rustc as ld make; do command -v $it || true; done')
   [ -z "$found" ] || fail "a compiler in the image of $target: $found"
-  for label in org.opencontainers.image.title=octavo-$target octavo.sbom=/usr/share/doc/octavo/sbom.cdx.json; do
+  for label in org.opencontainers.image.title=octavo-$target sbom=/usr/share/doc/octavo/sbom.cdx.json; do
     said=$(inspect "octavo-$target:$TAG" "{{index .Config.Labels \"${label%%=*}\"}}")
     [ "$said" = "${label#*=}" ] || fail "the label $label of $target says $said"
   done
@@ -282,7 +282,7 @@ say "  it has a new lease, epoch $new_epoch: three workers serve"
 answers=()
 addresses=()
 while [ "${#addresses[@]}" -lt 3 ]; do # one that was paused is taken to be slow for a while, and gets the next ones later
-  [ "${#answers[@]}" -lt 9 ] || fail "nine answers are computed by ${#addresses[@]} workers"
+  [ "${#answers[@]}" -lt 15 ] || fail "fifteen answers are computed by ${#addresses[@]} workers"
   answers+=("spread${#answers[@]}")
   generate_and_find "${answers[-1]}"
 done
@@ -354,6 +354,12 @@ over_http() {
 [ "$(over_http --header "authorization: Bearer $key")" = 200 ] || fail "over HTTP with a key: $(cat "$work/http.json")"
 say "  over HTTP: 401 without a key; with it:$(jq --raw-output '.choices[0].text' "$work/http.json" | head -1)"
 how=(-cacert "$work/ca.pem" -H "authorization: Bearer $ops")
+for id in $(containers scheduler) $(containers gateway) $(containers worker); do
+  for content in lighthouse "The sea is" "$(text_of locked | head -c 30)" "$key" "$ops"; do
+    if docker logs "$id" 2>&1 | grep --quiet --fixed-strings "$content"; then fail "$(inspect "$id" '{{.Name}}') logs: $content"; fi
+  done
+done
+say "  no log has a prompt, the answer or a key"
 
 generate_and_find stopped
 say "stopping everything in the middle of an answer"

@@ -283,6 +283,14 @@ def test_the_trial_names_files_and_methods_that_exist() -> None:
     assert {f"compose.{name}.yaml" for name in more} == set(COMPOSE_FILES) - {"compose.yaml"}
 
 
+def test_the_last_trial_that_is_told_passed_and_tried_all_files() -> None:
+    told = (ROOT / "deploy" / "try-compose.txt").read_text(encoding="utf-8").splitlines()
+    assert re.match(r"20\d\d-\d\d-\d\d, \d+ cores of ", told[0])
+    assert told[-1].endswith("passed: nothing is left of it")
+    tried = {match[1] for line in told if (match := re.fullmatch(r"[0-9a-f]{16}  (\S+)", line))}
+    assert tried == {"Dockerfile", *COMPOSE_FILES}
+
+
 def test_the_scheduler_image_asks_for_no_device_code() -> None:
     installs = [rest for rest in said("scheduler", "RUN") if "pip install" in rest]
     assert re.findall(r"deploy/locks/(\S+)\.txt", " ".join(installs)) == ["scheduler"]

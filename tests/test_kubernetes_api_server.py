@@ -6,6 +6,7 @@ Run by `make try-kubernetes`. CRDS is a folder with the definitions of custom ki
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -18,6 +19,7 @@ from deploy.kubernetes import make_chart
 from tests.kubernetes_api_server import PROGRAMS, ApiServer, api_server, program
 from tests.kubernetes_cases import CASES, folder_of, named, of_kind, rendered
 from tests.kubernetes_renderers import Manifest, pods
+from tests.pages import PAGES, ROOT
 from tests.test_kubernetes import CUSTOM
 
 pytestmark = pytest.mark.api_server
@@ -102,6 +104,22 @@ def test_helm_installs_changes_and_removes_it(case: str, server: ApiServer, know
     assert after["Deployment", "octavo-gateway"]["spec"]["replicas"] == 4
     server.helm("uninstall", "octavo", *place, "--wait=false")
     assert server.get("services", *place)["items"] == []
+
+
+def test_the_walk_through_of_the_page_names_what_is_there(server: ApiServer) -> None:
+    """As a user types it: not `--server-side`, and into the namespace that it makes."""
+    overlay = "deploy/kubernetes/overlays/one-node"
+    assert f"kubectl apply --kustomize {overlay}\n" in PAGES["docs/kubernetes.md"]
+    apply = ("apply", "--validate=strict", "--kustomize", str(ROOT / overlay))
+    assert all(line.endswith(" created") for line in server.kubectl(*apply).splitlines())
+    server.kubectl(*apply)
+    deployments = server.get("--namespace", "octavo", "deployments")["items"]
+    assert [each["metadata"]["generation"] for each in deployments] == [1, 1, 1], "no pod starts anew for nothing"
+    commands = PAGES["docs/kubernetes.md"]
+    named_there = set(re.findall(r"--namespace octavo .*?((?:job|deployment|service)/octavo-\w+)", commands))
+    assert len(named_there) >= 5
+    for each in named_there:
+        assert server.get("--namespace", "octavo", each)["metadata"]["labels"]["app.kubernetes.io/name"] == "octavo"
 
 
 def test_what_is_wrong_is_refused(server: ApiServer) -> None:
