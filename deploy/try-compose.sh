@@ -282,7 +282,7 @@ say "  it has a new lease, epoch $new_epoch: three workers serve"
 answers=()
 addresses=()
 while [ "${#addresses[@]}" -lt 3 ]; do # one that was paused is taken to be slow for a while, and gets the next ones later
-  [ "${#answers[@]}" -lt 15 ] || fail "fifteen answers are computed by ${#addresses[@]} workers"
+  [ "${#answers[@]}" -lt 24 ] || fail "24 answers are computed by ${#addresses[@]} workers"
   answers+=("spread${#answers[@]}")
   generate_and_find "${answers[-1]}"
 done
