@@ -6,7 +6,8 @@
 # index's own torch, on Linux a CUDA build, and --build-arg APT_PACKAGES="gcc libc6-dev" the compiler that Triton needs.
 # --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS name other places for packages. They stay readable in the image's
 # history, so no credentials in them. Packages must have the hashes of deploy/locks, wherever they come from; `make locks`
-# renews these. The base image is named by its digest, here and nowhere else, because tags move;
+# renews these. /usr/share/doc/octavo/sbom.cdx.json names them; --build-arg REVISION=COMMIT is a label.
+# The base image is named by its digest, here and nowhere else, because tags move;
 # `docker buildx imagetools inspect python:3.11-slim` shows the digest of today.
 ARG BASE_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352dbc33cff48ad5a0412fd5bfc7
 
@@ -26,8 +27,16 @@ COPY pyproject.toml LICENSE ./
 COPY octavo octavo
 COPY protos protos
 COPY scheduler_svc scheduler_svc
-RUN pip install --no-deps --no-build-isolation . && rm -rf build
+COPY deploy/sboms deploy/sboms
+RUN pip install --no-deps --no-build-isolation . && rm -rf build \
+    && install -D --mode=644 "deploy/sboms/scheduler.cdx.json" /usr/share/doc/octavo/sbom.cdx.json
 WORKDIR /home/octavo
+ARG REVISION=
+LABEL org.opencontainers.image.title="octavo-scheduler" \
+    org.opencontainers.image.description="Holds every request and decides what workers compute" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="$REVISION" \
+    sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 ENV OCTAVO_HOST=0.0.0.0
 EXPOSE 50051
@@ -43,8 +52,16 @@ COPY pyproject.toml LICENSE ./
 COPY octavo octavo
 COPY protos protos
 COPY gateway_svc gateway_svc
-RUN pip install --no-deps --no-build-isolation . && rm -rf build
+COPY deploy/sboms deploy/sboms
+RUN pip install --no-deps --no-build-isolation . && rm -rf build \
+    && install -D --mode=644 "deploy/sboms/gateway.cdx.json" /usr/share/doc/octavo/sbom.cdx.json
 WORKDIR /home/octavo
+ARG REVISION=
+LABEL org.opencontainers.image.title="octavo-gateway" \
+    org.opencontainers.image.description="OpenAI's API over HTTP, before a scheduler" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="$REVISION" \
+    sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 ENV OCTAVO_HOST=0.0.0.0 OCTAVO_METRICS_HOST=0.0.0.0
 EXPOSE 8000
@@ -68,10 +85,18 @@ COPY octavo octavo
 COPY protos protos
 COPY kernels kernels
 COPY worker_svc worker_svc
-RUN pip install --no-deps --no-build-isolation . && rm -rf build
+COPY deploy/sboms deploy/sboms
+RUN pip install --no-deps --no-build-isolation . && rm -rf build \
+    && install -D --mode=644 "deploy/sboms/$LOCK.cdx.json" /usr/share/doc/octavo/sbom.cdx.json
 # Models and compiled kernels; a new volume takes this folder's owner.
 RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo
+ARG REVISION=
+LABEL org.opencontainers.image.title="octavo-worker" \
+    org.opencontainers.image.description="Weights, cache and kernels: computes what a scheduler decides" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="$REVISION" \
+    sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 # GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
 ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache HF_HOME=/cache/huggingface NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000 \

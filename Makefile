@@ -12,7 +12,7 @@ DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST_WORKERS ?= 3
 BIN := .venv/bin
 
-.PHONY: setup site model demo test test-quick mutants isa lint kernels protos locks bench chaos clean
+.PHONY: setup site model demo test test-quick mutants isa lint kernels protos locks sbom audit bench chaos try-compose try-kubernetes clean
 
 setup: .venv/.installed .venv/.warm
 
@@ -85,8 +85,25 @@ site: setup
 	$(BIN)/zensical build --strict
 
 # Writes the hashes of what images install; needed after a change of pyproject.toml or constraints.txt.
-locks:
+locks: setup
 	bash deploy/lock.sh
+	$(BIN)/python -m deploy.sbom
+
+# Writes what images have in CycloneDX, from the locks; `make locks` does it too.
+sbom: setup
+	$(BIN)/python -m deploy.sbom
+
+# Known vulnerabilities of what images install: fails for one, and says so in one line where their data is out of reach.
+audit: setup
+	$(BIN)/python -m deploy.audit
+
+# Images and compose files on a Docker engine: half an hour the first time. Options: see the script.
+try-compose: setup
+	bash deploy/try-compose.sh
+
+# Manifests and chart on an API server: KUBEBUILDER_ASSETS has etcd, kube-apiserver, kubectl; CRDS those of custom kinds.
+try-kubernetes: setup
+	$(BIN)/python -m pytest -m api_server tests/test_kubernetes_api_server.py $(PYTEST_ARGS)
 
 bench: model
 	$(BIN)/python -m benchmarks.readme_figures

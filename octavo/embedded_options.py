@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from worker_svc.config import WorkerConfig
 
 # Of what listens and is connected to, which an `LLM` has not.
-NOT_EMBEDDED = frozenset({"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards"})
+NOT_EMBEDDED = frozenset(
+    {"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards", "log_prompts"}
+)
 
 
 class EmbeddedOptions(NamedTuple):

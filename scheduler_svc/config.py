@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.shared.tenant_limits import TenantTable
+    from scheduler_svc.output.prompt_log import PromptLog
     from scheduler_svc.requests.request_checks import TextSettings
 
 SCHEDULING, REQUESTS, WORKERS = "scheduling", "requests", "workers and processes"  # groups of options
@@ -200,6 +201,9 @@ class SchedulerConfig:
     text_processes: int = option(2, "processes that render and tokenise, for each frontend", group=WORKERS)
 
     log_level: str = option("info", "least severe log lines to show", group=LOGGING, choices=LEVELS)
+    log_prompts: bool = option(
+        False, "write the prompt and the answer of each request into the log: content of users", group=LOGGING
+    )
     disable_log_stats: bool = option(False, "do not log statistics every 5 seconds", group=LOGGING)
     metrics_port: int | None = option(
         None,
@@ -274,6 +278,8 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, at least 1 is accepted")
+        if self.log_prompts and self.log_level not in ("debug", "info"):
+            raise ValueError(f"log_prompts writes lines of level info, which log_level {self.log_level!r} leaves out")
         length = self.max_model_len
         if not (length is None or length == "auto" or (isinstance(length, int) and length > 0)):
             raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")
@@ -304,6 +310,14 @@ class SchedulerConfig:
             "num_processes": self.text_processes,
             "time_limit_s": self.text_timeout,
         }
+
+    def prompt_log(self) -> PromptLog | None:
+        """Of `log_prompts`, not started; None where nothing is to be logged."""
+        if not self.log_prompts:
+            return None
+        from scheduler_svc.output.prompt_log import PromptLog  # likewise
+
+        return PromptLog()
 
     def model_names(self) -> ModelNames:
         """Of `served_model_name`. Raises ValueError."""

@@ -82,7 +82,8 @@ async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> 
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         authority = Authority.of(config)
         tenants = Tenants(config.tenant_metadata, None if authority is None else authority.callers)
-        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants)
+        prompts = config.prompt_log()
+        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants, prompts)
         server, health = public_server(
             config,
             inference,
@@ -108,12 +109,16 @@ async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> 
 
         listen(server, config, number)
         texts.start()
+        if prompts is not None:
+            prompts.start()
         try:
             await link.follow(on_state)
         finally:
             await texts.stop()
         await health.shut_down()
         await server.stop(GRACE_S)
+        if prompts is not None:
+            await asyncio.to_thread(prompts.stop)
 
 
 def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConfig) -> CoreLink | ShardedCore:

@@ -45,6 +45,8 @@ def main(config: SchedulerConfig) -> int:
     has_tls = config.tls_cert_file is not None  # alone it keeps nobody away, which is said once
     locks = "--keys-file, --jwt-jwks-url and --tls-client-ca-file"
     check_exposure(config.host, is_locked=is_locked, insecure=config.insecure or has_tls, locks=locks)
+    if config.log_prompts:
+        log.warning("PROMPTS AND ANSWERS OF ALL REQUESTS ARE WRITTEN TO THIS LOG", option="--log-prompts")
     Authority.of(config)  # here, as frontends could only end over them, one after the other
     server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -279,7 +279,17 @@ def test_the_trial_names_files_and_methods_that_exist() -> None:
     assert len(methods) >= 3
     for service, method in methods:
         assert method in services[service].methods_by_name
-    assert all((ROOT / name).exists() for name in re.findall(r"--file (\S+)", script))
+    assert all((ROOT / name).exists() for name in re.findall(r"--file (compose\S+)", script))
+    more = re.findall(r"for more in ([\w ]+);", script)[0].split()
+    assert {f"compose.{name}.yaml" for name in more} == set(COMPOSE_FILES) - {"compose.yaml"}
+
+
+def test_the_last_trial_that_is_told_passed_and_tried_all_files() -> None:
+    told = (ROOT / "deploy" / "try-compose.txt").read_text(encoding="utf-8").splitlines()
+    assert re.match(r"20\d\d-\d\d-\d\d, \d+ cores of ", told[0])
+    assert told[-1].endswith("passed: nothing is left of it")
+    tried = {match[1] for line in told if (match := re.fullmatch(r"[0-9a-f]{16}  (\S+)", line))}
+    assert tried == {"Dockerfile", *COMPOSE_FILES}
 
 
 def test_the_scheduler_image_asks_for_no_device_code() -> None:

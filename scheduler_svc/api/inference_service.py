@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.engine.engine_core import Core
 from scheduler_svc.errors import NotReady, RequestRefused
 from scheduler_svc.output.mailboxes import Mailbox, Mailboxes
+from scheduler_svc.output.prompt_log import PromptLog
 from scheduler_svc.output.request_stream import RequestStream
 from scheduler_svc.requests.admission import Admission
 from scheduler_svc.requests.frontend import Frontend
@@ -61,7 +63,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Answers clients: `texts` and `frontend` prepare, `core` runs, `mailboxes` bring what there is to write.
 
     `admission` bounds what is in preparation; `Generate`, `Tokenize` and `Detokenize` pass it alike. `tenants` says
-    whose a call is.
+    whose a call is. `prompts` gets what is asked and answered, where that is to be logged.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         mailboxes: Mailboxes,
         admission: Admission,
         tenants: Tenants | None = None,
+        prompts: PromptLog | None = None,
     ) -> None:
         self.is_draining = False
         self._frontend = frontend
@@ -80,6 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._mailboxes = mailboxes
         self._admission = admission
         self._tenants = tenants or Tenants()
+        self._prompts = prompts
         self._live: set[asyncio.Task[Any]] = set()  # of requests that have been prepared
         self._shared_calls: set[ManyRequests] = set()
         self._is_broken_off = False
@@ -107,9 +111,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrival_ns = time.monotonic_ns()
         head = _head(data)
         request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
-        structlog.contextvars.bind_contextvars(request_id=request_id[:MAX_REQUEST_ID_CHARS])  # of this task
-        group, replaces = await self._prepare(data, head, request_id, metadata, arrival_ns)
-        del data  # a stream may live for hours
+        shown_id = request_id[:MAX_REQUEST_ID_CHARS]
+        structlog.contextvars.bind_contextvars(request_id=shown_id)  # of this task
+        logged = nullcontext() if self._prompts is None else self._prompts.asked(data, shown_id, head)
+        with logged as exchange:
+            group, replaces = await self._prepare(data, head, request_id, metadata, arrival_ns)
+            del data  # a stream may live for hours
+            if exchange is not None:
+                exchange.follow(group)
+            await self._run(group, replaces, way_out)
+
+    async def _run(self, group: SequenceGroup, replaces: bool, way_out: WayOut) -> None:
+        """From the queue to the last message. Raises RequestRefused."""
         stream: RequestStream = group.output
         way_out.open(stream)
         task = asyncio.current_task()

@@ -68,6 +68,7 @@ class InProcessFront:
         self._server: grpc.aio.Server
         self._health: Health
         self._control: ControlServer | None = None
+        self._prompts = config.prompt_log()
 
     async def open(self, serving: Serving, drain: Callable[[], None]) -> int:
         """See `Front`; starts the text processes, too."""
@@ -76,7 +77,11 @@ class InProcessFront:
         core = EngineCore(serving.engine)
         authority = Authority.of(self._config)
         tenants = Tenants(self._config.tenant_metadata, None if authority is None else authority.callers)
-        self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
+        self._inference = InferenceService(
+            serving.frontend, self._texts, core, self._mailboxes, admission, tenants, self._prompts
+        )
+        if self._prompts is not None:
+            self._prompts.start()
         add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
         self._server, self._health = public_server(self._config, self._inference, add_control, authority=authority)
         port = listen(self._server, self._config)
@@ -111,3 +116,5 @@ class InProcessFront:
         if self._control is not None:
             await self._control.close()
         await self._server.stop(GRACE_S)
+        if self._prompts is not None:
+            await asyncio.to_thread(self._prompts.stop)

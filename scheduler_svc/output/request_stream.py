@@ -47,6 +47,7 @@ class RequestStream:
         is_finished: all outputs have ended; the message that says so may not have been made yet.
         reads_logprobs: `take_logprobs` has to come before each `take`.
         token_times_ns: when tokens of the first sequence came, noted where messages do not show it.
+        told: gets each message as well, the admission apart.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RequestStream:
         self.is_ready = False
         self.is_finished = False
         self.token_times_ns: list[int] = []
+        self.told: Callable[[pb.GenerateResponse], None] | None = None
         self._finish_sequence = finish_sequence
         self._resumed: AbstractSequence[ResumedOutput] = ()
         self._is_ranked = group.best_of > group.num_outputs and not group.uses_beam_search
@@ -209,6 +211,8 @@ class RequestStream:
             if not self.streams:
                 response.MergeFrom(self._head)
             self._add_summary(response)
+        if self.told is not None:
+            self.told(response)
         return response
 
     def _note_first_token(self, came_ns: int) -> None:

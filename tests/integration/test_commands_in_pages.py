@@ -113,6 +113,11 @@ ELSEWHERE = {
     'octavo generate --adapter pirate "Why is the sky blue?"': ("tests/integration/test_adapters.py", "--adapter"),
     "docker compose -f compose.yaml -f compose.locked.yaml up": ("tests/test_containers.py", "compose.locked.yaml"),
     "docker compose -f compose.yaml -f compose.shards.yaml up": ("tests/test_containers.py", "compose.shards.yaml"),
+    "docker run --rm --entrypoint cat octavo-worker /usr/share/doc/octavo/sbom.cdx.json": (
+        "deploy/try-compose.sh",
+        "cat /usr/share/doc/octavo/sbom.cdx.json",
+    ),
+    "make audit": (".ci/run", "make audit"),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }
 COMMANDS = sorted(
