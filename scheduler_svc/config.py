@@ -177,6 +177,15 @@ class SchedulerConfig:
     text_processes: int = option(2, "processes that render and tokenise, for each frontend", group=WORKERS)
 
     log_level: str = option("info", "least severe log lines to show", group=LOGGING, choices=LEVELS)
+    flight_recorder_steps: int = option(
+        1024, "last steps of each worker that are kept for a record of a fault; 0: off", group=LOGGING, metavar="N"
+    )
+    flight_recorder_memory: int = option(
+        64, "MiB of memory that they take at most", group=LOGGING, metavar="MIB"
+    )
+    flight_recorder_dir: Path | None = option(
+        None, "folder of flight records (default: flight-records in the user's cache)", group=LOGGING, metavar="DIR"
+    )
     disable_log_stats: bool = option(False, "do not log statistics every 5 seconds", group=LOGGING)
     metrics_port: int | None = option(
         None,
@@ -249,6 +258,10 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, at least 1 is accepted")
+        if self.flight_recorder_steps < 0:
+            raise ValueError(f"flight_recorder_steps is {self.flight_recorder_steps}, at least 0 is accepted")
+        if self.flight_recorder_memory < 1:
+            raise ValueError(f"flight_recorder_memory is {self.flight_recorder_memory}, at least 1 is accepted")
         length = self.max_model_len
         if not (length is None or length == "auto" or (isinstance(length, int) and length > 0)):
             raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")

@@ -155,7 +155,7 @@ class Failures:
             what, where = "requests cannot be taken back from a worker", trace(fault)
             log.error(what, worker=worker.link.address, requests=len(held), exception=where)
             groups, broken = [], set(held)
-        for group in {*held, *besides} - broken:
+        for group in sorted({*held, *besides} - broken, key=lambda group: group.number):
             is_elsewhere = group in self._waiting or self._joined.holder_of(group) is not None
             if not (group.is_finished or group in groups or is_elsewhere):
                 groups.append(group)
