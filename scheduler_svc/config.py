@@ -180,9 +180,7 @@ class SchedulerConfig:
     flight_recorder_steps: int = option(
         1024, "last steps of each worker that are kept for a record of a fault; 0: off", group=LOGGING, metavar="N"
     )
-    flight_recorder_memory: int = option(
-        64, "MiB of memory that they take at most", group=LOGGING, metavar="MIB"
-    )
+    flight_recorder_memory: int = option(64, "MiB of memory that they take at most", group=LOGGING, metavar="MIB")
     flight_recorder_dir: Path | None = option(
         None, "folder of flight records (default: flight-records in the user's cache)", group=LOGGING, metavar="DIR"
     )

@@ -34,6 +34,7 @@ ROOMS = {
         "core",
         "leases",
         "routing",
+        "flight",
         "engine",
         "text",
         "models",

@@ -1,4 +1,4 @@
-"""`octavo replay`: fetches the flight record of a server, shows the steps of one, or plays it and compares decisions."""
+"""`octavo replay`: fetches a server's flight record, shows the steps of one, or plays it and compares decisions."""
 
 from __future__ import annotations
 
@@ -134,9 +134,17 @@ def _slots(sequences: list[list[Any]]) -> str:
 def _told(entry: dict[str, Any]) -> str:
     kind = entry["entry"]
     if kind == "answer":
-        what = f"step {entry['step']} {entry['status'].removeprefix('STEP_STATUS_')}" if "step" in entry else entry.get("says", "nonsense")
+        what = (
+            f"step {entry['step']} {entry['status'].removeprefix('STEP_STATUS_')}"
+            if "step" in entry
+            else entry.get("says", "nonsense")
+        )
         return f"worker {entry['worker']} says {what}"
-    values = {name: value for name, value in entry.items() if name not in ("entry", "t") and not isinstance(value, dict | list)}
+    values = {
+        name: value
+        for name, value in entry.items()
+        if name not in ("entry", "t") and not isinstance(value, dict | list)
+    }
     return " ".join([kind, *(f"{name} {value}" for name, value in values.items())])
 
 

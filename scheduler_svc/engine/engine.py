@@ -106,7 +106,9 @@ class Engine:
         self.admitted_before = AdmittedBefore()
         bounds = settings.max_waiting_requests, settings.max_waiting_tokens
         live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds)
-        placement = self._placement = Placement(joined, router, stranded, live, adapters, metrics, sink, clock, recorder)
+        placement = self._placement = Placement(
+            joined, router, stranded, live, adapters, metrics, sink, clock, recorder
+        )
         failures = self._failures = Failures(
             settings, joined, placement, router, rebinding, stranded, adapters, metrics, clock, recorder
         )
@@ -116,7 +118,15 @@ class Engine:
             joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock, recorder
         )
         self._time_limits = TimeLimits(
-            settings.worker_wait_timeout_s, joined, placement, failures, self._waiting, stranded, rebinding, clock, recorder
+            settings.worker_wait_timeout_s,
+            joined,
+            placement,
+            failures,
+            self._waiting,
+            stranded,
+            rebinding,
+            clock,
+            recorder,
         )
         self._stranded = stranded
 

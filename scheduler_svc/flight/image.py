@@ -11,6 +11,7 @@ The walk takes a few microseconds a request, so it takes references and copies, 
 from __future__ import annotations
 
 import enum
+import gc
 import itertools
 import random
 import threading
@@ -44,7 +45,7 @@ GROUP_FIELDS = (
 )  # fmt: skip
 SEQUENCE_FIELDS = (
     "index", "slot", "last_generation", "num_pending_tokens", "last_token_ns", "trial_ends_at", "num_swapped_tokens",
-    "num_tokens",
+    "num_own_tokens",
 )  # fmt: skip
 SKIPPED: dict[type, frozenset[str]] = {
     PrefixFinder: frozenset(("_found", "_num_held")),
@@ -53,8 +54,10 @@ SKIPPED: dict[type, frozenset[str]] = {
     SequenceColumns: frozenset(("token_ids", "ones", "block_tables", "eos_token_id", "has_stop_token_ids")),
     WorkerHandle: frozenset(("statistics", "link")),
 }
+# What every request has some of, told by its type alone.
+_NODES = frozenset((SequenceGroup, Sequence, list, dict, set, np.ndarray, SequenceColumns, WorkerHandle))
 _MANY = frozenset(((PrefixCache, "_hash_of"), (BlockAllocator, "_idle")))
-_group_fields, _sequence_fields = attrgetter(*GROUP_FIELDS), attrgetter(*SEQUENCE_FIELDS)
+_group_fields, _sequence_fields = attrgetter(*GROUP_FIELDS), attrgetter(*SEQUENCE_FIELDS[:-1])
 _Lock = type(threading.Lock())
 _list_iterator, _tuple_iterator = type(iter([])), type(iter(()))
 
@@ -63,10 +66,8 @@ class NoImage(Exception):
     """There is something in the state that an image cannot have."""
 
 
-class Ref(NamedTuple):
+class Ref(int):
     """The node of this number."""
-
-    number: int
 
 
 class Inline(NamedTuple):
@@ -94,7 +95,13 @@ class Image(NamedTuple):
 
 def image_of(roots: Mapping[str, Any], numbers: Mapping[WorkerHandle, int]) -> Image:
     """The image of all that can be reached. `numbers`: of the workers. Raises NoImage."""
-    return _Walk(numbers).image(roots)
+    is_collected = gc.isenabled()
+    gc.disable()  # which would look at everything there is, for the many small objects that are made here
+    try:
+        return _Walk(numbers).image(roots)
+    finally:
+        if is_collected:
+            gc.enable()
 
 
 class _Walk:
@@ -108,7 +115,7 @@ class _Walk:
         self._num_bytes = 0
 
     def image(self, roots: Mapping[str, Any]) -> Image:
-        named = {name: self._ref(root).number for name, root in roots.items()}
+        named = {name: int(self._ref(root)) for name, root in roots.items()}
         index = 0
         while index < len(self._to_visit):  # nodes are numbered in the order in which they are met
             self._nodes.append(self._node(self._to_visit[index]))
@@ -127,6 +134,8 @@ class _Walk:
         kind = type(value)
         if kind in PLAIN:
             return value
+        if kind in _NODES:
+            return self._ref(value)
         if kind is tuple:
             return Inline("tuple", [self._value(each) for each in value])
         if isinstance(value, enum.Enum):
@@ -156,8 +165,11 @@ class _Walk:
         if kind is SequenceGroup:
             return Node(kind, (_group_fields(value), self._ref(value.sequences), self._value(value.beam_search)))
         if kind is Sequence:
-            state = self._value(value._columns), self._ref(value.group), value.status.name, value.host_table.copy()
-            return Node(kind, (_sequence_fields(value), *state))
+            columns, host_table = value._columns, value.host_table
+            num_own = len(value._own_token_ids) if columns is None else 0
+            state = self._value(columns), self._ref(value.group), value.status.name
+            host_blocks = host_table.tolist() if len(host_table) else []
+            return Node(kind, ((*_sequence_fields(value), num_own), *state, host_blocks))
         if kind is list:
             self._num_bytes += 8 * len(value)
             return Node("list", self._values(value))

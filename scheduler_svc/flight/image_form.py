@@ -44,7 +44,7 @@ class ImageForm:
         if kind is Sequence:
             fields, columns, group, status, host_table = what
             named = {**dict(zip(SEQUENCE_FIELDS, fields, strict=True)), "status": status}
-            return ["sequence", named, self._value(columns), self._value(group), host_table.tolist()]
+            return ["sequence", named, self._value(columns), self._value(group), host_table]
         if kind in ("dict", "OrderedDict"):
             keys, values = what
             return [kind, self._values(keys), self._values(values)]
@@ -80,7 +80,7 @@ class ImageForm:
         if isinstance(value, bytes):
             return ["hash", self._hidden.number(value)]
         if isinstance(value, Ref):
-            return ["ref", value.number]
+            return ["ref", int(value)]
         if not isinstance(value, Inline):
             return value
         kind, what = value

@@ -33,7 +33,6 @@ def header_of(settings: Any) -> Line:
     return {
         "version": octavo.__version__,
         "schema_revision": SCHEMA_REVISION,
-        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "process": os.getpid(),
         "settings": values,
     }
@@ -43,7 +42,8 @@ def packed(recording: Recording, header: Line) -> Iterator[bytes]:
     """The bytes of a file, piece by piece."""
     packer = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS | 16)  # as gzip does
     count, pending, size = 0, list[bytes](), 0
-    for line in lines_of(recording, header):
+    written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    for line in lines_of(recording, {**header, "written": written}):
         pending.append(_data_of(line))
         size += len(pending[-1])
         count += 1

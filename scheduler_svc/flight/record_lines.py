@@ -5,13 +5,14 @@ A line says what it is by its first key:
     octavo_flight_record    the first: the format's version, of whom and when, settings, workers, why it was written
     image, node             the state that it begins with, where it does not begin with an empty server
     request                 what is known of a request, and the numbers of its blocks' hashes
-    entry                   what happened, with the times that the step loop read from then on: the first, then differences
+    entry                   what happened, with the times that the step loop read from then on, as differences
     end                     the last: how many lines stand before it
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def _request(note: GroupNote, hidden: Hidden) -> Line:
 def _entry(entry: Entry, hidden: Hidden) -> Line:
     what = _FORMS[entry.kind](entry.what, hidden)
     times = entry.times.tolist()
-    differences = [times[0], *(later - former for former, later in zip(times, times[1:], strict=False))] if times else []
+    differences = [times[0], *(later - former for former, later in pairwise(times))] if times else []
     return {"entry": entry.kind.value, **what, "t": differences}
 
 

@@ -18,9 +18,9 @@ import structlog
 
 from octavo.shared.log import trace
 from protos import worker_pb2
+from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step_plan import Answer, NewTokens, ScheduledRows, SchedulerOutputs
-from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.flight.entries import ENTRY_BYTES, GROUP_BYTES, HASH_BYTES, Entry, GroupNote, Kind
 from scheduler_svc.flight.image import Image, NoImage, image_of
 from scheduler_svc.flight.where import where_of
@@ -100,7 +100,7 @@ class NoRecorder:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A half of the ring. `image`: None where the loop had just begun, or there is none, and then `why_none` says so."""
+    """A half of the ring. `image`: None where the loop had just begun, or where `why_none` says why there is none."""
 
     image: Image | None
     why_none: str = ""

