@@ -10,10 +10,10 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-import octavo
 from protos import SCHEMA_REVISION
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.hidden import Hidden
@@ -31,7 +31,7 @@ def header_of(settings: Any) -> Line:
     values["tenant_weights"] = {hidden.name(name): weight for name, weight in settings.tenant_weights.items()}
     values["adapters"] = {hidden.name(name): hidden.name(path) for name, path in settings.adapters.items()}
     return {
-        "version": octavo.__version__,
+        "version": version("octavo"),
         "schema_revision": SCHEMA_REVISION,
         "process": os.getpid(),
         "settings": values,
@@ -89,8 +89,8 @@ def _read(lines: IO[bytes], path: Path) -> Record:
     first = _line(lines, path)
     if "octavo_flight_record" not in first:
         raise BadRecord(f"{path}: it is no flight record")
-    if (version := first["octavo_flight_record"]) != FORMAT:
-        raise BadRecord(f"{path}: it has format {version}, and this version of Octavo reads {FORMAT}")
+    if (number := first["octavo_flight_record"]) != FORMAT:
+        raise BadRecord(f"{path}: it has format {number}, and this version of Octavo reads {FORMAT}")
     record, count = Record(first), 1
     while "end" not in (line := _line(lines, path)):
         count += 1
