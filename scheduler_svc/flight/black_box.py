@@ -15,7 +15,8 @@ from pathlib import Path
 import structlog
 
 from octavo.shared.cache import cache_dir
-from scheduler_svc.flight.record_file import SUFFIX, Line, packed
+from scheduler_svc.flight.record_file import SUFFIX, packed
+from scheduler_svc.flight.record_lines import Line
 from scheduler_svc.flight.recorder import Recording
 
 log = structlog.get_logger()

@@ -58,7 +58,8 @@ def decision_of(step: worker_pb2.Step, groups: list[int]) -> Decision:
 
 def num_tokens_of(decision: Decision) -> int:
     """That the step computes."""
-    return len(decision.get("decodes", ())) + sum(chunk[1] for chunk in decision.get("chunks", ()))
+    of_chunks: list[int] = [chunk[1] for chunk in decision.get("chunks", ())]
+    return len(decision.get("decodes", ())) + sum(of_chunks)
 
 
 def num_rows_of(decision: Decision) -> int:

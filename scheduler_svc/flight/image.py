@@ -59,7 +59,7 @@ _NODES = frozenset((SequenceGroup, Sequence, list, dict, set, np.ndarray, Sequen
 _MANY = frozenset(((PrefixCache, "_hash_of"), (BlockAllocator, "_idle")))
 _group_fields, _sequence_fields = attrgetter(*GROUP_FIELDS), attrgetter(*SEQUENCE_FIELDS[:-1])
 _Lock = type(threading.Lock())
-_list_iterator, _tuple_iterator = type(iter([])), type(iter(()))
+_ITERATORS: tuple[type, ...] = (type(iter(list[int]())), type(iter(())))
 
 
 class NoImage(Exception):
@@ -152,7 +152,7 @@ class _Walk:
             return Inline("message", (kind.__name__, value))
         if kind is Future:
             return Inline("future", None)
-        if kind in (_list_iterator, _tuple_iterator):
+        if kind in _ITERATORS:
             return Inline("iterator", [self._value(each) for each in _left_of(value)])
         return self._ref(value)
 

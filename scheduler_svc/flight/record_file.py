@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from protos import SCHEMA_REVISION
 from scheduler_svc.flight.errors import BadRecord
@@ -85,7 +85,7 @@ def read(path: Path) -> Record:
         raise BadRecord(f"{path}: it is damaged ({type(error).__name__}: {error})") from None
 
 
-def _read(lines: IO[bytes], path: Path) -> Record:
+def _read(lines: gzip.GzipFile, path: Path) -> Record:
     first = _line(lines, path)
     if "octavo_flight_record" not in first:
         raise BadRecord(f"{path}: it is no flight record")
@@ -108,7 +108,7 @@ def _read(lines: IO[bytes], path: Path) -> Record:
     return record
 
 
-def _line(lines: IO[bytes], path: Path) -> Line:
+def _line(lines: gzip.GzipFile, path: Path) -> Line:
     data = lines.readline(MAX_LINE_CHARS)
     if not data.endswith(b"\n"):
         raise BadRecord(f"{path}: it is cut off, or no flight record")

@@ -38,10 +38,11 @@ def response_of(entry: Mapping[str, Any], worker: WorkerHandle) -> bytes:
         _notice(response.notice, entry)
     elif entry["says"] == "result":
         result = response.result
-        result.step_id, result.status = entry["step"], worker_pb2.StepStatus.Value(entry["status"])
+        result.step_id = entry["step"]
+        result.status = getattr(worker_pb2, entry["status"])
         result.timings.total_ns = entry["took_ns"]
         if "code" in entry:
-            result.error.code = worker_pb2.StepErrorCode.Value(entry["code"])
+            result.error.code = getattr(worker_pb2, entry["code"])
         _outputs(result.outputs, entry, worker.in_flight[0].rows if worker.in_flight else None)
     return response.SerializeToString()
 

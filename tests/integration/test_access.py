@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 import urllib.error
@@ -17,6 +18,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from octavo.cli import main
 from octavo.shared.keys import hash_of
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
@@ -144,13 +146,21 @@ def test_a_request_is_of_its_keys_tenant_and_nobody_elses(served: Served) -> Non
     assert [output.finish_reason for message in running for output in message.outputs][-1] == pb.FINISH_REASON_ABORT
 
 
-def test_a_flight_record_is_for_those_who_control(served: Served) -> None:
-    asked = pb.DumpFlightRecordRequest()
-    with pytest.raises(grpc.RpcError) as raised:
-        next(served.control.DumpFlightRecord(asked, metadata=with_key("web")))
-    assert raised.value.code() is CODE.PERMISSION_DENIED
-    pieces = list(served.control.DumpFlightRecord(asked, metadata=with_key("ops")))
-    assert b"".join(piece.data for piece in pieces).startswith(b"\x1f\x8b")
+def test_a_flight_record_is_for_those_who_control(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, why = refusal(served.control.DumpFlightRecord, pb.DumpFlightRecordRequest(), metadata=with_key("web"))
+    assert code is CODE.PERMISSION_DENIED and "role control" in why
+    served.generate("web")
+    path = tmp_path / "record.jsonl.gz"
+    fetch = ["replay", str(path), "--address", served.service.address, "--api-key"]
+    assert main([*fetch, "key of web"]) == 1 and not path.exists()
+    assert main([*fetch, "key of ops"]) == 0 and path.stat().st_size > 0
+    assert main([*fetch, "key of ops"]) == 1, "what is there is not written over"
+    capsys.readouterr()
+    assert main(["replay", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["agrees"] and told["same"] == told["steps"] > 0
 
 
 def test_prefixes_are_shared_within_a_tenant_and_where_the_file_says_so(served: Served) -> None:

@@ -108,6 +108,9 @@ ELSEWHERE = {
     'octavo generate --adapter pirate "Why is the sky blue?"': ("tests/integration/test_adapters.py", "--adapter"),
     "docker compose -f compose.yaml -f compose.locked.yaml up": ("tests/test_containers.py", "compose.locked.yaml"),
     "docker compose -f compose.yaml -f compose.shards.yaml up": ("tests/test_containers.py", "compose.shards.yaml"),
+    "octavo replay record.jsonl.gz --address 127.0.0.1:50051": ("tests/integration/test_access.py", '"replay"'),
+    "octavo replay record.jsonl.gz --steps 0:20": ("tests/scheduler/test_flight_recorder.py", '"--steps"'),
+    "octavo replay record.jsonl.gz": ("tests/scheduler/test_flight_recorder.py", '"replay"'),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }
 COMMANDS = sorted(

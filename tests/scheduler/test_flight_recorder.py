@@ -79,8 +79,8 @@ class RecordedPool:
         self._limits = num_steps, max_bytes
 
     def new_engine(self, *arguments: Any, **options: Any) -> Engine:
-        recorder = FlightRecorder(*self._limits, self.faults.append)
-        self.engines.append(Engine(*arguments, **options, recorder=recorder))
+        options["recorder"] = FlightRecorder(*self._limits, self.faults.append)
+        self.engines.append(Engine(*arguments, **options))
         return self.engines[-1]
 
     def patch(self) -> Any:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from scheduler_svc.core.sequence import SequenceGroup
     from scheduler_svc.core.step_plan import NewTokens
     from scheduler_svc.engine.engine import Engine
-    from scheduler_svc.flight.record_file import Line, Record
+    from scheduler_svc.flight.record_file import Record
+    from scheduler_svc.flight.record_lines import Line
     from scheduler_svc.leases.worker_handle import WorkerHandle
 
 UNBOUNDED = 1 << 60
