@@ -182,7 +182,10 @@ class SchedulerConfig:
     )
     flight_recorder_memory: int = option(64, "MiB of memory that they take at most", group=LOGGING, metavar="MIB")
     flight_recorder_dir: Path | None = option(
-        None, "folder of flight records (default: flight-records in the user's cache)", group=LOGGING, metavar="DIR"
+        None,
+        "folder of flight records (default: one of the user's among temporary files)",
+        group=LOGGING,
+        metavar="DIR",
     )
     disable_log_stats: bool = option(False, "do not log statistics every 5 seconds", group=LOGGING)
     metrics_port: int | None = option(

@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,9 +29,6 @@ settings.load_profile("octavo")
 # Triton reads this when a kernel is defined: without a GPU its interpreter runs them, in numpy, on the CPU.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# What services write down of the faults that tests bring about is nobody's.
-os.environ.setdefault("OCTAVO_FLIGHT_RECORDER_DIR", str(Path(tempfile.gettempdir()) / "octavo-tests-flight-records"))
 
 # With rich installed, structlog draws the locals of every frame of an error that is logged: half a second each.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback

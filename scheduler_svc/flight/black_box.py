@@ -5,16 +5,17 @@ Whatever goes wrong over a file costs the file and a line of the log, never the 
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import re
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import structlog
 
-from octavo.shared.cache import cache_dir
 from scheduler_svc.flight.record_file import SUFFIX, packed
 from scheduler_svc.flight.record_lines import Line
 from scheduler_svc.flight.recorder import Recording
@@ -29,8 +30,8 @@ PREFIX = "octavo-flight-"
 
 
 def default_folder() -> Path:
-    """In the user's cache."""
-    return cache_dir() / "flight-records"
+    """One of this user's among temporary files, which a service can write where all else is read-only."""
+    return Path(tempfile.gettempdir()) / f"octavo-flight-records-{os.getuid()}"
 
 
 class BlackBox:
@@ -91,6 +92,8 @@ class BlackBox:
     def _write(self, recording: Recording) -> Path:
         assert recording.fault is not None
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._folder == default_folder() and self._folder.lstat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "the folder is somebody else's")
         kind = re.sub(r"\W+", "-", recording.fault.kind)
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = self._folder / f"{PREFIX}{when}-{os.getpid()}-{kind}{SUFFIX}"

@@ -158,6 +158,7 @@ class FlightRecorder(NoRecorder):
         self._segment.entries.append(self._last)
         self._turn_at = -1  # the entry of the last turn
         self._is_idle = True  # since then nothing has happened but that workers are there
+        self._is_incomplete = False  # something is missing among the entries: they cannot be played
         self._has_complained = False
         self.image_ns = 0  # what the last image took
 
@@ -188,7 +189,12 @@ class FlightRecorder(NoRecorder):
 
     def submitted(self, group: SequenceGroup) -> None:
         """See `NoRecorder`."""
-        note = GroupNote(group)
+        try:
+            note = GroupNote(group)
+        except Exception as error:  # costs the record what it has so far, and the request nothing
+            log.error("a request cannot be written down", request_id=group.request_id, exception=trace(error))
+            self._is_incomplete = True
+            return
         self._live[note.number] = self._segment.notes[note.number] = note
         self._add(Kind.REQUEST, note.number, GROUP_BYTES)
 
@@ -293,6 +299,10 @@ class FlightRecorder(NoRecorder):
         if self._fault is not None:
             fault, self._fault = self._fault, None
             self._on_fault(self.recording(fault))
+        if self._is_incomplete:
+            self._is_incomplete = False
+            self._begin()
+            self._segments = [self._segment]
         segment = self._segment
         num_workers = max(1, len(self._numbers))
         if segment.num_steps >= self._half_steps * num_workers or segment.num_bytes > self._half_bytes:

@@ -26,6 +26,7 @@ from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.flight import black_box, record_file
+from scheduler_svc.flight import recorder as recorder_module
 from scheduler_svc.flight.black_box import BlackBox
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.recorder import Fault, FlightRecorder, Recording
@@ -208,6 +209,22 @@ def test_a_state_that_does_not_fit_is_left_out_and_the_steps_can_be_shown(
     assert "it can be shown and not be played: its state has" in capsys.readouterr().err
     assert main(["replay", str(path), "--steps", "0:2"]) == 0
     assert "begins its state has" in (said := capsys.readouterr().out) and len(said.splitlines()) == 5
+
+
+def test_a_request_that_cannot_be_written_down_is_served_and_the_record_begins_anew(
+    recorded: RecordedPool, tmp_path: Path
+) -> None:
+    pool = recorded.pool()
+    pool.join(SIZE)
+    with mock.patch.object(recorder_module, "GroupNote", side_effect=ValueError):
+        group = pool.submit([1, 2, 3], 20)
+        pool.turn()
+    pool.submit([4, 5, 6], 20)
+    pool.run_to_end(SIZE)
+    pool.check_outputs()
+    assert group.is_finished
+    outcome = played(recorded.recording(), pool.engine.settings, tmp_path)
+    assert outcome.difference is None and outcome.num_same > 5
 
 
 def test_an_idle_loop_fills_nothing(recorded: RecordedPool, tmp_path: Path) -> None:
