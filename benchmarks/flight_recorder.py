@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from octavo.bench.fleet.replayed_worker import ReplayedLink
 from octavo.bench.fleet.requests import Load
 from octavo.bench.fleet.simulation import Simulation
@@ -71,10 +69,8 @@ def own_us(num_sequences: int, num_clock_reads: int = 14, num_rounds: int = 20) 
     link = ReplayedLink(1, lambda number, step: None)
     info, sizes = worker_pb2.WorkerInfo(block_size=16), worker_pb2.InitializeResponse(max_num_seqs=1, max_model_len=64)
     worker = WorkerHandle(link, info, sizes, worker_pb2.LeaseGranted(epoch=1), SchedulerSettings())
-    reasons, owners = np.zeros(num_sequences, np.uint8), np.zeros(num_sequences, object)
     rows: Any = SimpleNamespace(num_beam_rows=0)
     outputs: Any = SimpleNamespace(introductions=[])
-    tokens: Any = SimpleNamespace(finish_reasons=reasons, sequences=owners)
     answer: Any = None
     data, best_us = bytes(4 * num_sequences), float("inf")
     for _ in range(num_rounds):
@@ -85,7 +81,6 @@ def own_us(num_sequences: int, num_clock_reads: int = 14, num_rounds: int = 20) 
         for step in range(500):
             recorder.said(worker, data)
             recorder.asks(rows, answer)
-            recorder.answered(rows, answer, tokens)
             recorder.turn()
             for _ in range(num_clock_reads):
                 clock()
@@ -116,6 +111,7 @@ def main() -> int:
         "sequences": arguments.sequences,
         "us_per_step": us,
         "median_us_per_step": {name: statistics.median(each) for name, each in us.items()},
+        "least_us_per_step": {name: min(each) for name, each in us.items()},
         "median_more_us": round(statistics.median(more), 1),
         "recorder_alone_us_per_step": round(alone_us, 1),
         "image_us": round(min(run["image_us"] for run in runs["on"])),

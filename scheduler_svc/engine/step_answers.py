@@ -176,10 +176,11 @@ class StepAnswers:
             self._sink.put_prompt_logprobs(group, logprobs)
         self._recorder.asks(sent.rows, answer)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
-        self._recorder.answered(sent.rows, answer, tokens)
         worker.in_flight.popleft()
         # By group, of which several sequences may end at once.
         ended = {tokens.sequences[entry].group: entry for entry in tokens.finish_reasons.nonzero()[0]}
+        if ended:
+            self._recorder.ended_by(tokens)
         for group in ended:
             self._live.free_ended_id(group)  # the client may use it again as soon as it has read the end
         if len(tokens.sequences):

@@ -73,8 +73,8 @@ class NoRecorder:
     def broken(self) -> None:
         """What it said last makes no sense."""
 
-    def answered(self, rows: ScheduledRows, answer: Answer, tokens: NewTokens) -> None:
-        """What it said last was an answer, and is taken."""
+    def ended_by(self, tokens: NewTokens) -> None:
+        """What it said last was an answer, and sequences have ended with its tokens."""
 
     def asks(self, rows: ScheduledRows, answer: Answer) -> None:
         """What it said last is an answer to rows of beams, and about to be taken."""
@@ -250,13 +250,12 @@ class FlightRecorder(NoRecorder):
         if rows.num_beam_rows and self._last.kind is Kind.ANSWER:
             self._last.what[3] = _stops_of_beams(rows, answer)
 
-    def answered(self, rows: ScheduledRows, answer: Answer, tokens: NewTokens) -> None:
+    def ended_by(self, tokens: NewTokens) -> None:
         """See `NoRecorder`."""
-        if self._last.kind is Kind.ANSWER and tokens.finish_reasons.any():
-            stopped = np.flatnonzero(tokens.finish_reasons == FinishReason.STOP)
-            if len(stopped):
-                ended = tokens.sequences[stopped]
-                self._last.what[2] = [(sequence.group.number, sequence.index) for sequence in ended]
+        stopped = np.flatnonzero(tokens.finish_reasons == FinishReason.STOP)
+        if len(stopped) and self._last.kind is Kind.ANSWER:
+            ended = tokens.sequences[stopped]
+            self._last.what[2] = [(sequence.group.number, sequence.index) for sequence in ended]
 
     def control(self, kind: Kind, *what: Any) -> None:
         """See `NoRecorder`. Workers among `what` are written down by their numbers."""
