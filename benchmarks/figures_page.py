@@ -44,6 +44,7 @@ def blocks() -> dict[str, str]:
         "recovery": _recovery(),
         "slow-network": _slow_network(),
         "step-costs": _step_costs(),
+        "flight-recorder": _flight_recorder(),
         "way-out": _way_out(),
         "gateway-cost": _gateway_cost(),
         "loading": _loading(),
@@ -192,6 +193,19 @@ def _step_costs() -> str:
         for row in newest("steps", "amd-epyc-2-cores")["rows"]
     ]
     return markdown_table([name.replace("_", " ") for name in (*places, *columns)], rows)
+
+
+def _flight_recorder() -> str:
+    results = newest("flight-recorder")
+    median, sequences = results["median_us_per_step"], f"{results['sequences']:,} sequences"
+    rows = [
+        [f"a step of {sequences}, recorder off", f"{median['off']:,.0f} µs"],
+        ["the same, recorder on", f"{median['on']:,.0f} µs"],
+        ["what a step tells the recorder, alone", f"{results['recorder_alone_us_per_step']:.1f} µs"],
+        [f"an image of the state, {sequences}", f"{results['image_us'] / 1e3:.1f} ms"],
+    ]
+    about = f"{results['machine']['cpu']}, {results['machine']['cores']} cores, {results['date']}:"
+    return f"{about}\n\n{markdown_table(['', 'CPU time'], rows)}"
 
 
 def _way_out() -> str:

@@ -30,6 +30,7 @@ COMMANDS = {
     "keys": "make, list or remove keys of those who may call a server",
     "top": "watch a server: models, workers, queues and blocks",
     "completion": "let a shell complete commands and options with Tab",
+    "replay": "fetch, show or play what a server did last: its flight record",
     "health": "ask a server whether it is ready, by exit code",
     "bench": "measure speed, in this process or against a server",
 }

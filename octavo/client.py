@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -413,6 +413,18 @@ class Client(_Settings):
         """See `AsyncClient.unload_adapter`."""
         request = pb.ControlUnloadAdapterRequest(name=name)
         self._everywhere(lambda at: at.control.UnloadAdapter, request, timeout)
+
+    def flight_records(self) -> Iterator[tuple[int, bytes]]:
+        """What the flight recorder of the first scheduler has, in pieces: the number of a shard, and data of its file.
+
+        Raises RequestFailed.
+        """
+        server = self._servers.in_turn()[0]
+        try:
+            for piece in server.control.DumpFlightRecord(pb.DumpFlightRecordRequest(), metadata=self._metadata):
+                yield piece.shard, piece.data
+        except grpc.RpcError as error:
+            raise RequestFailed.from_rpc_error(error) from None
 
     def _unary(self, method: Method, request: Message) -> Any:
         """The answer of the first scheduler that is there."""

@@ -830,6 +830,18 @@ class DrainResponse(_message.Message):
     num_requests_left: int
     def __init__(self, num_requests_left: _Optional[int] = ...) -> None: ...
 
+class DumpFlightRecordRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlightRecordPiece(_message.Message):
+    __slots__ = ("data", "shard")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    shard: int
+    def __init__(self, data: _Optional[bytes] = ..., shard: _Optional[int] = ...) -> None: ...
+
 class ControlLoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")
     NAME_FIELD_NUMBER: _ClassVar[int]

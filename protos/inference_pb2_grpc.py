@@ -426,6 +426,11 @@ class ControlStub(object):
                 request_serializer=protos_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.DumpFlightRecord = channel.unary_stream(
+                '/octavo.v1.Control/DumpFlightRecord',
+                request_serializer=protos_dot_inference__pb2.DumpFlightRecordRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.FlightRecordPiece.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/octavo.v1.Control/LoadAdapter',
                 request_serializer=protos_dot_inference__pb2.ControlLoadAdapterRequest.SerializeToString,
@@ -510,6 +515,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DumpFlightRecord(self, request, context):
+        """What the flight recorder has: the last steps of each worker, and what they came of. No texts and no tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -579,6 +591,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.DrainResponse.SerializeToString,
+            ),
+            'DumpFlightRecord': grpc.unary_stream_rpc_method_handler(
+                    servicer.DumpFlightRecord,
+                    request_deserializer=protos_dot_inference__pb2.DumpFlightRecordRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.FlightRecordPiece.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -889,6 +906,33 @@ class Control(object):
             '/octavo.v1.Control/Drain',
             protos_dot_inference__pb2.DrainRequest.SerializeToString,
             protos_dot_inference__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpFlightRecord(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/octavo.v1.Control/DumpFlightRecord',
+            protos_dot_inference__pb2.DumpFlightRecordRequest.SerializeToString,
+            protos_dot_inference__pb2.FlightRecordPiece.FromString,
             options,
             channel_credentials,
             insecure,

@@ -204,6 +204,16 @@ class SchedulerConfig:
     log_prompts: bool = option(
         False, "write the prompt and the answer of each request into the log: content of users", group=LOGGING
     )
+    flight_recorder_steps: int = option(
+        1024, "last steps of each worker that are kept for a record of a fault; 0: off", group=LOGGING, metavar="N"
+    )
+    flight_recorder_memory: int = option(64, "MiB of memory that they take at most", group=LOGGING, metavar="MIB")
+    flight_recorder_dir: Path | None = option(
+        None,
+        "folder of flight records (default: one of the user's among temporary files)",
+        group=LOGGING,
+        metavar="DIR",
+    )
     disable_log_stats: bool = option(False, "do not log statistics every 5 seconds", group=LOGGING)
     metrics_port: int | None = option(
         None,
@@ -280,6 +290,10 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {value}, at least 1 is accepted")
         if self.log_prompts and self.log_level not in ("debug", "info"):
             raise ValueError(f"log_prompts writes lines of level info, which log_level {self.log_level!r} leaves out")
+        if self.flight_recorder_steps < 0:
+            raise ValueError(f"flight_recorder_steps is {self.flight_recorder_steps}, at least 0 is accepted")
+        if self.flight_recorder_memory < 1:
+            raise ValueError(f"flight_recorder_memory is {self.flight_recorder_memory}, at least 1 is accepted")
         length = self.max_model_len
         if not (length is None or length == "auto" or (isinstance(length, int) and length > 0)):
             raise ValueError(f"max_model_len is {length!r}; a number from 1 on or auto is accepted")

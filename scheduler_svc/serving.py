@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from protos import worker_pb2
@@ -11,6 +12,9 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.turn_watch import TurnWatch
+from scheduler_svc.flight.black_box import BlackBox, default_folder
+from scheduler_svc.flight.record_file import header_of, packed
+from scheduler_svc.flight.recorder import FlightRecorder, NoRecorder
 from scheduler_svc.output.output_processor import Delivery, OutputProcessor
 from scheduler_svc.requests.frontend import Frontend
 from scheduler_svc.vital_parts import VitalParts
@@ -45,28 +49,26 @@ class Serving:
     ) -> None:
         self.vital = vital or VitalParts()
         self.outputs: Outputs = OutputProcessor(outputs, self.vital) if callable(outputs) else outputs
-        self.engine = Engine(
-            EngineSettings(
-                scheduling_policy=config.scheduling_policy,
-                tenant_weights=config.weights(),
-                tenants_are_known=config.tenants_are_known,
-                # A shard, whose parent has the limits: all requests pass that. It may start while the file is broken.
-                tenants=config.tenants(starts_without=config.shards > 1),
-                has_tenant_limits=config.shards == 1,
-                preemption_mode=config.preemption_mode,
-                enable_prefix_caching=config.enable_prefix_caching,
-                enable_chunked_prefill=config.enable_chunked_prefill,
-                scheduler_delay_factor=config.scheduler_delay_factor,
-                steps_in_flight=config.steps_in_flight,
-                max_waiting_requests=config.max_waiting_requests,
-                max_waiting_tokens=config.max_waiting_tokens,
-                worker_wait_timeout_s=config.worker_wait_timeout,
-                max_worker_losses=config.max_worker_losses,
-                adapters=config.adapters(),
-            ),
-            self.outputs,
-            self.vital,
+        settings = EngineSettings(
+            scheduling_policy=config.scheduling_policy,
+            tenant_weights=config.weights(),
+            tenants_are_known=config.tenants_are_known,
+            # A shard, whose parent has the limits: all requests pass that. It may start while the file is broken.
+            tenants=config.tenants(starts_without=config.shards > 1),
+            has_tenant_limits=config.shards == 1,
+            preemption_mode=config.preemption_mode,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            scheduler_delay_factor=config.scheduler_delay_factor,
+            steps_in_flight=config.steps_in_flight,
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_tokens=config.max_waiting_tokens,
+            worker_wait_timeout_s=config.worker_wait_timeout,
+            max_worker_losses=config.max_worker_losses,
+            adapters=config.adapters(),
         )
+        self.black_box = BlackBox(config.flight_recorder_dir or default_folder(), header_of(settings))
+        self.engine = Engine(settings, self.outputs, self.vital, recorder=self._recorder(config))
         self.vital.on_failure(self.engine.close)
         self._watch = TurnWatch("step-loop", self.engine.turns, self.vital)
         self.pool = WorkerPool(
@@ -99,6 +101,19 @@ class Serving:
             enable_chunked_prefill=config.enable_chunked_prefill,
         )
 
+    def _recorder(self, config: SchedulerConfig) -> NoRecorder:
+        if not config.flight_recorder_steps:
+            return NoRecorder()
+        num_bytes = config.flight_recorder_memory << 20
+        return FlightRecorder(config.flight_recorder_steps, num_bytes, self.black_box.take)
+
+    async def flight_record(self) -> AsyncIterator[bytes]:
+        """The bytes of a record of what the recorder has now. Raises Unsupported where it is off, NotReady."""
+        recording = await asyncio.wrap_future(self.engine.recording())
+        pieces = packed(recording, header_of(self.engine.settings))
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+
     def start(self) -> None:
         """Starts the threads and connects to workers, in the order in which they need each other."""
         self.outputs.start()
@@ -108,6 +123,7 @@ class Serving:
 
     def stop(self) -> None:
         """Aborts what is unfinished, lets its last messages out, and gives the workers back."""
+        self.black_box.close()
         self.pool.close()
         self.engine.stop()
         self._watch.stop()

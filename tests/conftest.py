@@ -30,7 +30,6 @@ settings.load_profile("octavo")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-
 # With rich installed, structlog draws the locals of every frame of an error that is logged: half a second each.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 

@@ -35,6 +35,7 @@ ROOMS = {
         "core",
         "leases",
         "routing",
+        "flight",
         "engine",
         "text",
         "models",

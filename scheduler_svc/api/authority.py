@@ -33,7 +33,8 @@ Metadata = Iterable[tuple[str, str | bytes]]
 _OPEN = "/grpc.health.v1.Health/"
 _BY_PREFIX = {"/octavo.v1.Inference/": (INFERENCE,), "/octavo.v1.Control/": (CONTROL,), "/grpc.reflection.": ROLES}
 _BY_METHOD = {"/octavo.v1.Control/GetLoad": (CONTROL, METRICS)}
-_CHANGES = ("Drain", "FlushPrefixCache", "LoadAdapter", "UnloadAdapter", "WithholdBlocks")  # of Control: on the record
+# Of Control: on the record, as is whoever takes a record along.
+_CHANGES = ("Drain", "DumpFlightRecord", "FlushPrefixCache", "LoadAdapter", "UnloadAdapter", "WithholdBlocks")
 
 
 class Authority:

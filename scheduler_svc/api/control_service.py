@@ -140,6 +140,13 @@ class ControlService(inference_pb2_grpc.ControlServicer):
         self._drain()
         return pb.DrainResponse(num_requests_left=self._serving.engine.num_live)
 
+    async def DumpFlightRecord(
+        self, request: pb.DumpFlightRecordRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FlightRecordPiece]:
+        """The file in pieces; raises Unsupported where the recorder is off."""
+        async for piece in self._serving.flight_record():
+            yield pb.FlightRecordPiece(data=piece)
+
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:

@@ -132,6 +132,20 @@ class BeamSearch:
         """Beams whose candidates the next step wants; none once the search is over."""
         return len(self._live)
 
+    def description(self) -> dict[str, float]:
+        """What it was made with, but for the tokens that stop it, of which only the number is told."""
+        return {
+            "width": self.width,
+            "num_returned": self._num_returned,
+            "num_stop_token_ids": len(self._stop_token_ids),
+            "length_penalty": self._length_penalty,
+            "early_stopping": int(self._early_stopping),
+        }
+
+    def is_stop(self, token_ids: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which of these tokens end a beam."""
+        return np.isin(token_ids, self._stop_token_ids)
+
     def live_token_ids(self, beam: int) -> list[int]:
         """The tokens that a live beam has generated."""
         last = self._live[beam]

@@ -66,7 +66,7 @@ class Recovery:
 
     def _start_over(self) -> None:
         groups, columns = self._groups, self._groups.columns
-        for group in self._moved | self._that_found():
+        for group in sorted(self._moved | self._that_found(), key=groups.policy.key):
             if group in groups.running or group in groups.swapped:
                 groups.recompute_later(group, publishes=False)
         self._moved, self._wrong = set(), []

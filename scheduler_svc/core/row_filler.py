@@ -74,7 +74,7 @@ class RowFiller:
         return np.sort(slots[longest_ago])
 
     def _ready_beam_slots(self) -> Ints:
-        groups = self._groups.ready_beams
+        groups = sorted(self._groups.ready_beams, key=self._groups.policy.key)  # the same order wherever it is played
         return np.array([sequence.slot for group in groups for sequence in group.unfinished()], np.int64)
 
     def _copy_on_write(self, plan: StepPlan, slots: Ints) -> None:

@@ -143,6 +143,11 @@ class Sequence:
         behind = of_prompt[-1] if of_prompt else self.group.hash_root
         extend_hashes(self._own_hashes, behind, token_bytes, 4 * block_size)
 
+    @property
+    def own_hashes(self) -> list[bytes]:
+        """Of the blocks behind the prompt's full ones, as far as somebody asked. Not to be changed."""
+        return self._own_hashes
+
     def forget_hashes(self) -> None:
         """Once its tokens or what their K and V depend on has changed."""
         self._own_hashes = []
@@ -319,6 +324,13 @@ class SequenceGroup:
             token_bytes = self.sequences[0].token_ids[:full].tobytes()
             extend_hashes(self._prompt_hashes, self.hash_root, token_bytes, 4 * block_size)
         return self._prompt_hashes
+
+    def known_hashes(self) -> tuple[list[bytes], list[tuple[int, list[bytes]]]]:
+        """Hashes that somebody asked for: of the prompt's full blocks, and by index of those behind. Not to be changed.
+
+        Looks only, and so may be called from any thread.
+        """
+        return self._prompt_hashes or [], [(sequence.index, sequence.own_hashes) for sequence in list(self.sequences)]
 
     def num_distinct_blocks(self, block_size: int) -> int:
         """Blocks that hold all its known tokens when nothing of them is cached; what sequences share counts once.

@@ -34,6 +34,8 @@ from scheduler_svc.errors import (
     Unsupported,
     WorkerFailed,
 )
+from scheduler_svc.flight.entries import Kind
+from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.worker_handle import WorkerHandle
 
 log = structlog.get_logger()
@@ -86,7 +88,9 @@ class Adapters:
         wake: Callable[[WorkerHandle], None] = lambda worker: None,
         loaded: Callable[[WorkerHandle], None] = lambda worker: None,
         configured: Mapping[str, str] = MappingProxyType({}),
+        recorder: NoRecorder | None = None,
     ) -> None:
+        self._recorder = recorder or NoRecorder()
         self._later = later
         self._wake = wake
         self._loaded = loaded
@@ -245,6 +249,7 @@ class Adapters:
         worker.link.call(request, lambda problem: self._later(partial(on_answered, worker, adapter, problem)))
 
     def _on_load_answered(self, worker: WorkerHandle, adapter: Adapter, problem: str) -> None:
+        self._recorder.control(Kind.ADAPTER, adapter.name, worker, False, problem)
         if worker not in adapter.asked:
             return  # it left
         if not problem:
@@ -254,6 +259,7 @@ class Adapters:
         self._note_answer(worker, adapter, problem)
 
     def _on_unload_answered(self, worker: WorkerHandle, adapter: Adapter, problem: str) -> None:
+        self._recorder.control(Kind.ADAPTER, adapter.name, worker, True, problem)
         if worker in adapter.asked:
             self._note_answer(worker, adapter, problem)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -38,7 +38,10 @@ from scheduler_svc.engine.tenant_turns import TenantTurns
 from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
 from scheduler_svc.engine.turnover import Turnover
-from scheduler_svc.errors import NotReady, RequestRefused
+from scheduler_svc.errors import NotReady, RequestRefused, Unsupported
+from scheduler_svc.flight.entries import Kind
+from scheduler_svc.flight.recorder import FlightRecorder, NoRecorder, Recording
+from scheduler_svc.flight.where import where_of
 from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
 from scheduler_svc.routing.rebinding import Rebinding
 from scheduler_svc.routing.router import Router
@@ -58,6 +61,7 @@ class Engine:
         metrics: what is counted, by model.
         admitted_before: requests that may resume before all that wait.
         turns: of the step loop, at least four a second.
+        recorder: of the last steps, and of what they came of.
         on_wanted: called with a worker whose lease another scheduler asks for.
     """
 
@@ -67,10 +71,15 @@ class Engine:
         sink: OutputSink,
         vital: VitalParts | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        recorder: NoRecorder | None = None,
     ) -> None:
-        """`clock`: nanoseconds, that of `arrival_ns` of groups and of `last_heard_ns` of links."""
+        """`clock`: nanoseconds, that of `arrival_ns` of groups and of `last_heard_ns` of links. `recorder`: of this
+        engine alone; None: nothing is written down."""
         self.settings = settings
-        self._clock = clock
+        recorder = self.recorder = recorder or NoRecorder()
+        unrecorded = clock  # for what other threads ask as well; what comes of it is written down
+        clock = self._clock = recorder.clock(clock)
+        recorder.pictures(self.state)
         self.metrics = ModelMetrics(counts_prefixes=settings.enable_prefix_caching)
         self._joined = JoinedWorkers()
         self.workers = self._joined.workers
@@ -94,30 +103,43 @@ class Engine:
         self._has_stopped = False
         self.on_wanted: Callable[[WorkerHandle], None] = lambda worker: None
         joined, router, metrics = self._joined, self.router, self.metrics
-        adapters = self._adapters = Adapters(self._inbox.put, joined.wake, self._on_adapter_loaded, settings.adapters)
+        adapters = self._adapters = Adapters(
+            self._inbox.put, joined.wake, self._on_adapter_loaded, settings.adapters, recorder
+        )
         self.admitted_before = AdmittedBefore()
         bounds = settings.max_waiting_requests, settings.max_waiting_tokens
         turns = self._tenants = TenantTurns(
             settings.tenants,
-            served,
-            lambda group: self._inbox.put(partial(self._on_turn, group)),
-            clock,
+            self._weigh,
+            lambda group: self._inbox.put(partial(self._on_due, group)),
+            unrecorded,
             has_limits=settings.has_tenant_limits,
             weights=settings.tenant_weights,
         )
         live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds, turns)
-        placement = self._placement = Placement(joined, router, stranded, live, adapters, metrics, sink, clock)
-        failures = self._failures = Failures(
-            settings, joined, placement, router, rebinding, stranded, adapters, metrics, clock
+        placement = self._placement = Placement(
+            joined, router, stranded, live, adapters, metrics, sink, clock, recorder
         )
-        self._sender = StepSender(settings.steps_in_flight, router, rebinding, placement, failures, clock)
+        failures = self._failures = Failures(
+            settings, joined, placement, router, rebinding, stranded, adapters, metrics, clock, recorder
+        )
+        self._sender = StepSender(settings.steps_in_flight, router, rebinding, placement, failures, clock, recorder)
         turnover = self._turnover = Turnover(joined, placement, router, stranded, adapters, clock)
         self._answers = StepAnswers(
-            joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock
+            joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock, recorder
         )
         self._time_limits = TimeLimits(
-            settings.worker_wait_timeout_s, joined, placement, failures, self._waiting, stranded, rebinding, clock
+            settings.worker_wait_timeout_s,
+            joined,
+            placement,
+            failures,
+            self._waiting,
+            stranded,
+            rebinding,
+            clock,
+            recorder,
         )
+        self._stranded = stranded
 
     # ---- from any thread --------------------------------------------------------------------------------------------
 
@@ -169,19 +191,26 @@ class Engine:
 
     def abort_group(self, group: SequenceGroup) -> None:
         """Ends the group with ABORT, and tells the sink."""
-        self._inbox.put(partial(self._placement.end, group, FinishReason.ABORT, ""))
+        self._inbox.put(partial(self._on_aborted, group))
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The layer above found the end of a sequence's text: it wants no more tokens of it."""
         self._live.end_above(sequence)  # the client may use the id again as soon as it has read the end
-        self._inbox.put(partial(self._placement.finish_sequence, sequence))
+        self._inbox.put(partial(self._on_finished, sequence))
+
+    def recording(self) -> Future[Recording]:
+        """What the flight recorder has now. Raises Unsupported where it is off."""
+        recorder = self.recorder
+        if not isinstance(recorder, FlightRecorder):
+            raise Unsupported("the flight recorder is off (--flight-recorder-steps)")
+        return self.call(recorder.recording)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function on the step loop's thread, between steps, for a consistent look at its state."""
         if self._live.is_closed:
             raise NotReady("this server is shutting down")
         future: Future[T] = Future()
-        self._inbox.put(partial(_fulfil, future, function))
+        self._inbox.put(partial(self._on_called, future, function))
         return future
 
     def observe_steps(self, observer: StepObserver) -> Callable[[], None]:
@@ -196,6 +225,7 @@ class Engine:
 
         def flush() -> int:
             workers = self._joined.at(address)
+            self.recorder.control(Kind.FLUSH, *workers)
             for worker in workers:
                 self._joined.wake(worker)
             return sum(worker.flush() for worker in workers)
@@ -210,17 +240,18 @@ class Engine:
 
         def withhold() -> int:
             (worker,) = self._joined.at(address)
+            self.recorder.control(Kind.WITHHOLD, worker, count)
             return self._turnover.withhold(worker, count)
 
         return self.call(withhold)
 
     def load_adapter(self, name: str, path: str) -> Future[int]:
         """Loads an adapter on every worker that takes them; its generation, or a RequestRefused. See `Adapters`."""
-        return self._answer_later(partial(self._adapters.load, name, path))
+        return self._answer_later(partial(self._on_load, name, path))
 
     def unload_adapter(self, name: str) -> Future[int]:
         """Unloads an adapter once the requests that use it have ended; its generation, or a RequestRefused."""
-        return self._answer_later(partial(self._adapters.unload, name))
+        return self._answer_later(partial(self._on_unload, name))
 
     def _answer_later(self, begin: Callable[[Future[int]], None]) -> Future[int]:
         if self._live.is_closed:
@@ -338,7 +369,7 @@ class Engine:
         is_lock_step = self.settings.steps_in_flight == 1
         worker = WorkerHandle(link, info, sizes, lease, settings, is_caching, model, is_lock_step=is_lock_step)
         self.admitted_before.learn(lease.request_ids)
-        self._inbox.put(partial(self._turnover.join, worker))
+        self._inbox.put(partial(self._on_joined, worker, lease))
 
     def worker_said(self, link: WorkerLink, data: bytes) -> None:
         """A `StepResponse`, still in bytes, so that the thread which reads the socket does nothing else."""
@@ -346,7 +377,7 @@ class Engine:
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
         """Its groups go to other workers, or wait; a link that is not here any more is ignored."""
-        self._inbox.put(partial(self._failures.lose, link, reason))
+        self._inbox.put(partial(self._on_lost, link, reason))
 
     # ---- on the step loop's thread ----------------------------------------------------------------------------------
 
@@ -357,7 +388,38 @@ class Engine:
 
         Returns how many they are. To be called on the step loop's thread, through `call`.
         """
+        self.recorder.control(Kind.DRAIN, worker, may_finish)
         return self._turnover.drain(worker, may_finish=may_finish)
+
+    def state(self) -> dict[str, Any]:
+        """Whatever decisions are made from, by name: for an image of it, and for whoever goes on from one.
+
+        To be called on the step loop's thread, between turns, or before it begins.
+        """
+        return {
+            "router": self.router,
+            "queues": self.router.queues,
+            "unbound": self.router.queues.unbound,
+            "rebinding": self._rebinding,
+            "joined": self._joined,
+            "workers": self._joined.workers,
+            "stranded": self._stranded,
+            "adapters": self._adapters,
+            "served": self._served,
+            "watched": self._time_limits.watched,
+        }
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Tenants have these weights from now on. For the step loop's thread."""
+        self._served.weigh(weights)
+
+    def goes_on(self, groups: Iterable[SequenceGroup]) -> None:
+        """All of its `state` was given to it from elsewhere, with these requests in it. Before it begins."""
+        self._joined.find_links()
+        self.router.watch_all()
+        for group in groups:
+            self._live.add(group)
+            self._live.arrived(group)
 
     # ---- the step loop ----------------------------------------------------------------------------------------------
 
@@ -373,20 +435,31 @@ class Engine:
         With `send_steps` the whole of the loop, for a caller who runs it himself in place of `start`. Where the clock
         is not that of the machine, such a caller waits for nothing: 0.
         """
+        self.take_waiting(wait_s)
+        self.watch()
+
+    def take_waiting(self, wait_s: float = 0.0) -> None:
+        """Of `take_events` the events."""
         try:
             event = self._inbox.get(timeout=wait_s)
             while True:
                 self._take(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
-            self._time_limits.watch()
-            self._tenants.watch()
+            return
+
+    def watch(self) -> None:
+        """Of `take_events` the look at what is late."""
+        self._tenants.watch()
+        self.recorder.turn()
+        self._time_limits.watch()
 
     def _take(self, event: Callable[[], None]) -> None:
         try:
             event()
-        except Exception:
+        except Exception as fault:
             log.exception("an event of the step loop failed")
+            self.recorder.fault("an event failed", where_of(fault))
 
     def send_steps(self) -> None:
         """Fills every worker that something has happened to, and no other."""
@@ -405,6 +478,7 @@ class Engine:
                 self._failures.lose(worker.link, "it is drained")
             else:
                 self._joined.idle[worker] = None
+        self.recorder.turned()
 
     def _has_finished(self, worker: WorkerHandle) -> bool:
         is_done = worker.is_finishing and not worker.has_something_to_do
@@ -418,6 +492,7 @@ class Engine:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _on_submitted(self, group: SequenceGroup, begins: bool) -> None:
+        self.recorder.submitted(group, begins=begins)
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._placement.forget(group, FinishReason.STOP)
         elif begins:
@@ -427,11 +502,46 @@ class Engine:
         if begins:
             self._live.arrived(group)
 
-    def _on_turn(self, group: SequenceGroup) -> None:
-        """Of a group that was held for its tenant's limit."""
+    def _on_due(self, group: SequenceGroup) -> None:
+        """It was held for its tenant's limit, and its turn has come."""
+        self.recorder.due(group)
         if not group.is_finished:
             self._placement.place(group)
         self._live.arrived(group)
+
+    def _on_aborted(self, group: SequenceGroup) -> None:
+        self.recorder.ended_above(group)
+        self._placement.end(group, FinishReason.ABORT, "")
+
+    def _on_finished(self, sequence: Sequence) -> None:
+        self.recorder.finished_above(sequence)
+        self._placement.finish_sequence(sequence)
+
+    def _on_joined(self, worker: WorkerHandle, lease: worker_pb2.LeaseGranted) -> None:
+        self.recorder.joined(worker, lease)
+        self._turnover.join(worker)
+
+    def _on_lost(self, link: WorkerLink, reason: str) -> None:
+        worker = self._joined.of(link)
+        if worker is not None:
+            self.recorder.lost(worker, reason)
+            self._failures.lose(link, reason)
+
+    def _on_load(self, name: str, path: str, caller: Future[int]) -> None:
+        self.recorder.control(Kind.LOAD, name, path)
+        self._adapters.load(name, path, caller)
+
+    def _on_unload(self, name: str, caller: Future[int]) -> None:
+        self.recorder.control(Kind.UNLOAD, name)
+        self._adapters.unload(name, caller)
+
+    def _weigh(self, weights: Mapping[str, float]) -> None:
+        self.recorder.control(Kind.WEIGH, dict(weights))
+        self.weigh(weights)
+
+    def _on_called(self, future: Future[T], function: Callable[[], T]) -> None:
+        self.recorder.called()
+        _fulfil(future, function)
 
     def _on_wanted(self, worker: WorkerHandle) -> None:
         self.on_wanted(worker)
@@ -441,6 +551,7 @@ class Engine:
         self._joined.wake(worker)
 
     def _on_stop(self) -> None:
+        self.recorder.control(Kind.STOP)
         for group in self._live.all():
             self._placement.end(group, FinishReason.ABORT, "the server is shutting down")
         self._joined.close()

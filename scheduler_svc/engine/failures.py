@@ -18,6 +18,8 @@ from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.model_metrics import ModelMetrics
 from scheduler_svc.engine.placement import Placement
+from scheduler_svc.flight.recorder import NoRecorder
+from scheduler_svc.flight.where import where_of
 from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
 from scheduler_svc.routing.rebinding import Rebinding
 from scheduler_svc.routing.router import Router
@@ -45,6 +47,7 @@ class Failures:
         adapters: Adapters,
         metrics: ModelMetrics,
         clock: Callable[[], int],
+        recorder: NoRecorder,
     ) -> None:
         self._settings = settings
         self._joined = joined
@@ -56,6 +59,7 @@ class Failures:
         self._adapters = adapters
         self._metrics = metrics
         self._clock = clock
+        self._recorder = recorder
 
     def lose(self, link: WorkerLink, reason: str, before: BeforeAnswer | None = None) -> None:
         """Its groups go back to the queue, at the places they had, with every token that has arrived."""
@@ -73,6 +77,9 @@ class Failures:
         if worker.is_draining:
             charged.clear()  # it went because it was told to
         groups = self._evacuate(worker, before)
+        if not worker.is_draining:
+            self._recorder.fault("worker lost", reason)
+        self._recorder.left(worker)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
         self.queue_again(groups, charged & set(groups), "{} workers were lost while running it")
         for group in waiting:
@@ -85,6 +92,8 @@ class Failures:
         To be called while the exception is handled.
         """
         log.exception("a worker's messages are broken", worker=worker.link.address)
+        self._recorder.broken()
+        self._recorder.fault("broken messages", "what a worker said is broken")
         worker.link.distrust()
         self.lose(worker.link, "what it said is broken")
 
@@ -111,6 +120,7 @@ class Failures:
         requests = sorted(group.request_id for group in charged)
         where = trace(fault)
         log.error("a fault over requests", worker=worker.link.address, requests=requests[:MAX_LOGGED], exception=where)
+        self._recorder.fault("a fault over requests", where_of(fault))
         worker.num_faults += 1
         if worker.num_faults > MAX_FAULTS_IN_A_ROW:
             self.lose(worker.link, f"{worker.num_faults} faults in a row over its requests", before)
@@ -145,7 +155,7 @@ class Failures:
             what, where = "requests cannot be taken back from a worker", trace(fault)
             log.error(what, worker=worker.link.address, requests=len(held), exception=where)
             groups, broken = [], set(held)
-        for group in {*held, *besides} - broken:
+        for group in sorted({*held, *besides} - broken, key=lambda group: group.number):
             is_elsewhere = group in self._waiting or self._joined.holder_of(group) is not None
             if not (group.is_finished or group in groups or is_elsewhere):
                 groups.append(group)

@@ -32,6 +32,10 @@ class JoinedWorkers:
         self.workers.append(worker)
         self._by_link[id(worker.link)] = worker
 
+    def find_links(self) -> None:
+        """`workers` was given from elsewhere: each is found by its link from now on."""
+        self._by_link = {id(worker.link): worker for worker in self.workers}
+
     def remove(self, worker: WorkerHandle) -> None:
         """A worker that is lost; nothing here knows it any more."""
         self.workers.remove(worker)

@@ -14,6 +14,7 @@ from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.engine.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
+from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.routing.router import Router
 from scheduler_svc.routing.stranded_groups import StrandedGroups
 
@@ -33,6 +34,7 @@ class Placement:
         metrics: ModelMetrics,
         sink: OutputSink,
         clock: Callable[[], int],
+        recorder: NoRecorder,
     ) -> None:
         self._joined = joined
         self._router = router
@@ -43,6 +45,7 @@ class Placement:
         self._metrics = metrics
         self._sink = sink
         self._clock = clock
+        self._recorder = recorder
 
     def place(self, group: SequenceGroup) -> None:
         """Binds a group to a worker, or has it wait for one that can take it. One that brings a fault ends."""
@@ -108,5 +111,6 @@ class Placement:
         if group.is_finished:
             self._router.ended(group)
             self._live.free(group)
+            self._recorder.has_ended(group)
             self._adapters.release(group)
             self._metrics.of(group.model).ended(group, reason, self._clock())

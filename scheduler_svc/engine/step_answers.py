@@ -21,6 +21,7 @@ from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.prompt_logprobs import take_prompt_logprobs
 from scheduler_svc.engine.step_encoder import decode
 from scheduler_svc.engine.turnover import Turnover
+from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.step_statistics import AnsweredStep, StepInFlight
 from scheduler_svc.leases.worker_claims import check_result
 from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
@@ -48,6 +49,7 @@ class StepAnswers:
         sink: OutputSink,
         wanted: Callable[[WorkerHandle], None],
         clock: Callable[[], int],
+        recorder: NoRecorder,
     ) -> None:
         self._joined = joined
         self._live = live
@@ -59,6 +61,7 @@ class StepAnswers:
         self._sink = sink
         self._wanted = wanted
         self._clock = clock
+        self._recorder = recorder
         self._observers: list[StepObserver] = []
 
     def observe(self, observer: StepObserver) -> Callable[[], None]:
@@ -77,6 +80,7 @@ class StepAnswers:
         if worker is None:
             return
         self._joined.wake(worker)
+        self._recorder.said(worker, data)
         try:
             received_ns = self._clock()
             response = worker_pb2.StepResponse.FromString(data)
@@ -170,10 +174,13 @@ class StepAnswers:
         metrics.drawn(sent.rows, worker.scheduler.columns, decoded_ns)
         for group, logprobs in take_prompt_logprobs(sent.rows, result.outputs, worker.info.vocab_size):
             self._sink.put_prompt_logprobs(group, logprobs)
+        self._recorder.asks(sent.rows, answer)
         tokens = worker.scheduler.process_outputs(sent.rows, answer)
         worker.in_flight.popleft()
         # By group, of which several sequences may end at once.
         ended = {tokens.sequences[entry].group: entry for entry in tokens.finish_reasons.nonzero()[0]}
+        if ended:
+            self._recorder.ended_by(tokens)
         for group in ended:
             self._live.free_ended_id(group)  # the client may use it again as soon as it has read the end
         if len(tokens.sequences):
@@ -208,6 +215,8 @@ class StepAnswers:
             worker.roll_back(sent)
             worker.statistics.num_failed += 1
             code = worker_pb2.StepErrorCode.Name(result.error.code)
+            if result.error.code != worker_pb2.STEP_ERROR_CODE_OUT_OF_MEMORY:
+                self._recorder.fault("step failed", code)
             log.warning(
                 "step failed", worker=worker.link.address, step=sent.step_id, code=code, why=result.error.message
             )

@@ -13,6 +13,7 @@ from scheduler_svc.core.step_plan import SchedulerOutputs, groups_of
 from scheduler_svc.engine.failures import FAULTS_OVER, Failures
 from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.step_encoder import UnsendableGroup, encode_request
+from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.rebinding import Rebinding
 from scheduler_svc.routing.router import Router
@@ -32,6 +33,7 @@ class StepSender:
         placement: Placement,
         failures: Failures,
         clock: Callable[[], int],
+        recorder: NoRecorder,
     ) -> None:
         self._steps_in_flight = steps_in_flight
         self._router = router
@@ -39,6 +41,7 @@ class StepSender:
         self._placement = placement
         self._failures = failures
         self._clock = clock
+        self._recorder = recorder
 
     def fill(self, worker: WorkerHandle) -> None:
         """Schedules, encodes and sends steps until the worker has as many as it may have in flight."""
@@ -99,6 +102,7 @@ class StepSender:
             return False
         sent_ns = self._clock()
         sent = worker.sent(step.step_id, outputs, sent_ns)
+        self._recorder.sent(worker, outputs, step.step_id, data)
         worker.link.send(data)
         sent.schedule_ns, sent.encode_ns = scheduled_ns - started_ns, sent_ns - scheduled_ns
         sent.num_bytes = len(data)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 from octavo.shared.tenant_limits import TenantTable
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.limits.tenant_account import Ask
 from scheduler_svc.limits.tenant_ledger import TenantLedger
 
@@ -24,6 +23,7 @@ class TenantTurns:
         table: what tenants may have and weigh; None: no file says.
         has_limits: False for a shard, which takes weights alone: its parent sees all requests.
         weights: of options; those of the file win.
+        weigh: takes weights that count from now on; on the step loop.
         begin: has the step loop begin a request that was held; from any thread.
         clock: nanoseconds.
     """
@@ -31,14 +31,14 @@ class TenantTurns:
     def __init__(
         self,
         table: Callable[[], TenantTable] | None,
-        served: ServedTokens,
+        weigh: Callable[[Mapping[str, float]], None],
         begin: Callable[[SequenceGroup], None],
         clock: Callable[[], int],
         *,
         has_limits: bool = True,
         weights: Mapping[str, float],
     ) -> None:
-        self._table, self._served, self._begin, self._clock = table, served, begin, clock
+        self._table, self._weigh, self._begin, self._clock = table, weigh, begin, clock
         self._weights = dict(weights)
         self._weighed: Mapping[str, float] = {}  # by the file, as it was last
         self._ledger = TenantLedger[SequenceGroup](table) if table is not None and has_limits else None
@@ -93,7 +93,7 @@ class TenantTurns:
                 self._begin(group)
         if (weights := self._table().weights) is not self._weighed:
             self._weighed = weights
-            self._served.weigh({**self._weights, **weights})
+            self._weigh({**self._weights, **weights})
 
     def _charge(self, group: SequenceGroup) -> None:
         assert self._ledger is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -10,6 +11,7 @@ from scheduler_svc.core.finish_reason import FinishReason
 from scheduler_svc.engine.failures import Failures
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.placement import Placement
+from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.bound_queues import BoundQueues
 from scheduler_svc.routing.rebinding import Rebinding
@@ -21,6 +23,16 @@ CHECK_INTERVAL_NS = 10_000_000_000  # between two looks at the integrity of an i
 CHECK_SPACING_NS = 100_000_000  # between those at two workers: 64 of them together would hold up the loop for 0.2 s
 STALL_NS = 1_000_000_000  # between two looks, when a quarter of it is the most
 WATCH_INTERVAL_S = 0.25  # how often silence and deadlines are looked at when nothing else happens
+
+
+@dataclass(slots=True)
+class Watched:
+    """When `watch` looked at what last, in nanoseconds."""
+
+    at_ns: int
+    all_ns: int  # workers
+    awake_since_ns: int  # what they said before waits to be read
+    checked_ns: int = 0  # the integrity of any worker's state
 
 
 class TimeLimits:
@@ -36,6 +48,7 @@ class TimeLimits:
         stranded: StrandedGroups,
         rebinding: Rebinding,
         clock: Callable[[], int],
+        recorder: NoRecorder,
     ) -> None:
         self.worker_wait_timeout_s = worker_wait_timeout_s
         self._joined = joined
@@ -45,18 +58,20 @@ class TimeLimits:
         self._stranded = stranded
         self._rebinding = rebinding
         self._clock = clock
-        self._watched_ns = self._watched_all_ns = self._awake_since_ns = clock()
-        self._checked_ns = 0  # when the integrity of any worker's state was looked at last
+        self._recorder = recorder
+        now_ns = clock()
+        self.watched = Watched(now_ns, now_ns, now_ns)
 
     def watch(self) -> None:
         """Costs next to nothing while nothing is late."""
         now_ns = self._clock()
-        if now_ns - self._watched_ns > STALL_NS:
-            log.warning("this process was stopped or starved", seconds=round((now_ns - self._watched_ns) / 1e9, 1))
-            self._awake_since_ns = now_ns  # what workers said meanwhile waits to be read
-        self._watched_ns = now_ns
+        if now_ns - self.watched.at_ns > STALL_NS:
+            log.warning("this process was stopped or starved", seconds=round((now_ns - self.watched.at_ns) / 1e9, 1))
+            self.watched.awake_since_ns = now_ns  # what workers said meanwhile waits to be read
+        self.watched.at_ns = now_ns
         for worker in self._workers_to_watch(now_ns):
-            if (reason := worker.problem(now_ns, self._awake_since_ns)) is not None:
+            if (reason := worker.problem(now_ns, self.watched.awake_since_ns)) is not None:
+                self._recorder.silent(worker)
                 self._failures.lose(worker.link, reason)
         for worker in self._rebinding.look_at_late():
             self._joined.wake(worker)
@@ -71,8 +86,8 @@ class TimeLimits:
     def _workers_to_watch(self, now_ns: int) -> list[WorkerHandle]:
         """All a few times a second, and one in turn whenever the loop turns: a step costs the same however many there
         are. None of those waits for what nobody would have told the loop of."""
-        if now_ns - self._watched_all_ns >= WATCH_INTERVAL_S * 1e9 or len(self._joined.workers) == 1:
-            self._watched_all_ns = now_ns
+        if now_ns - self.watched.all_ns >= WATCH_INTERVAL_S * 1e9 or len(self._joined.workers) == 1:
+            self.watched.all_ns = now_ns
             self._joined.due.update(dict.fromkeys(self._joined.workers))
             return list(self._joined.workers)
         worker = self._joined.next_in_turn()
@@ -80,9 +95,9 @@ class TimeLimits:
 
     def _check_one_idle(self, now_ns: int) -> None:
         """Looks at the integrity of one idle worker's state, which takes milliseconds, and then at none for a while."""
-        if now_ns - self._checked_ns < CHECK_SPACING_NS:
+        if now_ns - self.watched.checked_ns < CHECK_SPACING_NS:
             return
-        self._checked_ns = now_ns  # also where nobody is due: the next look is as far away
+        self.watched.checked_ns = now_ns  # also where nobody is due: the next look is as far away
         due = [each for each in self._joined.workers if each.is_idle and now_ns - each.checked_ns > CHECK_INTERVAL_NS]
         if not due:
             return

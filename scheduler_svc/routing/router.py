@@ -140,6 +140,11 @@ class Router:
         if self._enable_prefix_caching and len(self._workers) > 1:
             self.index.watch(worker.number, worker.scheduler.blocks.cache)
 
+    def watch_all(self) -> None:
+        """The workers were given from elsewhere, and nothing is in the index yet."""
+        for worker in self._workers:
+            self.watch_cache(worker)
+
     def forget_cache(self, worker: WorkerHandle) -> None:
         """What this worker has cached counts no more for anybody, until it is watched again."""
         self.index.forget(worker.scheduler.blocks.cache)

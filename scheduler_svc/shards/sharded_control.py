@@ -174,6 +174,16 @@ class ShardedControl(inference_pb2_grpc.ControlServicer):
         self._drain()
         return pb.DrainResponse(num_requests_left=len(self._ids))
 
+    async def DumpFlightRecord(
+        self, request: pb.DumpFlightRecordRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FlightRecordPiece]:
+        """A file of each shard, one after the other."""
+        for index in sorted(self._shards.live):
+            async with failing_alike(context):
+                async for piece in self._shards.live[index].control.DumpFlightRecord(request):
+                    piece.shard = index
+                    yield piece
+
     async def LoadAdapter(
         self, request: pb.ControlLoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.ControlLoadAdapterResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import re
 import time
@@ -19,6 +20,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from octavo.cli import main
 from octavo.shared.keys import hash_of
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
@@ -149,6 +151,23 @@ def test_a_request_is_of_its_keys_tenant_and_nobody_elses(served: Served) -> Non
     assert code is CODE.INVALID_ARGUMENT and "as the key brings it" in why
     assert served.inference.Abort(abort, metadata=with_key("web-too")).found
     assert [output.finish_reason for message in running for output in message.outputs][-1] == pb.FINISH_REASON_ABORT
+
+
+def test_a_flight_record_is_for_those_who_control(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, why = refusal(served.control.DumpFlightRecord, pb.DumpFlightRecordRequest(), metadata=with_key("web"))
+    assert code is CODE.PERMISSION_DENIED and "role control" in why
+    served.generate("web")
+    path = tmp_path / "record.jsonl.gz"
+    fetch = ["replay", str(path), "--address", served.service.address, "--api-key"]
+    assert main([*fetch, "key of web"]) == 1 and not path.exists()
+    assert main([*fetch, "key of ops"]) == 0 and path.stat().st_size > 0
+    assert main([*fetch, "key of ops"]) == 1, "what is there is not written over"
+    capsys.readouterr()
+    assert main(["replay", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["agrees"] and told["same"] == told["steps"] > 0
 
 
 def test_prefixes_are_shared_within_a_tenant_and_where_the_file_says_so(served: Served) -> None:

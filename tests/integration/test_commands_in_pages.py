@@ -118,6 +118,9 @@ ELSEWHERE = {
         "cat /usr/share/doc/octavo/sbom.cdx.json",
     ),
     "make audit": (".ci/run", "make audit"),
+    "octavo replay record.jsonl.gz --address 127.0.0.1:50051": ("tests/integration/test_access.py", '"replay"'),
+    "octavo replay record.jsonl.gz --steps 0:20": ("tests/scheduler/test_flight_recorder.py", '"--steps"'),
+    "octavo replay record.jsonl.gz": ("tests/scheduler/test_flight_recorder.py", '"replay"'),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }
 COMMANDS = sorted(

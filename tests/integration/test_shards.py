@@ -9,15 +9,18 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
 from octavo import AsyncClient, SamplingParams
+from octavo.bench.fleet.replay import Replay
 from octavo.shared.ports import free_port
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from scheduler_svc.flight.record_file import read
 from scheduler_svc.shards.shard_reporter import INTERVAL_S
 from tests.chaos.worker_process import WorkerProcess
 from tests.fakes import FakeWorker
@@ -223,6 +226,24 @@ async def test_operators_and_clients_see_one_scheduler(sharded: Sharded) -> None
     assert sum(aborted) == 13
     for shard in ('shard="0"', 'shard="1"'):
         assert any(name.startswith("octavo:kv_cache_usage_perc") and shard in name for name in counters)
+
+
+async def test_the_flight_record_is_a_file_for_each_shard_and_each_is_decided_alike(
+    sharded: Sharded, tmp_path: Path
+) -> None:
+    params, files = pb.SamplingParams(max_tokens=20, ignore_eos=True), dict[int, bytes]()
+    calls = [sharded.inference.Generate(pb.GenerateRequest(prompt=f"{n} |", sampling_params=params)) for n in range(6)]
+    for call in calls:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    async for piece in sharded.control.DumpFlightRecord(pb.DumpFlightRecordRequest()):
+        files[piece.shard] = files.get(piece.shard, b"") + piece.data
+    assert sorted(files) == [0, 1]
+    for data in files.values():
+        (tmp_path / "record").write_bytes(data)
+        record = read(tmp_path / "record")
+        outcome = Replay(record).run()
+        assert outcome.difference is None and outcome.num_same == record.num_steps > 0
 
 
 async def test_a_prompt_goes_where_its_prefix_is_cached(sharded: Sharded) -> None:

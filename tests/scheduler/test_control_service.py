@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,7 +16,10 @@ from protos import worker_pb2
 from scheduler_svc.api.control_service import ControlService
 from scheduler_svc.api.request_states import RequestCopy
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.errors import InvalidRequest, UnknownName
+from scheduler_svc.engine.engine_settings import EngineSettings
+from scheduler_svc.errors import InvalidRequest, UnknownName, Unsupported
+from scheduler_svc.flight.record_file import header_of, packed, read
+from scheduler_svc.flight.recorder import FlightRecorder
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.workers.worker_client import ConnectionState
@@ -207,6 +211,23 @@ async def test_blocks_are_withheld_at_a_worker_that_is_named(seen: Seen, monkeyp
     for wrong in (pb.WithholdBlocksRequest(num_blocks=1), pb.WithholdBlocksRequest(worker="here:1", num_blocks=21)):
         with pytest.raises(InvalidRequest):
             await ask(seen, seen.service.WithholdBlocks(wrong, CONTEXT))
+
+
+async def test_what_the_recorder_has_comes_in_pieces_of_a_file(seen: Seen, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="--flight-recorder-steps"):
+        seen.loop.engine.recording()
+    recorder = FlightRecorder(64, 1 << 20)
+    pieces = packed(recorder.recording(), header_of(EngineSettings()))
+
+    async def flight_record() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    serving: Any = seen.service._serving
+    serving.flight_record = flight_record
+    asked = seen.service.DumpFlightRecord(pb.DumpFlightRecordRequest(), CONTEXT)
+    (tmp_path / "record").write_bytes(b"".join([piece.data async for piece in asked]))
+    assert read(tmp_path / "record").num_steps == 0
 
 
 async def test_a_view_shows_where_on_the_host_a_swapped_request_lies(seen: Seen) -> None:

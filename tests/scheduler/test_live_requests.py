@@ -13,7 +13,6 @@ from protos import inference_pb2 as pb
 from scheduler_svc.core.ordered_groups import Entry, OrderedGroups
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.served_tokens import ServedTokens
 from scheduler_svc.engine.admitted_before import AdmittedBefore
 from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.engine.tenant_turns import TenantTurns
@@ -27,7 +26,7 @@ def group(request_id: str, tenant: str = "") -> SequenceGroup:
 
 
 def new_live() -> LiveRequests:
-    turns = TenantTurns(None, ServedTokens(), lambda group: None, lambda: 0, weights={})
+    turns = TenantTurns(None, lambda weights: None, lambda group: None, lambda: 0, weights={})
     return LiveRequests(BoundQueues(POLICIES["fcfs"]), AdmittedBefore(), 1_000_000, 1_000_000, turns)
 
 

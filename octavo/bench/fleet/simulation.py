@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from scheduler_svc.core.sequence import SequenceGroup
     from scheduler_svc.core.step_plan import NewTokens
     from scheduler_svc.engine.engine import Engine
+    from scheduler_svc.flight.recorder import NoRecorder
 
 TICK_NS = 250_000_000  # the step loop looks at its clock at least so often
 MAX_SILENCE_NS = 600_000_000_000  # without any event while requests are unfinished: they never will be
@@ -46,6 +47,7 @@ class Simulation:
         pool: a worker each; they are dealt out to `num_shards` engines.
         losses: of those, by their number.
         settings: of the `EngineSettings`.
+        new_recorder: makes the flight recorder of an engine.
         seed: of whatever the engine draws.
 
     Raises ValueError for a request that no worker's cache can hold.
@@ -61,6 +63,7 @@ class Simulation:
         losses: Sequence[Loss] = (),
         seed: int = 0,
         num_shards: int = 1,
+        new_recorder: Callable[[], NoRecorder] | None = None,
         **settings: Any,
     ) -> None:
         from scheduler_svc.engine.engine import Engine
@@ -87,7 +90,8 @@ class Simulation:
         bounds = {"max_waiting_requests": UNBOUNDED, "max_waiting_tokens": UNBOUNDED, "worker_wait_timeout_s": 1e9}
         engine_settings = EngineSettings(**{**bounds, **settings})
         num_shards = min(num_shards, len(pool))
-        self.engines = [Engine(engine_settings, self, clock=self._clock) for _ in range(num_shards)]
+        recorders = [None if new_recorder is None else new_recorder() for _ in range(num_shards)]
+        self.engines = [Engine(engine_settings, self, clock=self._clock, recorder=each) for each in recorders]
         self._front = Front(self.engines, BLOCK_SIZE) if num_shards > 1 else None
         self.run_seen.num_shards = num_shards
         self._awake = list(self.engines)  # that have something to take

@@ -1,0 +1,116 @@
+"""Writes a record of each fault into a folder: on a thread of its own, a bounded number of files, and no fault twice.
+
+Whatever goes wrong over a file costs the file and a line of the log, never the service.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import structlog
+
+from scheduler_svc.flight.record_file import SUFFIX, packed
+from scheduler_svc.flight.record_lines import Line
+from scheduler_svc.flight.recorder import Recording
+
+log = structlog.get_logger()
+
+MAX_FILES = 16  # of records in one folder, whoever wrote them; the oldest go
+AGAIN_AFTER_S = 3600.0  # until the same fault is written down again
+PAUSE_S = 10.0  # between two files of different faults
+MAX_KNOWN = 256  # faults that are told apart
+PREFIX = "octavo-flight-"
+
+
+def default_folder() -> Path:
+    """One of this user's among temporary files, which a service can write where all else is read-only."""
+    return Path(tempfile.gettempdir()) / f"octavo-flight-records-{os.getuid()}"
+
+
+class BlackBox:
+    """Takes what a recorder has when something went wrong. `header`: of the files, see `record_file.header_of`."""
+
+    def __init__(self, folder: Path, header: Line) -> None:
+        self._folder = folder
+        self._header = header
+        self._waiting: queue.SimpleQueue[Recording | threading.Event] = queue.SimpleQueue()
+        self._known: dict[tuple[str, str], float] = {}
+        self._written_s = -PAUSE_S
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def take(self, recording: Recording) -> None:
+        """Has a record written, unless its fault was written down not long ago. Does not wait."""
+        fault, now_s = recording.fault, time.monotonic()
+        if fault is None or self._is_closed:
+            return
+        key = fault.kind, re.sub(r"\d+", "0", fault.where)
+        last_s = self._known.get(key)
+        if (last_s is not None and now_s - last_s < AGAIN_AFTER_S) or now_s - self._written_s < PAUSE_S:
+            return
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = self._written_s = now_s
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="flight-records", daemon=True)
+            self._thread.start()
+        self._waiting.put(recording)
+
+    def close(self) -> None:
+        """What happens from now on, as a service ends, is no fault; what was taken is written, if that is soon."""
+        self._is_closed = True
+        self.wait()
+
+    def wait(self, timeout_s: float = 10.0) -> bool:
+        """Until all that was taken is written; False after a timeout."""
+        if self._thread is None:
+            return True
+        is_done = threading.Event()
+        self._waiting.put(is_done)
+        return is_done.wait(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            taken = self._waiting.get()
+            if isinstance(taken, threading.Event):
+                taken.set()
+                continue
+            try:
+                path = self._write(taken)
+                log.warning("flight record written", path=str(path), fault=taken.fault and taken.fault.kind)
+            except Exception as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}"
+                log.warning("a flight record could not be written", folder=str(self._folder), why=why)
+
+    def _write(self, recording: Recording) -> Path:
+        assert recording.fault is not None
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._folder == default_folder() and self._folder.lstat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "the folder is somebody else's")
+        kind = re.sub(r"\W+", "-", recording.fault.kind)
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = self._folder / f"{PREFIX}{when}-{os.getpid()}-{kind}{SUFFIX}"
+        partly = path.with_name(f".{path.name}")
+        try:
+            with open(os.open(partly, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                for piece in packed(recording, self._header):
+                    file.write(piece)
+                    time.sleep(0)  # the step loop goes first
+            partly.replace(path)
+        except BaseException:
+            partly.unlink(missing_ok=True)
+            raise
+        self._forget_oldest()
+        return path
+
+    def _forget_oldest(self) -> None:
+        files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        for path in files[:-MAX_FILES]:
+            path.unlink(missing_ok=True)
