@@ -39,7 +39,7 @@ def _table(rows: dict[str, Any]) -> str:
     """A row a rule and start. The fixed pool is there from the beginning, so its start does not matter."""
     cells = []
     for key, row in sorted(rows.items(), key=lambda each: (each[1]["start_s"], _ORDER.index(_rule(each[0])))):
-        name, ideal = _rule(key), rows[f"ideal, {row['start_s']:.0f} s"]
+        name, ideal = _rule(key), rows.get(f"ideal, {row['start_s']:.0f} s")
         shown = row["name"] if name in ("ideal", "fixed") else name
         cells.append(
             [
@@ -49,7 +49,7 @@ def _table(rows: dict[str, Any]) -> str:
                 f"{row['worst_hour']:.0%}",
                 f"{row['ttft_p99_s']:.1f} s",
                 f"{row['worker_hours']:.1f}",
-                f"{row['worker_hours'] / ideal['worker_hours']:.2f}",
+                f"{row['worker_hours'] / ideal['worker_hours']:.2f}" if ideal else "-",
                 f"{row['most_workers']}",
                 f"{row['changes']} / {row['turns']}",
             ]

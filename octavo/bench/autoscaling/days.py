@@ -71,9 +71,9 @@ DAYS = {
     day.name: day
     for day in (
         # Offices from nine on, the evening at home, and an evening's event.
-        Day("chat", 0.6, 1500, 800, ((10.5, 2.0, 0.8), (15.5, 2.5, 1.0), (20.5, 1.5, 0.85)), 0.1, (20.0, 0.67, 1.6)),
+        Day("chat", 0.3, 1500, 1600, ((10.5, 2.0, 0.8), (15.5, 2.5, 1.0), (20.5, 1.5, 0.85)), 0.1, (20.0, 0.67, 1.6)),
         # Agents over long documents: four calls at a time, office hours with steep ends, and a batch at two.
-        Day("documents", 0.4, 6000, 400, ((11.0, 1.5, 0.9), (15.0, 1.5, 1.0)), 0.08, (13.0, 0.5, 1.8), at_once=4),
+        Day("documents", 0.35, 6000, 400, ((11.0, 1.5, 0.9), (15.0, 1.5, 1.0)), 0.08, (13.0, 0.5, 1.8), at_once=4),
     )
 }
 
