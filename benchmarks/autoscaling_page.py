@@ -45,7 +45,7 @@ def _table(rows: dict[str, Any]) -> str:
             [
                 f"{row['start_s']:.0f} s",
                 shown,
-                f"{row['good']:.1%}",
+                f"{row['good']:.2%}",
                 f"{row['worst_hour']:.0%}",
                 f"{row['ttft_p99_s']:.1f} s",
                 f"{row['worker_hours']:.1f}",

@@ -316,7 +316,7 @@ def test_a_day_follows_its_curve() -> None:
     assert coarse[0].content == ((5, 32), (6, 1)) and coarse[0].num_output_tokens == 2
 
 
-SMALL_DAY = ["--day", "documents", "--peak-rate", "0.02", "--tokens-each", "50", "--step-ms", "60", "--token-us", "600"]
+SMALL_DAY = ["--day", "documents", "--peak-rate", "0.01", "--tokens-each", "50", "--step-ms", "60", "--token-us", "600"]
 
 
 def test_a_day_is_the_same_each_time_and_a_rule_that_sees_load_adds_workers() -> None:
