@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from octavo.commands.numbers import count, counts, number, numbers
 
 if TYPE_CHECKING:
     from octavo.bench.fleet.figures import FleetFigures
@@ -41,17 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     kind, load = WorkerKind(), Load()
     pool = parser.add_argument_group("workers")
-    pool.add_argument("--workers", type=_counts(MAX_WORKERS), metavar="W[,W...]",
+    pool.add_argument("--workers", type=counts(MAX_WORKERS), metavar="W[,W...]",
                       help="workers in the pool; each number is measured (default: 1,2,8)")  # fmt: skip
     pool.add_argument("--step-ms", type=number(0), default=kind.step_ms, metavar="X",
                       help="what a step takes beside its tokens (default: %(default)g)")  # fmt: skip
     pool.add_argument("--token-us", type=number(0), default=kind.token_us, metavar="X",
                       help="what each token that a step computes takes (default: %(default)g)")  # fmt: skip
-    pool.add_argument("--speeds", type=_numbers, default=[kind.speed], metavar="X[,X...]",
+    pool.add_argument("--speeds", type=numbers, default=[kind.speed], metavar="X[,X...]",
                       help="of workers in turn: 0.5 takes twice as long (default: 1)")  # fmt: skip
-    pool.add_argument("--cache-tokens", type=_counts(1 << 30), default=[kind.cache_tokens], metavar="N[,N...]",
+    pool.add_argument("--cache-tokens", type=counts(1 << 30), default=[kind.cache_tokens], metavar="N[,N...]",
                       help=f"that a worker's cache holds, likewise (default: {kind.cache_tokens})")  # fmt: skip
-    pool.add_argument("--max-num-seqs", type=_counts(1 << 15), default=[kind.max_num_seqs], metavar="N[,N...]",
+    pool.add_argument("--max-num-seqs", type=counts(1 << 15), default=[kind.max_num_seqs], metavar="N[,N...]",
                       help=f"that run at once on a worker, likewise (default: {kind.max_num_seqs})")  # fmt: skip
     pool.add_argument("--max-num-batched-tokens", type=count(1 << 20), default=kind.max_num_batched_tokens,
                       metavar="N", help="that one step computes at most (default: %(default)s)")  # fmt: skip
@@ -203,46 +204,3 @@ def _losses(arguments: argparse.Namespace) -> list[Loss]:
     from octavo.bench.fleet.outcomes import Loss
 
     return [] if arguments.lose_at is None else [Loss(0, arguments.lose_at, arguments.return_at)]
-
-
-# ---- numbers on the command line ------------------------------------------------------------------------------------
-
-
-def count(most: int, least: int = 1) -> Callable[[str], int]:
-    """A type of argparse: a whole number within these bounds."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = -1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
-        return value
-
-    return read
-
-
-def _counts(most: int) -> Callable[[str], list[int]]:
-    read = count(most)
-    return lambda text: [read(part) for part in text.split(",")]
-
-
-def number(least: float = -math.inf, most: float = math.inf, above: float = -math.inf) -> Callable[[str], float]:
-    """The same for any number."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and least <= value <= most and value > above):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number that is accepted here")
-        return value
-
-    return read
-
-
-def _numbers(text: str) -> list[float]:
-    read = number(above=0)
-    return [read(part) for part in text.split(",")]

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.commands.numbers import count, number
+
 if TYPE_CHECKING:
     from octavo.bench.autoscaling.hpa import Rule
     from octavo.bench.autoscaling.judged import Judged
@@ -22,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the rule, of the day and of the objective. They count with --autoscale alone."""
     from octavo.bench.autoscaling.days import DAYS
     from octavo.bench.autoscaling.judged import Objective
-    from octavo.commands.bench_fleet import count, number
 
     objective = Objective()
     group = parser.add_argument_group("autoscaling")
