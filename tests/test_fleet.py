@@ -302,7 +302,7 @@ def test_every_option_is_in_a_group_and_what_is_called_a_default_is_it(
         main(["bench", "fleet", "--help"])
     shown = capsys.readouterr().out
     heads = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert heads == ["options:", "workers:", "requests:", "output:"]
+    assert heads == ["options:", "workers:", "requests:", "autoscaling:", "output:"]
     flat = " ".join(shown.split())
     load, kind = Load(), WorkerKind()
     for flag, default in {

@@ -436,14 +436,14 @@ def test_autoscalers_ask_for_metrics_that_exist() -> None:
     (adapter,) = read(KUBERNETES / "prometheus-adapter.yaml")
     rules = {rule["name"]["as"]: rule for rule in adapter["rules"]["external"]}
     asked = [metric["external"]["metric"]["name"] for metric in hpa["spec"]["metrics"]]
-    assert asked == list(rules) == ["octavo_waiting_tokens", "octavo_kv_cache_usage"]
+    assert asked == list(rules) == ["octavo_requests", "octavo_waiting_tokens", "octavo_kv_cache_usage"]
     queries = [rule["metricsQuery"] for rule in rules.values()]
     assert queries == [
         trigger["metadata"]["query"].replace('namespace="octavo"', "<<.LabelMatchers>>")
         for trigger in keda["spec"]["triggers"]
     ]
     used = set(re.findall(r"octavo:\w+", " ".join([*queries, *(rule["seriesQuery"] for rule in rules.values())])))
-    assert used <= names and len(used) == 4
+    assert used <= names and len(used) == 6
     of_hpa = [metric["external"]["target"] for metric in hpa["spec"]["metrics"]]
     for target, trigger in zip(of_hpa, keda["spec"]["triggers"], strict=True):
         assert target["type"] == trigger["metricType"]

@@ -1,13 +1,17 @@
-"""`octavo bench fleet`: pools of several sizes in virtual time, the real engine over simulated workers."""
+"""`octavo bench fleet`: pools of several sizes in virtual time, the real engine over simulated workers.
+
+With `--autoscale` it plays one pool of changing size: `bench_fleet_autoscale`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from octavo.commands.numbers import count, counts, number, numbers
 
 if TYPE_CHECKING:
     from octavo.bench.fleet.figures import FleetFigures
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.bench.fleet.requests import Load, Request
     from octavo.bench.fleet.worker import WorkerKind
 
+DEFAULT_WORKERS = [1, 2, 8]
 MAX_WORKERS, MAX_REQUESTS, MAX_TOKENS = 4096, 10_000_000, 1 << 22
 _OF_LOAD = (
     "prompt_tokens",
@@ -33,54 +38,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the pool, of its load and of what is printed; defaults are those of `WorkerKind` and `Load`."""
     from octavo.bench.fleet.requests import Load
     from octavo.bench.fleet.worker import WorkerKind
+    from octavo.commands import bench_fleet_autoscale
 
     kind, load = WorkerKind(), Load()
     pool = parser.add_argument_group("workers")
-    pool.add_argument("--workers", type=_counts(MAX_WORKERS), default=[1, 2, 8], metavar="W[,W...]",
+    pool.add_argument("--workers", type=counts(MAX_WORKERS), metavar="W[,W...]",
                       help="workers in the pool; each number is measured (default: 1,2,8)")  # fmt: skip
-    pool.add_argument("--step-ms", type=_number(0), default=kind.step_ms, metavar="X",
+    pool.add_argument("--step-ms", type=number(0), default=kind.step_ms, metavar="X",
                       help="what a step takes beside its tokens (default: %(default)g)")  # fmt: skip
-    pool.add_argument("--token-us", type=_number(0), default=kind.token_us, metavar="X",
+    pool.add_argument("--token-us", type=number(0), default=kind.token_us, metavar="X",
                       help="what each token that a step computes takes (default: %(default)g)")  # fmt: skip
-    pool.add_argument("--speeds", type=_numbers, default=[kind.speed], metavar="X[,X...]",
+    pool.add_argument("--speeds", type=numbers, default=[kind.speed], metavar="X[,X...]",
                       help="of workers in turn: 0.5 takes twice as long (default: 1)")  # fmt: skip
-    pool.add_argument("--cache-tokens", type=_counts(1 << 30), default=[kind.cache_tokens], metavar="N[,N...]",
+    pool.add_argument("--cache-tokens", type=counts(1 << 30), default=[kind.cache_tokens], metavar="N[,N...]",
                       help=f"that a worker's cache holds, likewise (default: {kind.cache_tokens})")  # fmt: skip
-    pool.add_argument("--max-num-seqs", type=_counts(1 << 15), default=[kind.max_num_seqs], metavar="N[,N...]",
+    pool.add_argument("--max-num-seqs", type=counts(1 << 15), default=[kind.max_num_seqs], metavar="N[,N...]",
                       help=f"that run at once on a worker, likewise (default: {kind.max_num_seqs})")  # fmt: skip
-    pool.add_argument("--max-num-batched-tokens", type=_count(1 << 20), default=kind.max_num_batched_tokens,
+    pool.add_argument("--max-num-batched-tokens", type=count(1 << 20), default=kind.max_num_batched_tokens,
                       metavar="N", help="that one step computes at most (default: %(default)s)")  # fmt: skip
-    pool.add_argument("--shards", type=_count(256), default=1, metavar="N",
+    pool.add_argument("--shards", type=count(256), default=1, metavar="N",
                       help="step loops that share them, behind a front that chooses (default: 1)")  # fmt: skip
-    pool.add_argument("--lose-at", type=_number(0), metavar="S", help="the first worker is lost after so many seconds")
-    pool.add_argument("--return-at", type=_number(0), metavar="S", help="and comes back then, with an empty cache")
+    pool.add_argument("--lose-at", type=number(0), metavar="S", help="the first worker is lost after so many seconds")
+    pool.add_argument("--return-at", type=number(0), metavar="S", help="and comes back then, with an empty cache")
     asked = parser.add_argument_group("requests")
-    asked.add_argument("--requests", type=_count(MAX_REQUESTS), metavar="N",
+    asked.add_argument("--requests", type=count(MAX_REQUESTS), metavar="N",
                        help=f"how many, or conversations (default: {load.requests}; all of a trace)")  # fmt: skip
-    asked.add_argument("--prompt-tokens", type=_count(MAX_TOKENS), metavar="N",
+    asked.add_argument("--prompt-tokens", type=count(MAX_TOKENS), metavar="N",
                        help=f"of each request's own (default: {load.prompt_tokens})")  # fmt: skip
-    asked.add_argument("--output-tokens", type=_count(MAX_TOKENS), metavar="N",
+    asked.add_argument("--output-tokens", type=count(MAX_TOKENS), metavar="N",
                        help=f"of each (default: {load.output_tokens})")  # fmt: skip
-    asked.add_argument("--spread", type=_number(0, 1), metavar="X",
+    asked.add_argument("--spread", type=number(0, 1), metavar="X",
                        help="both are drawn from (1 - X) to (1 + X) times that (default: 0)")  # fmt: skip
-    asked.add_argument("--shared-tokens", type=_count(MAX_TOKENS, least=0), metavar="N",
+    asked.add_argument("--shared-tokens", type=count(MAX_TOKENS, least=0), metavar="N",
                        help="in front of every prompt of a tenant (default: 0)")  # fmt: skip
-    asked.add_argument("--tenants", type=_count(MAX_REQUESTS), metavar="N",
+    asked.add_argument("--tenants", type=count(MAX_REQUESTS), metavar="N",
                        help="with shared tokens of their own, at random (default: 1)")  # fmt: skip
-    asked.add_argument("--rate", type=_number(above=0), metavar="R",
+    asked.add_argument("--rate", type=number(above=0), metavar="R",
                        help="arrivals a second, at random (default: all at the start)")  # fmt: skip
-    asked.add_argument("--rate-per-worker", type=_number(above=0), metavar="R", help="the same for each worker")
-    asked.add_argument("--burst", type=_count(MAX_REQUESTS), metavar="N",
+    asked.add_argument("--rate-per-worker", type=number(above=0), metavar="R", help="the same for each worker")
+    asked.add_argument("--burst", type=count(MAX_REQUESTS), metavar="N",
                        help="that always arrive together, at the same rate (default: 1)")  # fmt: skip
-    asked.add_argument("--turns", type=_count(10_000), metavar="N",
+    asked.add_argument("--turns", type=count(10_000), metavar="N",
                        help="of a conversation; each has all before in its prompt (default: 1)")  # fmt: skip
-    asked.add_argument("--think-s", type=_number(0), metavar="S",
+    asked.add_argument("--think-s", type=number(0), metavar="S",
                        help=f"from an answer to the next turn (default: {load.think_s:g})")  # fmt: skip
     asked.add_argument("--trace", type=Path, metavar="FILE",
                        help="requests of a trace: JSON lines as Mooncake's, CSV as Azure's")  # fmt: skip
-    asked.add_argument("--speedup", type=_number(above=0), metavar="X",
+    asked.add_argument("--speedup", type=number(above=0), metavar="X",
                        help="a trace's time goes so many times as fast (default: 1)")  # fmt: skip
     asked.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: %(default)s)")
+    bench_fleet_autoscale.add_arguments(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="print JSON in place of the table")
     shown.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw throughput and times to the first token")
@@ -93,9 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     from octavo.bench.fleet.pictures import sizes_of_pool
     from octavo.bench.fleet.simulation import NeverEnds
     from octavo.cli import CommandError
+    from octavo.commands import bench_fleet_autoscale
     from octavo.shared import log
     from octavo.shared.options import OptionError
 
+    bench_fleet_autoscale.check(arguments, (*_OF_LOAD, "rate_per_worker"))
+    arguments.workers = arguments.workers or DEFAULT_WORKERS
     _check(arguments)
     if arguments.picture:
         try:
@@ -104,12 +114,26 @@ def run(arguments: argparse.Namespace) -> int:
             raise OptionError(f"--picture {error}") from None
     log.configure_library("error")  # that workers join, and are lost as planned, is no news
     try:
-        rows = [_measure(arguments, count) for count in arguments.workers]
+        if arguments.autoscale is not None:
+            return _run_day(arguments)
+        rows = [_measure(arguments, size) for size in arguments.workers]
         if arguments.picture:
             picture.write(arguments.picture, sizes_of_pool(rows))
     except (ValueError, OSError, NeverEnds) as error:
         raise CommandError(str(error)) from None
     print(json.dumps([row.as_dict() for row in rows], indent=1) if arguments.json else table(rows))
+    return 0
+
+
+def _run_day(arguments: argparse.Namespace) -> int:
+    from octavo.bench import picture
+    from octavo.bench.autoscaling.shown import charts
+    from octavo.commands import bench_fleet_autoscale
+
+    days = bench_fleet_autoscale.rows(arguments)
+    if arguments.picture:
+        picture.write(arguments.picture, charts(days))
+    print(bench_fleet_autoscale.show(days, arguments.json))
     return 0
 
 
@@ -160,8 +184,8 @@ def _requests(arguments: argparse.Namespace, num_workers: int) -> list[Request]:
 def _pool(arguments: argparse.Namespace, num_workers: int) -> list[WorkerKind]:
     from octavo.bench.fleet.worker import WorkerKind
 
-    def each(values: Sequence[float], number: int) -> float:
-        return values[number % len(values)]
+    def each(values: Sequence[float], place: int) -> float:
+        return values[place % len(values)]
 
     return [
         WorkerKind(
@@ -180,42 +204,3 @@ def _losses(arguments: argparse.Namespace) -> list[Loss]:
     from octavo.bench.fleet.outcomes import Loss
 
     return [] if arguments.lose_at is None else [Loss(0, arguments.lose_at, arguments.return_at)]
-
-
-# ---- numbers on the command line ------------------------------------------------------------------------------------
-
-
-def _count(most: int, least: int = 1) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = -1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
-        return value
-
-    return read
-
-
-def _counts(most: int) -> Callable[[str], list[int]]:
-    read = _count(most)
-    return lambda text: [read(part) for part in text.split(",")]
-
-
-def _number(least: float = -math.inf, most: float = math.inf, above: float = -math.inf) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and least <= value <= most and value > above):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number that is accepted here")
-        return value
-
-    return read
-
-
-def _numbers(text: str) -> list[float]:
-    read = _number(above=0)
-    return [read(part) for part in text.split(",")]

@@ -48,6 +48,7 @@ class Simulation:
         losses: of those, by their number.
         settings: of the `EngineSettings`.
         new_recorder: makes the flight recorder of an engine.
+        tick_ns: how often a step loop looks at its clock at least.
         seed: of whatever the engine draws.
 
     Raises ValueError for a request that no worker's cache can hold.
@@ -64,12 +65,14 @@ class Simulation:
         seed: int = 0,
         num_shards: int = 1,
         new_recorder: Callable[[], NoRecorder] | None = None,
+        tick_ns: int = TICK_NS,
         **settings: Any,
     ) -> None:
         from scheduler_svc.engine.engine import Engine
         from scheduler_svc.engine.engine_settings import EngineSettings
 
-        self._pool = pool
+        self._pool = list(pool)
+        self._tick_ns = tick_ns
         self._now_ns = 0
         self._events: list[tuple[int, int, Callable[[], None], bool]] = []
         self._numbers = itertools.count()
@@ -98,6 +101,7 @@ class Simulation:
         self._turned_ns = 0  # when all of them looked at the clock last
         for number in range(len(pool)):
             self._links.append(self._join(number, epoch=1))
+        self._num_planned = len(requests)
         for request in requests:
             self._at(request.at_ns, partial(self._submit, request), is_arrival=True)
         for loss in losses:
@@ -120,6 +124,34 @@ class Simulation:
         self._close()
         return self.run_seen
 
+    # ---- for those who change the pool during the run ----------------------------------------------------------------
+
+    @property
+    def now_ns(self) -> int:
+        """The virtual time."""
+        return self._now_ns
+
+    @property
+    def num_to_come(self) -> int:
+        """Requests that have not ended, and those planned that have not arrived."""
+        return self._num_planned + self._num_live
+
+    def at(self, at_s: float, event: Callable[[], None]) -> None:
+        """Calls `event` at that second, between turns of the step loops."""
+        self._at(round(at_s * 1e9), event)
+
+    def add_worker(self, kind: WorkerKind) -> VirtualWorker:
+        """A worker more, which joins now."""
+        self._pool.append(kind)
+        self._links.append(self._join(len(self._pool) - 1, epoch=1))
+        return self._links[-1]
+
+    def drain(self, link: VirtualWorker, finishes_within_s: float) -> None:
+        """The worker says what it says at SIGTERM; its link is closed once the scheduler has given it back."""
+        draining = worker_pb2.Draining(finishes_within_ms=round(finishes_within_s * 1e3))
+        said = worker_pb2.StepResponse(epoch=link.epoch, notice=worker_pb2.Notice(draining=draining))
+        self._engine_of(link.number).worker_said(link, said.SerializeToString())
+
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def _clock(self) -> int:
@@ -131,11 +163,13 @@ class Simulation:
     def _pass_time_until(self, at_ns: int) -> None:
         """Step loops wake a few times a second, whatever happens; where nothing is unfinished that can be left."""
         while self._now_ns < at_ns:
-            wakes_ns = min(at_ns, self._turned_ns + TICK_NS, self._front.due_ns if self._front is not None else at_ns)
+            wakes_ns = min(
+                at_ns, self._turned_ns + self._tick_ns, self._front.due_ns if self._front is not None else at_ns
+            )
             if not self._num_live:
-                wakes_ns = max(wakes_ns, at_ns - TICK_NS)
+                wakes_ns = max(wakes_ns, at_ns - self._tick_ns)
             self._now_ns = max(self._now_ns, wakes_ns)
-            if self._now_ns >= self._turned_ns + TICK_NS:
+            if self._now_ns >= self._turned_ns + self._tick_ns:
                 self._wake_all()
             if self._front is not None and self._now_ns >= self._front.due_ns:
                 self._front.report(self._now_ns)
@@ -161,7 +195,7 @@ class Simulation:
         while self._num_live and not self._events:
             if self._now_ns >= until_ns:
                 raise NeverEnds(f"{self._num_live} requests wait for ever: nothing is computed, nobody comes")
-            self._now_ns += TICK_NS
+            self._now_ns += self._tick_ns
             self._wake_all()
 
     def _turn(self) -> None:
@@ -228,6 +262,7 @@ class Simulation:
     def _submit(self, request: Request) -> None:
         from scheduler_svc.core.sequence import SequenceGroup
 
+        self._num_planned -= 1
         outcome = Outcome(request)
         self.run_seen.outcomes.append(outcome)
         group = SequenceGroup(
@@ -282,6 +317,7 @@ class Simulation:
         outcome.num_cached_tokens, outcome.num_moves = sequence.group.num_cached_tokens, sequence.group.num_moves
         follower = outcome.request.next_turn(sequence.token_ids, now_ns, next(self._texts))
         if follower is not None:
+            self._num_planned += 1
             self._at(follower.at_ns, partial(self._submit, follower), is_arrival=True)
 
     def _close(self) -> None:

@@ -95,6 +95,7 @@ class VirtualWorker:
         self.epoch = epoch
         self.last_heard_ns = NEVER_SILENT_NS
         self.is_closed = False
+        self.closed_ns = 0  # when that was
         self.busy_ns = 0
         self.num_computed_tokens = 0
         self.num_steps = 0
@@ -134,6 +135,10 @@ class VirtualWorker:
         response = worker_pb2.StepResponse(epoch=self.epoch, result=result)
         return RunStep(self, self._free_at_ns, response.SerializeToString(), len(step.groups))
 
+    def busy_s(self, now_s: float) -> float:
+        """Seconds that it has computed by now."""
+        return (self.busy_ns - max(0, self._free_at_ns - round(now_s * 1e9))) / 1e9
+
     def call(self, request: AdapterRequest, done: Callable[[str], None]) -> None:
         """Never called: there are no adapters."""
         raise AssertionError("it has no adapters, and nobody asks for one")
@@ -144,4 +149,5 @@ class VirtualWorker:
 
     def close(self) -> None:
         """Its lease ends; what it was sent and has not computed is never answered."""
-        self.is_closed = True
+        if not self.is_closed:
+            self.is_closed, self.closed_ns = True, self._clock()
