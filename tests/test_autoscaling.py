@@ -157,10 +157,12 @@ def test_bounds_policies_and_windows_hold_whatever_is_read(
             assert counts[-1] == counts[-2], "nobody knows"
     assert all(least <= count <= most for count in counts)
     steps = round(period_s / 15.0)
+    changes = [after - before for before, after in itertools.pairwise(counts)]
     for place in range(1, len(counts)):
-        rises = [max(0, b - a) for a, b in itertools.pairwise(counts)][max(0, place - steps) : place]
-        falls = [max(0, a - b) for a, b in itertools.pairwise(counts)][max(0, place - steps) : place]
-        assert sum(rises) <= pods + sum(falls) and sum(falls) <= pods + sum(rises)
+        # What went within the period before a rise may come again on top of it, and the other way round.
+        lately, longer = changes[max(0, place - steps) : place], changes[max(0, place - 2 * steps) : place]
+        assert sum(max(0, each) for each in lately) <= pods + sum(max(0, -each) for each in longer)
+        assert sum(max(0, -each) for each in lately) <= pods + sum(max(0, each) for each in longer)
 
 
 # ---- manifests and signals ------------------------------------------------------------------------------------------
