@@ -8,6 +8,7 @@ from pathlib import Path
 
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
+from octavo.shared.tracing.options import ENDPOINT_HELP, FOLLOW_HELP, SAMPLING_HELP, check_tracing_options
 
 REQUESTS, PAGE, CONNECTIONS, ACCESS = "requests", "page", "connections", "access"  # groups of options
 DEFAULT_PORT = 8000
@@ -49,9 +50,9 @@ class GatewayConfig:
         group=REQUESTS,
     )
     pass_header: tuple[str, ...] = option(
-        ("authorization", "traceparent"),
+        ("authorization", "traceparent", "tracestate"),
         "an HTTP header that goes on as metadata, such as the field of --tenant-metadata; repeatable, in place of the "
-        "default: authorization, traceparent",
+        "default: authorization, traceparent, tracestate",
         group=REQUESTS,
         metavar="NAME",
     )
@@ -91,10 +92,14 @@ class GatewayConfig:
     )
 
     log_level: str = option("info", "least important log lines to show", group=LOGGING, choices=LEVELS)
+    otlp_traces_endpoint: str = option("", ENDPOINT_HELP, group=LOGGING, metavar="URL")
+    trace_sampling: float = option(1.0, SAMPLING_HELP, group=LOGGING, metavar="SHARE")
+    trace_parents: bool = option(True, FOLLOW_HELP, group=LOGGING)
     shares_port: bool = option(False, "one of several processes", hidden=True)
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
+        check_tracing_options(self)
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         for address in self.scheduler.split(","):
             host, _, port = address.strip().removeprefix("dns:///").rpartition(":")

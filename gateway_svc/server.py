@@ -35,6 +35,8 @@ from octavo.shared.options import OptionError, environment_without_options, to_a
 from octavo.shared.ports import BindError, check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
 from octavo.shared.tls import ServerTls, TlsError, client_credentials, server_tls
+from octavo.shared.tracing.options import check_tracing_packages
+from octavo.shared.tracing.tracer import Tracer, new_tracer
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 log = structlog.get_logger()
@@ -47,6 +49,8 @@ def main(config: GatewayConfig) -> int:
     logging.configure(config.log_level)
     is_locked = config.tls_cert_file is not None
     check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks="--tls-cert-file")
+    if config.otlp_traces_endpoint:
+        check_tracing_packages()
     if config.processes > 1:
         return _run_several(config)
     listener = listen(config)
@@ -64,7 +68,10 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
         config.scheduler, retry, config.pass_header, share_calls=config.share_calls, credentials=_credentials(config)
     )
     tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-    server = new_server(config, new_service(config, schedulers), tls)
+    tracer = new_tracer(
+        "octavo-gateway", config.otlp_traces_endpoint, config.trace_sampling, follows_parents=config.trace_parents
+    )
+    server = new_server(config, new_service(config, schedulers, tracer), tls)
     following = None if tls is None else asyncio.create_task(_follow_certificates(tls))
     log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)
     try:
@@ -73,6 +80,8 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
         if following is not None:
             following.cancel()
         await schedulers.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     log.info("gateway has ended")
 
 
@@ -92,10 +101,10 @@ def _credentials(config: GatewayConfig) -> grpc.ChannelCredentials | None:
         raise OptionError(f"TLS: {error}") from None
 
 
-def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
+def new_service(config: GatewayConfig, schedulers: Schedulers, tracer: Tracer | None = None) -> Service:
     """What answers before these schedulers."""
     live = LiveFeed(schedulers, demo=config.demo)
-    return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval)
+    return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval, tracer)
 
 
 def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = None) -> uvicorn.Server:

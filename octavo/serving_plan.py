@@ -119,6 +119,9 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
         demo=serve.demo,
         drain_timeout=scheduler.drain_timeout,
         log_level=scheduler.log_level,
+        otlp_traces_endpoint=scheduler.otlp_traces_endpoint,
+        trace_sampling=scheduler.trace_sampling,
+        trace_parents=scheduler.trace_parents,
     )
     child = _child("gateway", "gateway", config, environment_without_options(), essential=False)
     return dataclasses.replace(child, drain_s=config.drain_timeout, is_front=True)

@@ -79,7 +79,8 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
         admission = Admission(config.max_waiting_requests, config.max_preparing_bytes)
         authority = Authority.of(config)
         tenants = Tenants(config.tenant_metadata, None if authority is None else authority.keys)
-        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants)
+        tracer = config.new_tracer()
+        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants, tracer)
         server, health = public_server(
             config,
             inference,
@@ -111,6 +112,8 @@ async def serve(core_address: str, config: SchedulerConfig) -> None:
             await texts.stop()
         await health.shut_down()
         await server.stop(GRACE_S)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConfig) -> CoreLink | ShardedCore:

@@ -31,6 +31,7 @@ ROOMS = {
     "scheduler_svc": [
         "errors",
         "vital_parts",
+        "tracing",
         "core",
         "leases",
         "routing",

@@ -33,6 +33,7 @@ from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.step_answers import StepAnswers, StepObserver
 from scheduler_svc.engine.step_sender import StepSender
+from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
 from scheduler_svc.engine.turnover import Turnover
@@ -96,11 +97,12 @@ class Engine:
         self.admitted_before = AdmittedBefore()
         bounds = settings.max_waiting_requests, settings.max_waiting_tokens
         live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds)
-        placement = self._placement = Placement(joined, router, stranded, live, adapters, metrics, sink, clock)
+        traces = self._traces = StepTraces()
+        placement = self._placement = Placement(joined, router, stranded, live, adapters, metrics, sink, traces, clock)
         failures = self._failures = Failures(
             settings, joined, placement, router, rebinding, stranded, adapters, metrics, clock
         )
-        self._sender = StepSender(settings.steps_in_flight, router, rebinding, placement, failures, clock)
+        self._sender = StepSender(settings.steps_in_flight, router, rebinding, placement, failures, traces, clock)
         turnover = self._turnover = Turnover(joined, placement, router, stranded, adapters, clock)
         self._answers = StepAnswers(
             joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock
@@ -142,6 +144,8 @@ class Engine:
             self.metrics.rejected(refusal)
             raise
         self.metrics.of(group.model).admitted(group)
+        if group.trace is not None:
+            group.trace.queued(self._clock())
         self._inbox.put(partial(self._on_submitted, group))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
@@ -395,6 +399,7 @@ class Engine:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _on_submitted(self, group: SequenceGroup) -> None:
+        self._traces.add(group)
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._placement.forget(group, FinishReason.STOP)
         else:

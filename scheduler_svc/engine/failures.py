@@ -74,7 +74,11 @@ class Failures:
             charged.clear()  # it went because it was told to
         groups = self._evacuate(worker, before)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
-        self.queue_again(groups, charged & set(groups), "{} workers were lost while running it")
+        for step in worker.in_flight:
+            if step.trace is not None:
+                step.trace.failed(self._clock(), "worker_lost")
+        why_ended = "{} workers were lost while running it"
+        self.queue_again(groups, charged & set(groups), why_ended, link.address, reason)
         for group in waiting:
             self._placement.place(group)
         self._stranded.look(self._waiting.unbound.all(), self._clock())
@@ -122,7 +126,7 @@ class Failures:
         self._router.watch_cache(worker)
         self._joined.wake(worker)
         self._adapters.step_answered(worker, is_rolled_back=True)
-        self.queue_again(groups, charged, FAULTS_OVER)
+        self.queue_again(groups, charged, FAULTS_OVER, worker.link.address, "the scheduler failed over it")
 
     def take_back_unsent(self, worker: WorkerHandle) -> None:
         """Groups that a step took and that was never sent are as they were before."""
@@ -156,8 +160,16 @@ class Failures:
             self._placement.tell_end(group, FinishReason.ERROR, message)
         return [group for group in groups if group not in broken]
 
-    def queue_again(self, groups: Iterable[SequenceGroup], charged: AbstractSet[SequenceGroup], why_ended: str) -> None:
-        """Groups go back to the queue, at the places they had. `why_ended`: of who has been charged too often."""
+    def queue_again(
+        self,
+        groups: Iterable[SequenceGroup],
+        charged: AbstractSet[SequenceGroup],
+        why_ended: str,
+        left: str = "",
+        why: str = "",
+    ) -> None:
+        """Groups go back to the queue, at the places they had. `why_ended`: of who has been charged too often. `left`
+        and `why`: see `Placement.move`."""
         for group in charged:
             if not group.is_finished:
                 group.lost_worker(self._settings.steps_in_flight + 1)
@@ -168,9 +180,9 @@ class Failures:
                 self._placement.end(group, FinishReason.ERROR, why_ended.format(num_losses))
         for group in groups:
             if not group.is_finished:
-                self._placement.move(group)
+                self._placement.move(group, left, why)
 
     def move_outgrown(self, worker: WorkerHandle) -> None:
         """Groups that need more than this worker's whole cache go to another one, or end."""
         for group in worker.scheduler.take_outgrown():
-            self._placement.move(group)
+            self._placement.move(group, worker.link.address, "it needs more than the whole cache")

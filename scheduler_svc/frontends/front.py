@@ -76,7 +76,9 @@ class InProcessFront:
         core = EngineCore(serving.engine)
         authority = Authority.of(self._config)
         tenants = Tenants(self._config.tenant_metadata, None if authority is None else authority.keys)
-        self._inference = InferenceService(serving.frontend, self._texts, core, self._mailboxes, admission, tenants)
+        self._inference = InferenceService(
+            serving.frontend, self._texts, core, self._mailboxes, admission, tenants, serving.tracer
+        )
         add_control = partial(control_service.add_to_server, ControlService(serving, self._config, drain))
         self._server, self._health = public_server(self._config, self._inference, add_control, authority=authority)
         port = bind(self._server, self._config.host, self._config.port, credentials_of(self._config))
