@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
 from octavo.shared.tracing.options import ENDPOINT_HELP, FOLLOW_HELP, SAMPLING_HELP, check_tracing_options
+
+if TYPE_CHECKING:
+    from octavo.shared.tracing.tracer import Tracer
 
 REQUESTS, PAGE, CONNECTIONS, ACCESS = "requests", "page", "connections", "access"  # groups of options
 DEFAULT_PORT = 8000
@@ -124,3 +128,10 @@ class GatewayConfig:
                 raise ValueError(
                     f"pass_header is {name!r}; lower-case letters, digits, _ . and - are accepted, no grpc-, -bin"
                 )
+
+    def new_tracer(self) -> Tracer | None:
+        """None where tracing is off. Raises OptionError where packages are missing."""
+        from octavo.shared.tracing.tracer import new_tracer  # and structlog, which no command line needs
+
+        endpoint, sampling = self.otlp_traces_endpoint, self.trace_sampling
+        return new_tracer("octavo-gateway", endpoint, sampling, follows_parents=self.trace_parents)

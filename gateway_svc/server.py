@@ -36,7 +36,7 @@ from octavo.shared.ports import BindError, check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
 from octavo.shared.tls import ServerTls, TlsError, client_credentials, server_tls
 from octavo.shared.tracing.options import check_tracing_packages
-from octavo.shared.tracing.tracer import Tracer, new_tracer
+from octavo.shared.tracing.tracer import Tracer
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 log = structlog.get_logger()
@@ -68,9 +68,7 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
         config.scheduler, retry, config.pass_header, share_calls=config.share_calls, credentials=_credentials(config)
     )
     tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-    tracer = new_tracer(
-        "octavo-gateway", config.otlp_traces_endpoint, config.trace_sampling, follows_parents=config.trace_parents
-    )
+    tracer = config.new_tracer()
     server = new_server(config, new_service(config, schedulers, tracer), tls)
     following = None if tls is None else asyncio.create_task(_follow_certificates(tls))
     log.info("gateway is listening", host=config.host, port=listener.getsockname()[1], scheduler=config.scheduler)

@@ -97,7 +97,7 @@ class RequestTrace:
         params = request.sampling_params
         for name, attribute in _PARAMETERS.items():
             if params.HasField(name):
-                self._attributes[attribute] = getattr(params, name)
+                self._attributes[attribute] = round(getattr(params, name), 6)  # on the wire it has 32 bits
         if request.adapter:
             self._attributes |= own(adapter=request.adapter[:MAX_NAME_CHARS])
         if request.attempt:

@@ -65,7 +65,8 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
     listener = listen(config)
     loop = uvloop.new_event_loop()
     schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
-    server = new_server(config, new_service(config, schedulers))
+    tracer = config.new_tracer()
+    server = new_server(config, new_service(config, schedulers, tracer))
 
     async def serve() -> None:
         await server.serve(sockets=[listener])
@@ -81,3 +82,5 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+        if tracer is not None:
+            tracer.close()
