@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Writes deploy/locks/*.txt: what the images install, every file by its hash. Run it after a change of pyproject.toml or
-# constraints.txt. Versions are those of constraints.txt; packages that it does not name get the newest.
+# constraints.txt. Versions are those of constraints.txt; packages that it does not name get the newest. Every image can
+# trace (--otlp-traces-endpoint), which takes a megabyte.
 #
 # usage: deploy/lock.sh                             (make locks)
 #   TORCH_INDEX_URL=URL   where the CPU builds of torch are; default: PyTorch's own index
@@ -24,7 +25,7 @@ lock() {
   shift 3
   {
     echo "# Written by deploy/lock.sh: what the image of deploy/locks/$name.txt installs, and nothing else."
-    "$work/venv/bin/uv" pip compile --quiet pyproject.toml "$work/build.in" --extra "$extra" --constraint "$constraints" \
+    "$work/venv/bin/uv" pip compile --quiet pyproject.toml "$work/build.in" --extra "$extra" --extra tracing --constraint "$constraints" \
       --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links --allow-unsafe \
       --python-version 3.11 --python-platform x86_64-manylinux_2_28 "$@"
   } >"$work/$name.txt"

@@ -85,7 +85,7 @@ def normal(name: str) -> str:
 def test_images_install_by_hash_what_the_project_asks_for(name: str, extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     asked = project["project"]["dependencies"] + project["project"]["optional-dependencies"][extra]
-    asked += project["build-system"]["requires"]
+    asked += project["build-system"]["requires"] + project["project"]["optional-dependencies"]["tracing"]
     for line in asked:
         requirement = Requirement(line)
         version = locked(name).get(normal(requirement.name))
