@@ -1,10 +1,11 @@
-"""What tracing costs: `python -m benchmarks.tracing` (about four minutes, two idle cores).
+"""What tracing costs: `python -m benchmarks.tracing` (about five minutes, two cores).
 
-Three schedulers run side by side, without tracing, with 1 % and with 100 % of the requests traced, each with a
-simulated worker that answers at once; a collector of its own process takes the spans. In each round all of them get the
-same closed loop of requests, one after the other and in random order: what else the machine does meanwhile falls on all
-alike. Compared are tokens per second, and the CPU time of the scheduler's process, all threads, for a token. The second
-is the sharper measure on a machine that others use, too.
+Two schedulers run side by side, one without tracing, one with it, each with a simulated worker that answers at once; a
+collector of its own process takes the spans. Whether a request is traced is said by its client, so that shares are
+compared in one process: none, 1 % and all of the requests traced. Closed loops of half a second follow one another in
+random order. Counted is the CPU time of the scheduler's process, all threads, for a token, until the spans are
+exported: a core is what limits a scheduler, and its throughput falls as this time grows. What others do on the machine
+only adds to it, so loops of one kind are compared by their lower quartiles.
 """
 
 from __future__ import annotations
@@ -21,23 +22,30 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import grpc
 
 from octavo.bench import machine, streaming
+from octavo.bench.figures import percentile
 from octavo.shared.options import environment_without_options
 from octavo.shared.ports import LOOPBACK, free_ports
 from octavo.shared.rpc import CHANNEL_OPTIONS
+from octavo.shared.tracing.context import TraceContext
 from protos import inference_pb2 as pb
 
 RESULTS = Path(__file__).parent / "results"
-MODES = {"off": None, "1 %": 0.01, "100 %": 1.0}  # shares of the requests that are traced
+OFF, ON = "off", "none"  # without tracing; with it, and no request traced
+# By mode: of how many requests one is traced, its client saying so; 0: none is.
+MODES = {OFF: 0, ON: 0, "1 %": 100, "100 %": 1}
+BESIDE = {ON: OFF, "1 %": ON, "100 %": ON}  # what each is compared with
+RARELY = {"100 %": 4}  # in every fourth round: what it costs is seen sooner
 OUTPUT_TOKENS = {"short": 16, "long": 256}  # of a request, by workload
-NUM_TOKENS = {"short": 16_384, "long": 131_072}  # of one measurement, about two seconds
+NUM_TOKENS = {"short": 4_096, "long": 32_768}  # of one closed loop
 NUM_CHANNELS = 8
+EXPORT_MS, EXPORTED_S = 200, 0.35  # how often spans are exported here, and after what time they certainly are
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
@@ -45,16 +53,19 @@ def main() -> int:
     """Measures, prints, and keeps the result unless told not to."""
     parser = argparse.ArgumentParser(description="Measures what tracing costs a scheduler.")
     parser.add_argument("--streams", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=16, help="with one pair of schedulers")
+    parser.add_argument("--starts", type=int, default=3, help="pairs of schedulers, one after the other")
     parser.add_argument("--no-results", action="store_true", help="print only")
     parser.add_argument("--collector", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.collector:
         return _collect(arguments.collector)
-    facts = machine.describe()
-    rounds = _measure(arguments.streams, arguments.rounds)
+    facts, loops = machine.describe(), []
+    for start in range(arguments.starts):
+        loops += _measure(arguments.streams, arguments.rounds, start)
     sizes = {"streams": arguments.streams, "prompt_tokens": streaming.PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
-    result = {**sizes, "tokens": NUM_TOKENS, "cost": costs(rounds), "rounds": rounds}
+    settings = {"starts": arguments.starts, "rounds_a_start": arguments.rounds, "tokens_a_loop": NUM_TOKENS}
+    result = {**sizes, **settings, "cost": costs(loops), "loops": loops}
     print(table(result))
     if not arguments.no_results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -64,43 +75,47 @@ def main() -> int:
     return 0
 
 
-def _measure(num_streams: int, num_rounds: int) -> list[dict[str, Any]]:
+@dataclass
+class _Service:
+    """A scheduler, and ways to it."""
+
+    address: str
+    pid: int
+    channels: Sequence[grpc.aio.Channel] = ()
+
+    def cpu_ns(self) -> int:
+        """Of all threads that it has now; a tick of /proc/PID/stat is a hundredth of a second."""
+        files = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(file.read_text().split()[0]) for file in files)
+
+
+def _measure(num_streams: int, num_rounds: int, start: int) -> list[dict[str, Any]]:
+    """With a pair of schedulers that are started for it."""
     cores = sorted(os.sched_getaffinity(0))
-    order, rounds = random.Random(0), []
     with ExitStack() as stack:
         (port,) = free_ports(1)
         stack.enter_context(_process(cores[-1], sys.executable, "-m", "benchmarks.tracing", f"--collector={port}"))
-        services = {
-            mode: stack.enter_context(_service(share, port, num_streams, cores)) for mode, share in MODES.items()
-        }
+        off, on = (stack.enter_context(_service(each, port, num_streams, cores)) for each in (False, True))
         os.sched_setaffinity(0, {cores[-1]})
         try:
-            for number in range(-1, num_rounds):  # the first one warms up
-                for workload, tokens_each in OUTPUT_TOKENS.items():
-                    for mode in order.sample(list(MODES), len(MODES)):
-                        address, pid = services[mode]
-                        one = asyncio.run(
-                            _load(address, pid, num_streams, NUM_TOKENS[workload] // tokens_each, tokens_each)
-                        )
-                        if number >= 0:
-                            rounds.append({"round": number, "workload": workload, "mode": mode, **one})
-                print(f"round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
+            return asyncio.run(
+                _loops({mode: off if mode == OFF else on for mode in MODES}, num_streams, num_rounds, start)
+            )
         finally:
             os.sched_setaffinity(0, cores)
-    return rounds
 
 
 @contextmanager
-def _service(share: float | None, collector: int, num_streams: int, cores: list[int]) -> Iterator[tuple[str, int]]:
-    """Address and process id of a scheduler, on the first core; its worker has the last, as the load does."""
+def _service(traces: bool, collector: int, num_streams: int, cores: list[int]) -> Iterator[_Service]:
+    """On the first core; its worker has the last, as the load does."""
     port, worker_port = free_ports(2)
     worker = ["-m", "octavo.bench.simulated_worker", f"--port={worker_port}", f"--max-num-seqs={num_streams}"]
     scheduler = ["-m", "octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]
     scheduler += ["--log-level=warning", "--metrics-port=0"]
-    if share is not None:
-        scheduler += [f"--otlp-traces-endpoint=http://{LOOPBACK}:{collector}", f"--trace-sampling={share}"]
+    if traces:
+        scheduler += [f"--otlp-traces-endpoint=http://{LOOPBACK}:{collector}", "--trace-sampling=0"]
     with _process(cores[-1], sys.executable, *worker), _process(cores[0], sys.executable, *scheduler) as process:
-        yield f"{LOOPBACK}:{port}", process.pid
+        yield _Service(f"{LOOPBACK}:{port}", process.pid)
 
 
 @contextmanager
@@ -108,7 +123,8 @@ def _process(core: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # what is started takes it over
     try:
-        process = subprocess.Popen(command, env=environment_without_options())
+        environment = environment_without_options() | {"OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_MS)}
+        process = subprocess.Popen(command, env=environment)
     finally:
         os.sched_setaffinity(0, own)
     try:
@@ -118,89 +134,95 @@ def _process(core: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-async def _load(address: str, pid: int, num_streams: int, num_requests: int, tokens_each: int) -> dict[str, float]:
-    """A closed loop of so many requests."""
+async def _loops(services: dict[str, _Service], num_streams: int, num_rounds: int, start: int) -> list[dict[str, Any]]:
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(NUM_CHANNELS)]
-    await streaming.wait_until_ready(channels[0])
+    for service in (services[OFF], services[ON]):
+        service.channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(NUM_CHANNELS)]
+        await streaming.wait_until_ready(service.channels[0])
+    order, found, num_sent = random.Random(start), [], dict.fromkeys(MODES, 0)
+    for number in range(-2, num_rounds):  # the first ones warm up
+        modes = [mode for mode in MODES if number < 0 or number % RARELY.get(mode, 1) == 0]
+        for workload, tokens_each in OUTPUT_TOKENS.items():
+            for mode in order.sample(modes, len(modes)):
+                num_requests, every = NUM_TOKENS[workload] // tokens_each, MODES[mode]
+                numbers = range(num_sent[mode], num_sent[mode] + num_requests)
+                num_sent[mode] += num_requests
+                traced = [every > 0 and each % every == 0 for each in numbers]
+                one = await _loop(services[mode], num_streams, traced, tokens_each)
+                if number >= 0:
+                    found.append({"start": start, "workload": workload, "mode": mode, **one})
+    for service in (services[OFF], services[ON]):
+        for channel in service.channels:
+            await channel.close()
+    return found
+
+
+async def _loop(service: _Service, num_streams: int, traced: Sequence[bool], tokens_each: int) -> dict[str, float]:
+    """A closed loop of a request for each of `traced`, which says whether its client traces it."""
     request = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=[ord("a") + place % 26 for place in range(streaming.PROMPT_TOKENS)]),
         sampling_params=pb.SamplingParams(max_tokens=tokens_each, ignore_eos=True, temperature=0),
     ).SerializeToString()
-    waiting = iter(range(num_requests))
+    waiting = iter(traced)
 
     async def stream(channel: grpc.aio.Channel) -> None:
         generate = channel.unary_stream(streaming.GENERATE)
-        for _ in waiting:
-            async for _ in generate(request):
+        for is_traced in waiting:
+            metadata = tuple(TraceContext.new_root().fields()) if is_traced else ()
+            async for _ in generate(request, metadata=metadata):
                 pass
 
-    cpu_ns, started_ns = _cpu_ns(pid), time.monotonic_ns()
-    await asyncio.gather(*(stream(channels[number % NUM_CHANNELS]) for number in range(num_streams)))
-    wall_ns, cpu_ns = time.monotonic_ns() - started_ns, _cpu_ns(pid) - cpu_ns
-    for channel in channels:
-        await channel.close()
-    num_tokens = num_requests * tokens_each
+    cpu_ns, started_ns = service.cpu_ns(), time.monotonic_ns()
+    await asyncio.gather(*(stream(service.channels[number % NUM_CHANNELS]) for number in range(num_streams)))
+    wall_ns = time.monotonic_ns() - started_ns
+    await asyncio.sleep(EXPORTED_S)
+    cpu_ns, num_tokens = service.cpu_ns() - cpu_ns, len(traced) * tokens_each
     return {
-        "tokens_per_s": round(num_tokens / wall_ns * 1e9, 1),
-        "requests_per_s": round(num_requests / wall_ns * 1e9, 1),
-        "cpu_us_per_token": round(cpu_ns / num_tokens / 1e3, 4),
+        "tokens_per_s": round(num_tokens / wall_ns * 1e9),
+        "cpu_us_per_token": round(cpu_ns / num_tokens / 1e3, 3),
     }
 
 
-def _cpu_ns(pid: int) -> int:
-    """CPU time of all threads that a process has now; a tick of /proc/PID/stat is a hundredth of a second."""
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-
-
-def costs(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each workload and share, against the same round without tracing: medians, and the interval that holds 90 % of
-    the medians of rounds drawn anew."""
+def costs(loops: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By workload and mode, how much more CPU time a token takes than in the mode that it is compared with, in percent:
+    lower quartiles over all starts, and the interval that holds 90 % of what loops drawn anew give."""
     found = []
     for workload in OUTPUT_TOKENS:
-        of_mode = {mode: _of(rounds, workload, mode) for mode in MODES}
-        for mode in list(MODES)[1:]:
-            pairs = list(zip(of_mode["off"], of_mode[mode], strict=True))
-            cpu = [after["cpu_us_per_token"] / before["cpu_us_per_token"] - 1 for before, after in pairs]
-            speed = [1 - after["tokens_per_s"] / before["tokens_per_s"] for before, after in pairs]
+        for mode, other in BESIDE.items():
+            ours, theirs = ([one["cpu_us_per_token"] for one in _of(loops, workload, each)] for each in (mode, other))
+            draw = random.Random(0)
+            drawn = sorted(
+                _more(draw.choices(ours, k=len(ours)), draw.choices(theirs, k=len(theirs))) for _ in range(2000)
+            )
             found.append(
                 {
                     "workload": workload,
                     "traced": mode,
-                    "more_cpu_percent": _percent(cpu),
-                    "more_cpu_percent_90": _interval(cpu),
-                    "less_throughput_percent": _percent(speed),
-                    "less_throughput_percent_90": _interval(speed),
+                    "beside": other,
+                    "loops": len(ours),
+                    "more_cpu_percent": round(_more(ours, theirs), 2),
+                    "more_cpu_percent_90": [round(drawn[100], 2), round(drawn[1899], 2)],
                 }
             )
     return found
 
 
-def _of(rounds: Sequence[dict[str, Any]], workload: str, mode: str) -> list[dict[str, Any]]:
-    return [one for one in rounds if (one["workload"], one["mode"]) == (workload, mode)]
+def _of(loops: Sequence[dict[str, Any]], workload: str, mode: str) -> list[dict[str, Any]]:
+    return [one for one in loops if (one["workload"], one["mode"]) == (workload, mode)]
 
 
-def _percent(shares: Sequence[float]) -> float:
-    return round(100 * median(shares), 2)
-
-
-def _interval(shares: Sequence[float]) -> list[float]:
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(shares, k=len(shares))) for _ in range(2000))
-    return [round(100 * medians[place], 2) for place in (100, 1899)]
+def _more(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return 100 * (percentile(ours, 25) / percentile(theirs, 25) - 1)
 
 
 def table(result: dict[str, Any]) -> str:
     """In Markdown."""
-    rows = [("output tokens", "traced", "tokens/s without", "more CPU time a token", "less throughput"), ("---",) * 5]
+    rows = [("output tokens", "traced", "beside", "more CPU time a token", "90 % interval"), ("---",) * 5]
     for cost in result["cost"]:
-        without = median(one["tokens_per_s"] for one in _of(result["rounds"], cost["workload"], "off"))
-        cells = [
-            f"{cost[f'{name}_percent']:.1f} % ({low:.1f} to {high:.1f})"
-            for name in ("more_cpu", "less_throughput")
-            for low, high in [cost[f"{name}_percent_90"]]
-        ]
-        rows.append((str(OUTPUT_TOKENS[cost["workload"]]), cost["traced"], f"{without:,.0f}", *cells))
+        low, high = cost["more_cpu_percent_90"]
+        beside = "tracing off" if cost["beside"] == OFF else cost["beside"]
+        more, interval = f"{cost['more_cpu_percent']:.1f} %", f"{low:.1f} to {high:.1f} %"
+        rows.append((str(OUTPUT_TOKENS[cost["workload"]]), cost["traced"], beside, more, interval))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

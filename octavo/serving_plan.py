@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.shared.cores import allowed_cores, available_cores, parse_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
 from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, free_ports, is_loopback, reachable
+from octavo.shared.tracing.options import check_tracing_packages
 
 if TYPE_CHECKING:
     from octavo.shared.supervisor import Child
@@ -59,13 +60,18 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError."""
+    """The address clients will use, and the children; workers share cores and memory.
+
+    Raises PlanError, BindError, OptionError.
+    """
     if any((scheduler.tls_cert_file, scheduler.worker_tls_ca_file, worker.token_file, scheduler.worker_token_file)):
         raise PlanError(
             "octavo serve is for one machine, without TLS and tokens: octavo scheduler and octavo worker have them"
         )
     if scheduler.lora_modules and not worker.enable_lora:
         raise PlanError("lora_modules names adapters, which workers take with --enable-lora alone")
+    if scheduler.otlp_traces_endpoint:
+        check_tracing_packages()
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)

@@ -234,7 +234,7 @@ def test_shares_that_cannot_be() -> None:
             SchedulerConfig(trace_sampling=share)
 
 
-@pytest.mark.parametrize("command", ["scheduler --worker=127.0.0.1:1", "worker", "gateway"])
+@pytest.mark.parametrize("command", ["scheduler --worker=127.0.0.1:1", "worker", "gateway", "serve"])
 def test_missing_packages_are_one_line(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,7 +156,8 @@ def told(registry: CollectorRegistry, accept: str = OPEN_METRICS) -> tuple[bytes
     if OPEN_METRICS not in accept:
         return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
     # With the escaping that is for names of any kind: with every other the library writes octavo_x for octavo:x.
-    return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+    text = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]  # of the library
+    return text, openmetrics.CONTENT_TYPE_LATEST
 
 
 def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool = False) -> bytes:

@@ -86,7 +86,8 @@ class Metrics:
     def traced(self, trace: StepTrace, now_ns: int) -> None:
         """The answer to a step with traced requests: these are examples of the times between tokens."""
         for group, gap_ns in trace.answered(now_ns):
-            self.inter_token_latency_s.exemplify(gap_ns / 1e9, group.context)
+            if gap_ns:
+                self.inter_token_latency_s.exemplify(gap_ns / 1e9, group.context)
 
     def begun(self, group: SequenceGroup, now_ns: int) -> None:
         """A token of the group is there. Counts it once."""

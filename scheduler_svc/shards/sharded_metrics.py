@@ -49,7 +49,7 @@ class MetricSums:
     def add(self, texts: Texts) -> list[Metric]:
         """One family for all shards. A life that is not among the texts has ended, or does not answer now."""
         for life, text in texts.items():
-            self._last[life] = list(text_string_to_metric_families(text))
+            self._last[life] = list(text_string_to_metric_families(text))  # type: ignore[no-untyped-call]  # of the library
         merged: dict[str, Metric] = {}
         values: dict[str, dict[_Key, float]] = {}
         exemplars: dict[_Key, Exemplar] = {}  # the latest of each

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.shared.tracing.context import TraceContext
-from octavo.shared.tracing.span import MAX_LINKS, Attribute, Span, own
+from octavo.shared.tracing.span import Attribute, Span, own
+
+MAX_DECODE_LINKS = 32  # of a request: a link costs 5 us to export, as much as the whole rest of a token's trace
 
 
 class GroupTrace:
     """`context`: the request's span. `emit` takes spans, on the thread that calls here.
 
     Attributes:
+        key: the context as workers are told it.
         is_away: it is in no step: it waits for its first, was preempted, or is on its way to a worker.
         is_over: it has ended; what still comes of steps in flight is not written down.
-        links: to the spans of steps that computed tokens of its outputs, the first ones.
+        links: to the spans of steps that computed its outputs' first tokens.
     """
 
     __slots__ = (
@@ -26,6 +29,7 @@ class GroupTrace:
         "_last_token_ns",
         "_left_ns",
         "_left_worker",
+        "_num_drawn",
         "_num_preemptions",
         "_preempted_ns",
         "_preemption_mode",
@@ -34,16 +38,17 @@ class GroupTrace:
         "context",
         "is_away",
         "is_over",
+        "key",
         "links",
     )
 
     def __init__(self, context: TraceContext, emit: Callable[[Span], None]) -> None:
-        self.context = context
+        self.context, self.key = context, context.to_bytes()
         self._emit = emit
         self.is_away, self.is_over = True, False
         self.links: list[TraceContext] = []
         self._queued_ns = self._preempted_ns = self._left_ns = self._last_token_ns = 0  # 0: it is not, or not yet
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_drawn = 0
         self._preemption_mode = self._left_worker = self._why_left = ""
 
     def record(self, name: str, start_ns: int, end_ns: int, error: str = "", **more: Attribute) -> None:
@@ -106,16 +111,17 @@ class GroupTrace:
 
     def drawn(self, step: TraceContext | None, now_ns: int) -> int:
         """A token of an output came. How long after the one before, in ns; 0: it is the first, or nobody knows."""
-        if step is not None and len(self.links) < MAX_LINKS and (not self.links or self.links[-1] is not step):
+        if step is not None and len(self.links) < MAX_DECODE_LINKS and (not self.links or self.links[-1] is not step):
             self.links.append(step)
+        self._num_drawn += 1
         gap_ns = now_ns - self._last_token_ns if self._last_token_ns else 0
         self._last_token_ns = now_ns
         return gap_ns
 
     @property
     def has_enough(self) -> bool:
-        """Whether further steps of it need not be looked at, until it is computed anew."""
-        return len(self.links) >= MAX_LINKS
+        """Whether further tokens of it need not be looked at."""
+        return self._num_drawn >= MAX_DECODE_LINKS
 
     def ended(self, first_token_ns: int | None, now_ns: int, num_tokens: int) -> None:
         """Nothing of it is computed any more; `num_tokens`: of all outputs."""

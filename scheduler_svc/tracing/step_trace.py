@@ -34,16 +34,19 @@ class StepTrace:
     def requests(self) -> bytes:
         """Contexts of the requests, for the worker: at most so many as its span may have links."""
         groups = dict.fromkeys((*(chunk.group for chunk in self.chunks), *self.decodes))
-        return b"".join(group.context.to_bytes() for group in list(groups)[:MAX_LINKS])
+        return b"".join(group.key for group in list(groups)[:MAX_LINKS])
 
     def answered(self, now_ns: int) -> Iterator[tuple[GroupTrace, int]]:
-        """It went well. Gives requests with the ns from their last token to the one that came now."""
+        """It went well. Gives requests with the ns from their last token to the one that came now; of several that have
+        waited equally long, as most have, the first."""
         for chunk in self.chunks:
             self._end_chunk(chunk, now_ns)
             if chunk.draws:
                 chunk.group.drawn(None, now_ns)
+        told_ns = 0
         for group in self.decodes:
-            if not group.is_over and (gap_ns := group.drawn(self.context, now_ns)):
+            if not group.is_over and (gap_ns := group.drawn(self.context, now_ns)) != told_ns:
+                told_ns = gap_ns
                 yield group, gap_ns
 
     def failed(self, now_ns: int, error: str) -> None:

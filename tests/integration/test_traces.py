@@ -92,6 +92,11 @@ def assert_tells_nothing(collector: Collector) -> None:
     assert told and not any(SECRET in each for each in told)
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # ms between two exports
+
+
 @pytest.fixture
 def parent() -> TraceContext:
     return TraceContext.new_root()
@@ -102,8 +107,7 @@ async def test_a_request_through_gateway_scheduler_and_worker(parent: TraceConte
         async with traced_worker(collector) as worker:
             with scheduler(*flags(collector, worker)) as service:
                 await ready(service)
-                of_gateway = {"otlp_traces_endpoint": collector.endpoint, "trace_sampling": 0.0}
-                with gateway(service.address, **of_gateway) as http:
+                with gateway(service.address, otlp_traces_endpoint=collector.endpoint, trace_sampling=0.0) as http:
                     body = {"prompt": [3] * 38, "max_tokens": 4, "temperature": 0.2, "stop": SECRET}
                     for context in (parent, TraceContext(parent.trace_id, parent.span_id, False), None):
                         headers = {} if context is None else dict(context.fields())

@@ -6,6 +6,7 @@ take in time is dropped and counted.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ log = structlog.get_logger()
 
 MAX_WAITING_SPANS = 16_384  # some 16 MB, beyond which spans are dropped
 BATCH_SPANS = 512
-INTERVAL_S = 0.5  # between two exports
+INTERVAL_S = 1.0  # between two exports, unless OTEL_BSP_SCHEDULE_DELAY says otherwise, in ms
 FLUSH_S = 2.0  # at the end, for what waits
 _TRACE_ID_BITS = (1 << 64) - 1  # of which OpenTelemetry's sampler by ratio looks at
 
@@ -90,7 +91,7 @@ class Tracer:
         except Exception as error:
             log.error("traces are not exported", why=str(error))
             return
-        while not self._ending.wait(INTERVAL_S):
+        while not self._ending.wait(_interval_s()):
             self._export_waiting(exporter)
         self._export_waiting(exporter)
 
@@ -120,6 +121,13 @@ class Tracer:
         elif not problem and self._num_dropped > self._num_dropped_told:
             log.warning("spans came faster than the collector takes them", dropped=self._num_dropped)
             self._num_dropped_told = 2 * self._num_dropped  # once more when they are three times as many
+
+
+def _interval_s() -> float:
+    try:
+        return float(os.environ["OTEL_BSP_SCHEDULE_DELAY"]) / 1e3
+    except (KeyError, ValueError):
+        return INTERVAL_S
 
 
 def new_tracer(service: str, endpoint: str, sampling: float = 1.0, *, follows_parents: bool = True) -> Tracer | None:
