@@ -148,7 +148,7 @@ class SequenceColumns:
         """Frees the row; its generation rises, so that late answers for it are told apart."""
         self.generation[slot] += 1
         self.occupied[slot] = False
-        self.wants_logprobs[slot] = False
+        self.wants_logprobs[slot] = self.is_traced[slot] = False
         self.may_publish[slot] = True
         self.owner[slot] = None
         self.num_blocks[slot] = 0
