@@ -25,8 +25,8 @@ class Traced(Loop):
         self.spans: list[Span] = []
         self._traces_steps = traces_steps
 
-    def join(self, name: str = "worker", **options: Any) -> FakeLink:
-        link = super().join(name, **options)
+    def join(self, *arguments: Any, **options: Any) -> FakeLink:
+        link = super().join(*arguments, **options)
         self.turn()
         (worker,) = (worker for worker in self.engine.workers if worker.link is link)
         worker.info.traces_steps = self._traces_steps
