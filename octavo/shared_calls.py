@@ -16,6 +16,7 @@ import grpc
 
 from octavo.addresses import Server
 from octavo.errors import RequestFailed
+from octavo.shared.tracing.context import TRACEPARENT, TRACESTATE, of_fields
 from protos import inference_pb2 as pb
 
 MAX_REQUESTS = 512  # over one call at once; the next ones begin another
@@ -24,7 +25,7 @@ MAX_BACKLOG = 64  # messages that wait here for a slow reader, before the schedu
 MAX_AGE_S = 300.0  # a call that is older takes no more requests: what balances connections finds them again
 IDLE_S = 10.0  # without a request, after which a call is ended
 ASK_AGAIN_S = 60.0  # a scheduler that did not know the method may have been replaced
-_OF_ONE_REQUEST = frozenset({"traceparent", "tracestate"})  # metadata that go beside it: they differ from call to call
+_OF_ONE_REQUEST = frozenset({TRACEPARENT, TRACESTATE})  # metadata that go beside it: they differ from call to call
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,11 +61,10 @@ class SharedCalls:
         if len(data) > MAX_REQUEST_BYTES:
             return None
         message = pb.GenerateManyRequest(request=data)
-        own = [field for field in metadata if field[0] in _OF_ONE_REQUEST]
-        for name, value in own:
-            setattr(message, name, value)
-        if own:
-            metadata = [field for field in metadata if field not in own]
+        if any(name in _OF_ONE_REQUEST for name, _ in metadata):
+            if (trace := of_fields(metadata)) is not None:  # what is none, and may be of any length, stays behind
+                message.traceparent, message.tracestate = trace.traceparent, trace.state
+            metadata = [field for field in metadata if field[0] not in _OF_ONE_REQUEST]
         place = (server, tuple(metadata))
         call = self._in_use.get(place)
         if call is None or not call.takes_more:
