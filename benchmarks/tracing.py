@@ -1,11 +1,14 @@
 """What tracing costs: `python -m benchmarks.tracing` (about five minutes, two cores).
 
-Two schedulers run side by side, one without tracing, one with it, each with a simulated worker that answers at once; a
-collector of its own process takes the spans. Whether a request is traced is said by its client, so that shares are
-compared in one process: none, 1 % and all of the requests traced. Closed loops of half a second follow one another in
-random order. Counted is the CPU time of the scheduler's process, all threads, for a token, until the spans are
-exported: a core is what limits a scheduler, and its throughput falls as this time grows. What others do on the machine
-only adds to it, so loops of one kind are compared by their lower quartiles.
+Counted is CPU time of the scheduler's process, all threads: a core is what limits a scheduler, and its throughput falls
+as this time grows. A simulated worker answers at once, and a collector of its own process takes the spans. Whether a
+request is traced is said by its client.
+
+    own     the share of that time that is spent in the code of tracing, each part with a clock around it. On a busy
+            machine this is the sharp measure, if a little too large, as the clocks count themselves
+    loops   two schedulers side by side, one without tracing, one with it, and closed loops of half a second in random
+            order, with none, 1 % and all of the requests traced. What others do on the machine only adds to the time of
+            a token, so loops of one kind are compared by their lower quartiles
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent import futures
@@ -44,8 +48,10 @@ BESIDE = {ON: OFF, "1 %": ON, "100 %": ON}  # what each is compared with
 RARELY = {"100 %": 4}  # in every fourth round: what it costs is seen sooner
 OUTPUT_TOKENS = {"short": 16, "long": 256}  # of a request, by workload
 NUM_TOKENS = {"short": 4_096, "long": 32_768}  # of one closed loop
+OWN_SHARES = (ON, "1 %", "100 %")
+OWN_TOKENS = {"short": 49_152, "long": 393_216}
 NUM_CHANNELS = 8
-EXPORT_MS, EXPORTED_S = 200, 0.35  # how often spans are exported here, and after what time they certainly are
+EXPORT_MS, EXPORTED_S = 200, 0.35  # how often spans are exported in loops, and after what time they certainly are
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
@@ -53,19 +59,23 @@ def main() -> int:
     """Measures, prints, and keeps the result unless told not to."""
     parser = argparse.ArgumentParser(description="Measures what tracing costs a scheduler.")
     parser.add_argument("--streams", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=16, help="with one pair of schedulers")
+    parser.add_argument("--rounds", type=int, default=12, help="with one pair of schedulers")
     parser.add_argument("--starts", type=int, default=3, help="pairs of schedulers, one after the other")
     parser.add_argument("--no-results", action="store_true", help="print only")
+    parser.add_argument("--scheduler", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("--collector", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.collector:
         return _collect(arguments.collector)
+    if arguments.scheduler:
+        return _run_with_clocks(arguments.scheduler)
     facts, loops = machine.describe(), []
+    own = [_own(share, workload, arguments.streams) for workload in OUTPUT_TOKENS for share in OWN_SHARES]
     for start in range(arguments.starts):
         loops += _measure(arguments.streams, arguments.rounds, start)
     sizes = {"streams": arguments.streams, "prompt_tokens": streaming.PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
     settings = {"starts": arguments.starts, "rounds_a_start": arguments.rounds, "tokens_a_loop": NUM_TOKENS}
-    result = {**sizes, **settings, "cost": costs(loops), "loops": loops}
+    result = {**sizes, **settings, "own": own, "cost": costs(loops), "loops": loops}
     print(table(result))
     if not arguments.no_results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -106,24 +116,100 @@ def _measure(num_streams: int, num_rounds: int, start: int) -> list[dict[str, An
 
 
 @contextmanager
-def _service(traces: bool, collector: int, num_streams: int, cores: list[int]) -> Iterator[_Service]:
-    """On the first core; its worker has the last, as the load does."""
+def _service(
+    traces: bool, collector: int, num_streams: int, cores: list[int], clocks: Path | None = None
+) -> Iterator[_Service]:
+    """On the first core; its worker has the last, as the load does. `clocks`: where what they count is written."""
     port, worker_port = free_ports(2)
     worker = ["-m", "octavo.bench.simulated_worker", f"--port={worker_port}", f"--max-num-seqs={num_streams}"]
-    scheduler = ["-m", "octavo", "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]
+    often = {"OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_MS)} if clocks is None else {}
+    module = ["octavo"] if clocks is None else ["benchmarks.tracing", "--scheduler", str(clocks)]
+    scheduler = ["-m", *module, "scheduler", f"--worker={LOOPBACK}:{worker_port}", f"--port={port}"]
     scheduler += ["--log-level=warning", "--metrics-port=0"]
     if traces:
         scheduler += [f"--otlp-traces-endpoint=http://{LOOPBACK}:{collector}", "--trace-sampling=0"]
-    with _process(cores[-1], sys.executable, *worker), _process(cores[0], sys.executable, *scheduler) as process:
+    with (
+        _process(cores[-1], sys.executable, *worker),
+        _process(cores[0], sys.executable, *scheduler, environment=often) as process,
+    ):
         yield _Service(f"{LOOPBACK}:{port}", process.pid)
 
 
+def _own(mode: str, workload: str, num_streams: int) -> dict[str, Any]:
+    """Runs a scheduler with clocks in it, and reads what these have counted."""
+    cores, tokens_each = sorted(os.sched_getaffinity(0)), OUTPUT_TOKENS[workload]
+    (collector,) = free_ports(1)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        told = Path(folder) / "told.json"
+        stack.enter_context(_process(cores[-1], sys.executable, "-m", "benchmarks.tracing", f"--collector={collector}"))
+        with _service(True, collector, num_streams, cores, told) as service:
+            os.sched_setaffinity(0, {cores[-1]})
+            try:
+                num_requests, every = OWN_TOKENS[workload] // tokens_each, MODES[mode]
+                traced = [every > 0 and number % every == 0 for number in range(num_requests)]
+                asyncio.run(_connected_loop(service, num_streams, traced, tokens_each))
+            finally:
+                os.sched_setaffinity(0, cores)
+        parts = json.loads(told.read_text())
+    cpu_ns = parts.pop("process")
+    percent = {name: round(100 * spent_ns / cpu_ns, 3) for name, spent_ns in parts.items()}
+    whole = round(sum(percent.values()), 2)
+    return {"workload": workload, "traced": mode, "own_cpu_percent": whole, "of_which": percent}
+
+
+async def _connected_loop(service: _Service, num_streams: int, traced: Sequence[bool], tokens_each: int) -> None:
+    options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    service.channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(NUM_CHANNELS)]
+    await streaming.wait_until_ready(service.channels[0])
+    await _loop(service, num_streams, traced, tokens_each)
+    for channel in service.channels:
+        await channel.close()
+
+
+def _run_with_clocks(arguments: Sequence[str]) -> int:
+    """A scheduler that writes into the first argument, when it ends, how much CPU time each part of tracing took."""
+    from octavo.cli import main as octavo
+    from octavo.shared.tracing.tracer import Tracer
+    from scheduler_svc.api.request_trace import RequestTrace
+    from scheduler_svc.engine.metrics import Metrics
+    from scheduler_svc.engine.step_traces import StepTraces
+    from scheduler_svc.tracing.step_trace import StepTrace
+
+    spent_ns: dict[str, int] = {}
+
+    def clocked(owner: type, name: str) -> None:
+        function, key = getattr(owner, name), f"{owner.__name__}.{name}"
+        spent_ns[key] = 0
+
+        def run(*given: Any, **named: Any) -> Any:
+            started_ns = time.thread_time_ns()
+            try:
+                return function(*given, **named)
+            finally:
+                spent_ns[key] += time.thread_time_ns() - started_ns
+
+        setattr(owner, name, run)
+
+    clocked(Tracer, "begin")
+    clocked(Tracer, "_export_waiting")
+    for name in ("prepared", "admitted", "_end"):
+        clocked(RequestTrace, name)
+    for name in ("of_step", "ended"):
+        clocked(StepTraces, name)
+    clocked(StepTrace, "requests")
+    clocked(Metrics, "traced")
+    code = octavo(list(arguments[1:]))
+    Path(arguments[0]).write_text(json.dumps({**spent_ns, "process": time.process_time_ns()}))
+    return code
+
+
 @contextmanager
-def _process(core: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+def _process(core: int, *command: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # what is started takes it over
     try:
-        environment = environment_without_options() | {"OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_MS)}
+        environment = environment_without_options() | (environment or {})
         process = subprocess.Popen(command, env=environment)
     finally:
         os.sched_setaffinity(0, own)
@@ -217,12 +303,15 @@ def _more(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """In Markdown."""
-    rows = [("output tokens", "traced", "beside", "more CPU time a token", "90 % interval"), ("---",) * 5]
-    for cost in result["cost"]:
-        low, high = cost["more_cpu_percent_90"]
-        beside = "tracing off" if cost["beside"] == OFF else cost["beside"]
-        more, interval = f"{cost['more_cpu_percent']:.1f} %", f"{low:.1f} to {high:.1f} %"
-        rows.append((str(OUTPUT_TOKENS[cost["workload"]]), cost["traced"], beside, more, interval))
+    head = ("output tokens", "traced", "CPU time of tracing", "more CPU time a token than with none traced")
+    rows = [head, ("---",) * len(head)]
+    for own in result["own"]:
+        compared = {(cost["workload"], cost["traced"]): cost for cost in result["cost"] if cost["beside"] == ON}
+        cost, shown = compared.get((own["workload"], own["traced"])), ""
+        if cost is not None:
+            low, high = cost["more_cpu_percent_90"]
+            shown = f"{cost['more_cpu_percent']:.0f} % ({low:.0f} to {high:.0f} %)"
+        rows.append((str(OUTPUT_TOKENS[own["workload"]]), own["traced"], f"{own['own_cpu_percent']:.2g} %", shown))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from octavo.shared.tracing.context import TraceContext
+from octavo.shared.tracing.context import TraceContext, new_id
 from octavo.shared.tracing.options import check_tracing_packages
 from octavo.shared.tracing.span import Span
 
@@ -65,9 +65,8 @@ class Tracer:
         """
         if parent is not None and self._follows_parents:
             return parent.child()
-        context = TraceContext.new_root() if parent is None else parent.child()
-        is_sampled = context.trace_id & _TRACE_ID_BITS < self._most_id
-        return TraceContext(context.trace_id, context.span_id, is_sampled, context.state)
+        trace_id, state = (new_id(128), "") if parent is None else (parent.trace_id, parent.state)
+        return TraceContext(trace_id, new_id(64), trace_id & _TRACE_ID_BITS < self._most_id, state)
 
     def emit(self, span: Span) -> None:
         """Has it exported soon; dropped where too many wait."""
