@@ -23,7 +23,7 @@ log = structlog.get_logger()
 MAX_WAITING_SPANS = 16_384  # some 16 MB, beyond which spans are dropped
 BATCH_SPANS = 512
 INTERVAL_S = 1.0  # between two exports, unless OTEL_BSP_SCHEDULE_DELAY says otherwise, in ms
-FLUSH_S = 2.0  # at the end, for what waits
+FLUSH_S = 1.0  # at the end, for what waits: who is told to end has few seconds
 _TRACE_ID_BITS = (1 << 64) - 1  # of which OpenTelemetry's sampler by ratio looks at
 
 
