@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gateway, peers, step_profile, thread_settings
+from benchmarks import gateway, peers, step_profile, thread_settings, tracing
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -54,6 +54,7 @@ def blocks() -> dict[str, str]:
         "w1-runs": _w1_runs(),
         "step-profile": _step_profile(),
         "busy-neighbour": _busy_neighbour(),
+        "tracing-cost": _tracing_cost(),
     }
 
 
@@ -225,6 +226,12 @@ def _gateway_cost() -> str:
     results = newest("gateway")
     about = f"{results['machine']['cpu']}, 2 cores, {results['date'][:10]}:"
     return f"{about}\n\n{gateway.table(results['median'])}"
+
+
+def _tracing_cost() -> str:
+    results = newest("tracing")
+    about = f"{results['machine']['cpu']}, {results['streams']} streams, {results['starts']} starts of each scheduler"
+    return f"{about}, {results['date'][:10]}:\n\n{tracing.table(results)}"
 
 
 def _loading() -> str:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Writes deploy/locks/*.txt: what the images install, every file by its hash. Run it after a change of pyproject.toml or
-# constraints.txt. Versions are those of constraints.txt; packages that it does not name get the newest.
+# constraints.txt. Versions are those of constraints.txt; packages that it does not name get the newest. Every image can
+# trace (--otlp-traces-endpoint), which takes a megabyte.
 #
 # usage: deploy/lock.sh                             (make locks)
 #   TORCH_INDEX_URL=URL   where the CPU builds of torch are; default: PyTorch's own index
@@ -42,7 +43,7 @@ else
   from=(--extra-index-url "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}" --index-strategy unsafe-best-match)
 fi
 mkdir -p deploy/locks
-lock scheduler scheduler,jwt constraints.txt
-lock gateway gateway constraints.txt
-lock worker worker "$work/cpu.txt" "${from[@]}"
-lock worker-cuda worker constraints.txt
+lock scheduler scheduler,jwt,tracing constraints.txt
+lock gateway gateway,tracing constraints.txt
+lock worker worker,tracing "$work/cpu.txt" "${from[@]}"
+lock worker-cuda worker,tracing constraints.txt

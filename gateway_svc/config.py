@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
+from octavo.shared.tracing.options import ENDPOINT_HELP, FOLLOW_HELP, SAMPLING_HELP, check_tracing_options
+
+if TYPE_CHECKING:
+    from octavo.shared.tracing.tracer import Tracer
 
 REQUESTS, PAGE, CONNECTIONS, ACCESS = "requests", "page", "connections", "access"  # groups of options
 DEFAULT_PORT = 8000
@@ -49,9 +54,9 @@ class GatewayConfig:
         group=REQUESTS,
     )
     pass_header: tuple[str, ...] = option(
-        ("authorization", "traceparent"),
+        ("authorization", "traceparent", "tracestate"),
         "an HTTP header that goes on as metadata, such as the field of --tenant-metadata; repeatable, in place of the "
-        "default: authorization, traceparent",
+        "default: authorization, traceparent, tracestate",
         group=REQUESTS,
         metavar="NAME",
     )
@@ -98,12 +103,16 @@ class GatewayConfig:
         group=LOGGING,
         metavar="PORT",
     )
+    otlp_traces_endpoint: str = option("", ENDPOINT_HELP, group=LOGGING, metavar="URL")
+    trace_sampling: float = option(1.0, SAMPLING_HELP, group=LOGGING, metavar="SHARE")
+    trace_parents: bool = option(True, FOLLOW_HELP, group=LOGGING)
     shares_port: bool = option(False, "one of several processes", hidden=True)
     serves_metrics: bool = option(True, "has found a port for them", hidden=True)
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
         check_port("metrics_port", self.metrics_port)
+        check_tracing_options(self)
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         for address in self.scheduler.split(","):
             host, _, port = address.strip().removeprefix("dns:///").rpartition(":")
@@ -128,3 +137,10 @@ class GatewayConfig:
                 raise ValueError(
                     f"pass_header is {name!r}; lower-case letters, digits, _ . and - are accepted, no grpc-, -bin"
                 )
+
+    def new_tracer(self) -> Tracer | None:
+        """None where tracing is off. Raises OptionError where packages are missing."""
+        from octavo.shared.tracing.tracer import new_tracer  # and structlog, which no command line needs
+
+        endpoint, sampling = self.otlp_traces_endpoint, self.trace_sampling
+        return new_tracer("octavo-gateway", endpoint, sampling, follows_parents=self.trace_parents)

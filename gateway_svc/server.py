@@ -37,6 +37,8 @@ from octavo.shared.options import OptionError, environment_without_options, to_a
 from octavo.shared.ports import check_port_is_free, reserve_port
 from octavo.shared.supervisor import Child, Supervisor
 from octavo.shared.tls import ServerTls, TlsError, client_credentials, server_tls
+from octavo.shared.tracing.options import check_tracing_packages
+from octavo.shared.tracing.tracer import Tracer
 from octavo.shared.watched_files import LOOK_AGAIN_S
 
 log = structlog.get_logger()
@@ -49,6 +51,8 @@ def main(config: GatewayConfig) -> int:
     logging.configure(config.log_level)
     is_locked = config.tls_cert_file is not None
     check_exposure(config.host, is_locked=is_locked, insecure=config.insecure, locks="--tls-cert-file")
+    if config.otlp_traces_endpoint:
+        check_tracing_packages()
     if config.processes > 1:
         return _run_several(config)
     listener, for_metrics = listen(config), metrics_listener(config)
@@ -66,7 +70,8 @@ async def serve(config: GatewayConfig, listener: socket.socket, for_metrics: soc
         config.scheduler, retry, config.pass_header, share_calls=config.share_calls, credentials=_credentials(config)
     )
     tls = server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-    service = new_service(config, schedulers)
+    tracer = config.new_tracer()
+    service = new_service(config, schedulers, tracer)
     server, metrics = new_server(config, service, tls), metrics_server(service.metrics, tls)
     beside = [] if tls is None else [asyncio.create_task(_follow_certificates(tls))]
     if for_metrics is not None:
@@ -79,6 +84,8 @@ async def serve(config: GatewayConfig, listener: socket.socket, for_metrics: soc
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
         await schedulers.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     log.info("gateway has ended")
 
 
@@ -98,10 +105,10 @@ def _credentials(config: GatewayConfig) -> grpc.ChannelCredentials | None:
         raise OptionError(f"TLS: {error}") from None
 
 
-def new_service(config: GatewayConfig, schedulers: Schedulers) -> Service:
+def new_service(config: GatewayConfig, schedulers: Schedulers, tracer: Tracer | None = None) -> Service:
     """What answers before these schedulers."""
     live = LiveFeeds(schedulers, demo=config.demo)
-    return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval)
+    return Service(schedulers, GatewayMetrics(), config.max_body_bytes, live, config.comment_interval, tracer)
 
 
 def new_server(config: GatewayConfig, service: Service, tls: ServerTls | None = None) -> uvicorn.Server:

@@ -28,6 +28,7 @@ from octavo.outputs import RequestOutput
 from octavo.retrying import RetryPolicy
 from octavo.sampling_params import SamplingParams
 from octavo.shared_calls import NotKnown, SharedCalls
+from octavo.tracing_context import current_trace
 from protos import inference_pb2 as pb
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -124,6 +125,7 @@ class AsyncClient(_Settings):
         sampling_params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
+        traceparent: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams what the model writes; each item brings what is new, the last one has `finished` set.
@@ -131,10 +133,12 @@ class AsyncClient(_Settings):
         Options are `prompt_token_ids` or `messages` in place of `prompt`, `request_id`, `stream`, `priority`,
         `adapter`, `model`, `tenant`, `cache_salt`, `add_special_tokens`, `truncate_prompt_tokens`,
         `return_prompt_token_ids`, `add_generation_prompt`, `continue_final_message`, with the defaults of
-        `GenerateRequest`. `timeout` is in seconds, over all attempts.
+        `GenerateRequest`. `timeout` is in seconds, over all attempts. `traceparent` names the span that the request is
+        a part of, as W3C writes it; by default the caller's current one, where the program uses OpenTelemetry.
         """
+        metadata = (*self._metadata, *_trace(traceparent))
         call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
-        async with aclosing(self._messages(call, self._metadata)) as messages:
+        async with aclosing(self._messages(call, metadata)) as messages:
             async for response in messages:
                 if output := call.generation.output_of(response):
                     yield output
@@ -332,13 +336,15 @@ class Client(_Settings):
         sampling_params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
+        traceparent: str | None = None,
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
         """See `AsyncClient.generate`."""
+        metadata = (*self._metadata, *_trace(traceparent))
         call = _Call(build_request(prompt, sampling_params, **options), self._retry, timeout, len(self._servers))
         while not call.generation.finished:
             server = self._servers.current
-            stream = self._start(call, server)
+            stream = self._start(call, server, metadata)
             try:
                 for response in stream:
                     if output := call.receive(response):
@@ -353,9 +359,9 @@ class Client(_Settings):
                 self._servers.failed(server)
                 time.sleep(delay_s)
 
-    def _start(self, call: _Call, server: Server) -> InterruptibleStream[pb.GenerateResponse]:
+    def _start(self, call: _Call, server: Server, metadata: Metadata) -> InterruptibleStream[pb.GenerateResponse]:
         def start() -> Any:
-            request, metadata = call.generation.request, self._metadata
+            request = call.generation.request
             return server.inference.Generate(request, timeout=call.remaining_s(), metadata=metadata)
 
         return InterruptibleStream(start)
@@ -463,6 +469,10 @@ class Client(_Settings):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _trace(traceparent: str | None) -> Metadata:
+    return current_trace() if traceparent is None else (("traceparent", traceparent),)
 
 
 def _tokenize_request(

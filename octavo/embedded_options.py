@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
-# Of what listens and is connected to, which an `LLM` has not.
+# Of what listens and is connected to, and of traces, which an `LLM` has not.
 NOT_EMBEDDED = frozenset(
     {"host", "port", "worker", "max_workers", "metrics_port", "frontends", "shards", "log_prompts"}
+    | {"otlp_traces_endpoint", "trace_sampling", "trace_parents"}
 )
 
 

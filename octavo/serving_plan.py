@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.shared.cores import allowed_cores, available_cores, parse_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
 from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, free_ports, is_loopback, reachable
+from octavo.shared.tracing.options import check_tracing_packages
 
 if TYPE_CHECKING:
     from octavo.shared.supervisor import Child
@@ -60,12 +61,15 @@ class ServeConfig:
 
 
 def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -> tuple[str, list[Child]]:
-    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError.
+    """The address clients will use, and the children; workers share cores and memory. Raises PlanError, BindError,
+    OptionError.
 
     How the parts know each other is in their options already (`octavo.serving_links`).
     """
     if scheduler.lora_modules and not worker.enable_lora:
         raise PlanError("lora_modules names adapters, which workers take with --enable-lora alone")
+    if scheduler.otlp_traces_endpoint:
+        check_tracing_packages()
     check_memory(serve.workers, worker)
     port = scheduler.port or free_port()
     check_port_is_free(scheduler.host, port)
@@ -125,6 +129,9 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
         drain_timeout=scheduler.drain_timeout,
         metrics_port=0 if scheduler.metrics_port == 0 else None,
         log_level=scheduler.log_level,
+        otlp_traces_endpoint=scheduler.otlp_traces_endpoint,
+        trace_sampling=scheduler.trace_sampling,
+        trace_parents=scheduler.trace_parents,
     )
     child = _child("gateway", "gateway", config, environment_without_options(), essential=False)
     return dataclasses.replace(child, drain_s=config.drain_timeout, is_front=True)

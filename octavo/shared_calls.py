@@ -16,6 +16,7 @@ import grpc
 
 from octavo.addresses import Server
 from octavo.errors import RequestFailed
+from octavo.shared.tracing.context import TRACEPARENT, TRACESTATE, of_fields
 from protos import inference_pb2 as pb
 
 MAX_REQUESTS = 512  # over one call at once; the next ones begin another
@@ -24,7 +25,7 @@ MAX_BACKLOG = 64  # messages that wait here for a slow reader, before the schedu
 MAX_AGE_S = 300.0  # a call that is older takes no more requests: what balances connections finds them again
 IDLE_S = 10.0  # without a request, after which a call is ended
 ASK_AGAIN_S = 60.0  # a scheduler that did not know the method may have been replaced
-_OWN_METADATA = frozenset({"traceparent"})  # that no two requests have in common
+_OF_ONE_REQUEST = frozenset({TRACEPARENT, TRACESTATE})  # metadata that go beside it: they differ from call to call
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -54,17 +55,22 @@ class SharedCalls:
     def start(self, server: Server, request: pb.GenerateRequest, metadata: Metadata) -> SharedStream | None:
         """The request's messages; None where it has to have a call of its own."""
         comes_whole = request.HasField("stream") and not request.stream
-        if comes_whole or any(name in _OWN_METADATA for name, _ in metadata) or self._lacks_it(server):
+        if comes_whole or self._lacks_it(server):
             return None
         data = request.SerializeToString()
         if len(data) > MAX_REQUEST_BYTES:
             return None
+        message = pb.GenerateManyRequest(request=data)
+        if any(name in _OF_ONE_REQUEST for name, _ in metadata):
+            if (trace := of_fields(metadata)) is not None:  # what is none, and may be of any length, stays behind
+                message.traceparent, message.tracestate = trace.traceparent, trace.state
+            metadata = [field for field in metadata if field[0] not in _OF_ONE_REQUEST]
         place = (server, tuple(metadata))
         call = self._in_use.get(place)
         if call is None or not call.takes_more:
             call = self._in_use[place] = SharedCall(server, metadata, self._ended)
             self._all.add(call)
-        return call.start(data)
+        return call.start(message)
 
     def _lacks_it(self, server: Server) -> bool:
         since_s = self._without.get(server)
@@ -114,14 +120,14 @@ class SharedCall:
         is_young = self._loop.time() - self._began_s < MAX_AGE_S
         return is_young and not self._is_ending and len(self._streams) < MAX_REQUESTS
 
-    def start(self, data: bytes) -> SharedStream:
-        """Sends a request."""
+    def start(self, message: pb.GenerateManyRequest) -> SharedStream:
+        """Sends a request, which gets its key here."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-        key = next(self._keys)
+        key = message.key = next(self._keys)
         stream = self._streams[key] = SharedStream(self, key)
-        self.send(pb.GenerateManyRequest(key=key, request=data))
+        self.send(message)
         return stream
 
     def send(self, message: pb.GenerateManyRequest) -> None:

@@ -134,11 +134,12 @@ OF_LLM = (
     Elsewhere("logprobs_mode", "logprobs are of the model's own logits", asks_for_nothing=("raw_logprobs",)),
     Elsewhere("scheduler_cls worker_cls worker_extension_cls", "classes of vLLM have no place here"),
     Elsewhere(
-        "otlp_traces_endpoint collect_detailed_traces profiler_config show_hidden_metrics_for_version "
+        "collect_detailed_traces profiler_config show_hidden_metrics_for_version "
         "kv_cache_metrics* cudagraph_metrics custom_histogram_buckets enable_layerwise_nvtx_tracing enable_mfu_metrics "
         "enable_mm_processor_stats",
         "`LLM.statistics` and each output's `metrics` are what is measured",
     ),
+    Elsewhere("otlp_traces_endpoint", "requests of a server are traced: `octavo serve` has the option"),
     Elsewhere("enable_sleep_mode", "shut the LLM down, and make another"),
     Elsewhere("max_num_active_seqs max_num_scheduled_tokens", "max_num_seqs and max_num_batched_tokens bound a step"),
     Elsewhere("max_num_queued_*", "max_waiting_requests and max_waiting_tokens bound the queue"),

@@ -64,7 +64,7 @@ class Listening(_message.Message):
     def __init__(self, pid: _Optional[int] = ...) -> None: ...
 
 class PreparedGroup(_message.Message):
-    __slots__ = ("number", "request_id", "tenant", "sampling_params", "prompt_token_ids_i32", "resumed", "max_num_tokens", "arrival_ns", "eos_token_id", "stop_token_ids", "priority", "adapter", "cache_salt", "reads_logprobs", "replaces", "bad_words", "model_fingerprint", "num_bytes", "earlier_life")
+    __slots__ = ("number", "request_id", "tenant", "sampling_params", "prompt_token_ids_i32", "resumed", "max_num_tokens", "arrival_ns", "eos_token_id", "stop_token_ids", "priority", "adapter", "cache_salt", "reads_logprobs", "replaces", "bad_words", "model_fingerprint", "num_bytes", "traceparent", "tracestate", "earlier_life")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,8 @@ class PreparedGroup(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     EARLIER_LIFE_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
@@ -102,8 +104,10 @@ class PreparedGroup(_message.Message):
     bad_words: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
     model_fingerprint: str
     num_bytes: int
+    traceparent: str
+    tracestate: str
     earlier_life: GroupCounters
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids_i32: _Optional[bytes] = ..., resumed: _Optional[_Iterable[_Union[ResumedSequence, _Mapping]]] = ..., max_num_tokens: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reads_logprobs: bool = ..., replaces: bool = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., model_fingerprint: _Optional[str] = ..., num_bytes: _Optional[int] = ..., earlier_life: _Optional[_Union[GroupCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids_i32: _Optional[bytes] = ..., resumed: _Optional[_Iterable[_Union[ResumedSequence, _Mapping]]] = ..., max_num_tokens: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reads_logprobs: bool = ..., replaces: bool = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., model_fingerprint: _Optional[str] = ..., num_bytes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., earlier_life: _Optional[_Union[GroupCounters, _Mapping]] = ...) -> None: ...
 
 class ResumedSequence(_message.Message):
     __slots__ = ("token_ids_i32", "is_finished")

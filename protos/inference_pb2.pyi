@@ -334,16 +334,20 @@ class Timings(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., times_preempted: _Optional[int] = ..., times_moved: _Optional[int] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
-    __slots__ = ("key", "request", "hold", "cancel")
+    __slots__ = ("key", "request", "hold", "cancel", "traceparent", "tracestate")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     key: int
     request: bytes
     hold: bool
     cancel: bool
-    def __init__(self, key: _Optional[int] = ..., request: _Optional[bytes] = ..., hold: bool = ..., cancel: bool = ...) -> None: ...
+    traceparent: str
+    tracestate: str
+    def __init__(self, key: _Optional[int] = ..., request: _Optional[bytes] = ..., hold: bool = ..., cancel: bool = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class GenerateManyResponse(_message.Message):
     __slots__ = ("parts",)

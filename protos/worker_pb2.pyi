@@ -60,7 +60,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("instance_id", "schema_revision", "model", "model_hash", "architecture", "dtype", "device", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel", "adapters", "lifecycle", "tokenizer_sha256", "eos_token_ids", "max_logprobs", "max_loras", "kv_cache_dtype", "quantization")
+    __slots__ = ("instance_id", "schema_revision", "model", "model_hash", "architecture", "dtype", "device", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "parallel", "adapters", "lifecycle", "tokenizer_sha256", "eos_token_ids", "max_logprobs", "max_loras", "kv_cache_dtype", "quantization", "traces_steps")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class WorkerInfo(_message.Message):
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    TRACES_STEPS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     schema_revision: int
     model: str
@@ -103,7 +104,8 @@ class WorkerInfo(_message.Message):
     max_loras: int
     kv_cache_dtype: str
     quantization: str
-    def __init__(self, instance_id: _Optional[str] = ..., schema_revision: _Optional[int] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, str]] = ..., tokenizer_sha256: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_logprobs: _Optional[int] = ..., max_loras: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
+    traces_steps: bool
+    def __init__(self, instance_id: _Optional[str] = ..., schema_revision: _Optional[int] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, str]] = ..., tokenizer_sha256: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_logprobs: _Optional[int] = ..., max_loras: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., traces_steps: bool = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -220,7 +222,7 @@ class Keepalive(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "resume_after", "released_slots_u16", "forks_u16", "fork_indices_u16", "groups", "swap_out", "swap_in", "copies", "block_tables", "rows", "forgotten_blocks_u32", "forgets_all_blocks", "cached_blocks")
+    __slots__ = ("step_id", "resume_after", "released_slots_u16", "forks_u16", "fork_indices_u16", "groups", "swap_out", "swap_in", "copies", "block_tables", "rows", "forgotten_blocks_u32", "forgets_all_blocks", "cached_blocks", "trace")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_U16_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +237,7 @@ class Step(_message.Message):
     FORGOTTEN_BLOCKS_U32_FIELD_NUMBER: _ClassVar[int]
     FORGETS_ALL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     resume_after: int
     released_slots_u16: bytes
@@ -249,7 +252,16 @@ class Step(_message.Message):
     forgotten_blocks_u32: bytes
     forgets_all_blocks: bool
     cached_blocks: CachedBlocks
-    def __init__(self, step_id: _Optional[int] = ..., resume_after: _Optional[int] = ..., released_slots_u16: _Optional[bytes] = ..., forks_u16: _Optional[bytes] = ..., fork_indices_u16: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[SequenceGroupMetadata, _Mapping]]] = ..., swap_out: _Optional[_Union[BlockPairs, _Mapping]] = ..., swap_in: _Optional[_Union[BlockPairs, _Mapping]] = ..., copies: _Optional[_Union[BlockPairs, _Mapping]] = ..., block_tables: _Optional[_Iterable[_Union[BlockTableUpdate, _Mapping]]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., forgotten_blocks_u32: _Optional[bytes] = ..., forgets_all_blocks: bool = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+    trace: StepTrace
+    def __init__(self, step_id: _Optional[int] = ..., resume_after: _Optional[int] = ..., released_slots_u16: _Optional[bytes] = ..., forks_u16: _Optional[bytes] = ..., fork_indices_u16: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[SequenceGroupMetadata, _Mapping]]] = ..., swap_out: _Optional[_Union[BlockPairs, _Mapping]] = ..., swap_in: _Optional[_Union[BlockPairs, _Mapping]] = ..., copies: _Optional[_Union[BlockPairs, _Mapping]] = ..., block_tables: _Optional[_Iterable[_Union[BlockTableUpdate, _Mapping]]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., forgotten_blocks_u32: _Optional[bytes] = ..., forgets_all_blocks: bool = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., trace: _Optional[_Union[StepTrace, _Mapping]] = ...) -> None: ...
+
+class StepTrace(_message.Message):
+    __slots__ = ("context", "requests")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    context: bytes
+    requests: bytes
+    def __init__(self, context: _Optional[bytes] = ..., requests: _Optional[bytes] = ...) -> None: ...
 
 class CachedBlocks(_message.Message):
     __slots__ = ("block_ids_u32", "hashes")

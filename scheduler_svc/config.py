@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, is_host, option
 from octavo.shared.ports import is_loopback
+from octavo.shared.tracing.options import ENDPOINT_HELP, FOLLOW_HELP, SAMPLING_HELP, check_tracing_options
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption_modes import MODES
 from scheduler_svc.models.model_names import ModelNames
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.shared.tenant_limits import TenantTable
+    from octavo.shared.tracing.tracer import Tracer
     from scheduler_svc.output.prompt_log import PromptLog
     from scheduler_svc.requests.request_checks import TextSettings
 
@@ -221,6 +223,9 @@ class SchedulerConfig:
         group=LOGGING,
         metavar="PORT",
     )
+    otlp_traces_endpoint: str = option("", ENDPOINT_HELP, group=LOGGING, metavar="URL")
+    trace_sampling: float = option(1.0, SAMPLING_HELP, group=LOGGING, metavar="SHARE")
+    trace_parents: bool = option(True, FOLLOW_HELP, group=LOGGING)
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
@@ -231,6 +236,7 @@ class SchedulerConfig:
             if not (is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
                 raise ValueError(f"worker is {address!r}; HOST:PORT or dns:///NAME:PORT is accepted")
         check_metadata_field(self.tenant_metadata)
+        check_tracing_options(self)
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         if self.worker_tls_name and self.worker_tls_ca_file is None:
             raise ValueError("worker_tls_name is for TLS, which worker_tls_ca_file switches on")
@@ -332,6 +338,13 @@ class SchedulerConfig:
         from scheduler_svc.output.prompt_log import PromptLog  # likewise
 
         return PromptLog()
+
+    def new_tracer(self) -> Tracer | None:
+        """None where tracing is off. Raises OptionError where packages are missing."""
+        from octavo.shared.tracing.tracer import new_tracer  # and structlog, which no command line needs
+
+        endpoint, sampling = self.otlp_traces_endpoint, self.trace_sampling
+        return new_tracer("octavo-scheduler", endpoint, sampling, follows_parents=self.trace_parents)
 
     def model_names(self) -> ModelNames:
         """Of `served_model_name`. Raises ValueError."""

@@ -83,7 +83,8 @@ async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> 
         authority = Authority.of(config)
         tenants = Tenants(config.tenant_metadata, None if authority is None else authority.callers)
         prompts = config.prompt_log()
-        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants, prompts)
+        tracer = config.new_tracer()
+        inference = InferenceService(frontend, texts, link, mailboxes, admission, tenants, prompts, tracer)
         server, health = public_server(
             config,
             inference,
@@ -119,6 +120,8 @@ async def serve(core_address: str, config: SchedulerConfig, number: int = 0) -> 
         await server.stop(GRACE_S)
         if prompts is not None:
             await asyncio.to_thread(prompts.stop)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _link(channel: grpc.aio.Channel, mailboxes: Mailboxes, config: SchedulerConfig) -> CoreLink | ShardedCore:

@@ -15,6 +15,7 @@ from octavo.shared import log as logging
 from octavo.shared.exposure import check_exposure
 from octavo.shared.options import OptionError
 from octavo.shared.tls import server_tls
+from octavo.shared.tracing.options import check_tracing_packages
 from scheduler_svc.api.authority import Authority
 from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.api.metrics_server import serve_metrics
@@ -49,6 +50,8 @@ def main(config: SchedulerConfig) -> int:
         log.warning("PROMPTS AND ANSWERS OF ALL REQUESTS ARE WRITTEN TO THIS LOG", option="--log-prompts")
     Authority.of(config)  # here, as frontends could only end over them, one after the other
     server_tls(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+    if config.otlp_traces_endpoint:
+        check_tracing_packages()  # likewise
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         if config.shards > 1:

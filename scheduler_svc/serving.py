@@ -39,6 +39,7 @@ class Serving:
     """Everything between a checked request and its tokens.
 
     `outputs` takes what the step loop hands out; a function in its place gets messages, on a thread that makes them.
+    `tracer` is None while tracing is off. Raises OptionError where its packages are missing.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Serving:
         vital: VitalParts | None = None,
     ) -> None:
         self.vital = vital or VitalParts()
+        self.tracer = config.new_tracer()
         self.outputs: Outputs = OutputProcessor(outputs, self.vital) if callable(outputs) else outputs
         settings = EngineSettings(
             scheduling_policy=config.scheduling_policy,
@@ -128,6 +130,8 @@ class Serving:
         self.engine.stop()
         self._watch.stop()
         self.outputs.stop()
+        if self.tracer is not None:
+            self.tracer.close()
 
     @property
     def is_ready(self) -> bool:

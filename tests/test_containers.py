@@ -33,10 +33,10 @@ COMPOSE_FILES = (
     "compose.locked.yaml",
 )
 LOCKS = {
-    "scheduler": "scheduler,jwt",
-    "gateway": "gateway",
-    "worker": "worker",
-    "worker-cuda": "worker",
+    "scheduler": "scheduler,jwt,tracing",
+    "gateway": "gateway,tracing",
+    "worker": "worker,tracing",
+    "worker-cuda": "worker,tracing",
 }  # name -> extra of pyproject.toml
 LIMITS = ("mem_limit", "cpus")
 RENEW = "renew the locks: make locks"

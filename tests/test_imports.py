@@ -32,6 +32,7 @@ ROOMS = {
         "errors",
         "vital_parts",
         "limits",
+        "tracing",
         "core",
         "leases",
         "routing",
@@ -229,6 +230,14 @@ def test_transformers_is_imported_nowhere_at_import_time() -> None:
     """Its import alone takes seconds: it is a fallback, and functions that need it import it."""
     found = [each for package in PACKAGES for each in imports_of(ROOT / package) if each.of("transformers")]
     assert [str(each) for each in found if not (each.deferred or each.typing_only)] == []
+
+
+def test_opentelemetry_is_imported_where_spans_are_exported_alone() -> None:
+    """And that file by nobody before tracing is on."""
+    found = [each for package in PACKAGES for each in imports_of(ROOT / package)]
+    theirs = {each.file.relative_to(ROOT).as_posix() for each in found if each.of("opentelemetry")}
+    assert theirs == {"octavo/shared/tracing/otlp.py"}
+    assert all(each.deferred for each in found if each.of("octavo.shared.tracing.otlp"))
 
 
 def test_the_scheduler_core_knows_neither_grpc_nor_a_loop_nor_a_clock() -> None:

@@ -73,6 +73,16 @@ def test_a_gateway_stands_before_the_scheduler_where_a_port_for_http_is_asked_fo
     assert not any(each.is_front for each in without)
 
 
+def test_all_parts_are_told_where_traces_go_and_how_many():
+    endpoint = "http://127.0.0.1:4317"
+    scheduler = SchedulerConfig(port=0, otlp_traces_endpoint=endpoint, trace_sampling=0.01, trace_parents=False)
+    _, children = plan(ServeConfig(http_port=free_port()), scheduler, WorkerConfig(otlp_traces_endpoint=endpoint))
+    assert [value(child, "otlp-traces-endpoint") for child in children] == [endpoint] * 3
+    begin_traces = children[:2]
+    assert [value(child, "trace-sampling") for child in begin_traces] == ["0.01"] * 2
+    assert all("--no-trace-parents" in child.command for child in begin_traces)
+
+
 def test_a_port_for_http_that_is_taken_is_told_by_its_own_flag():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

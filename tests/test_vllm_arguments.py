@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from octavo import BeamSearchParams, SamplingParams
-from octavo.embedded_options import read_options
+from octavo.embedded_options import NOT_EMBEDDED, read_options
 from octavo.shared.options import OptionError
 from octavo.vllm_arguments import INSTEAD, OF_LLM, OF_SAMPLING, SAME_NAMES, Elsewhere
 from scheduler_svc.config import SchedulerConfig
 from tests import vllm_names
 from worker_svc.config import WorkerConfig
 
-OWN = {field.name for cls in (WorkerConfig, SchedulerConfig) for field in dataclasses.fields(cls)}
+OWN = {field.name for cls in (WorkerConfig, SchedulerConfig) for field in dataclasses.fields(cls)} - NOT_EMBEDDED
 FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from octavo.shared.cores import parse_cores
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, option
+from octavo.shared.tracing.options import ENDPOINT_HELP, check_endpoint
 
 AUTO: Literal["auto"] = "auto"
 MODEL_FILES, MEMORY, COMPUTE, ADAPTERS = "model files", "memory", "computing", "adapters"  # groups of options
@@ -160,6 +161,7 @@ class WorkerConfig:
         20.0, "seconds after SIGTERM to finish requests that no other worker can take over", group=COMMON
     )
     log_level: str = option("info", "least severe log lines to show", group=LOGGING, choices=LEVELS)
+    otlp_traces_endpoint: str = option("", ENDPOINT_HELP, group=LOGGING, metavar="URL")
 
     @property
     def num_ranks(self) -> int:
@@ -168,6 +170,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_port("port", self.port)
+        check_endpoint(self.otlp_traces_endpoint)
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         if self.tls_client_name and self.tls_client_ca_file is None:
             raise ValueError("tls_client_name is for certificates of schedulers, which tls_client_ca_file asks for")

@@ -29,6 +29,8 @@ from octavo.shared.exposure import check_exposure
 from octavo.shared.rpc import MAX_WORKER_CONNECTIONS, WORKER_SERVER_OPTIONS, add_introspection, bind
 from octavo.shared.signals import on_signal
 from octavo.shared.tls import ServerTls, server_tls
+from octavo.shared.tracing.options import check_tracing_packages
+from octavo.shared.tracing.tracer import new_tracer
 from protos import worker_pb2_grpc
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
@@ -96,9 +98,10 @@ class WorkerServer:
         `entrance`: what was already made of the worker's options.
         """
         entrance = entrance or Entrance.of(worker.config)
-        self.service = WorkerService(worker, model_config, files)
         self._worker = worker
         config = worker.config
+        self._tracer = new_tracer("octavo-worker", config.otlp_traces_endpoint)
+        self.service = WorkerService(worker, model_config, files, self._tracer)
         self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=(MessageGuard(entrance.door),))
         watch(self._server, ConnectionShares(MAX_WORKER_CONNECTIONS, self.service.scheduler_peers))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
@@ -130,6 +133,8 @@ class WorkerServer:
             await asyncio.wait_for(self.service.drain(), grace_s)
         await self._health.shut_down()
         await self._server.stop(grace=0.2)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _finish(self, seconds: float, urgent: asyncio.Event) -> None:
         tasks = [asyncio.create_task(self.service.finish(seconds)), asyncio.create_task(urgent.wait())]
@@ -147,6 +152,8 @@ def main(config: WorkerConfig) -> int:
     logging.configure(config.log_level, **({"rank": os.environ["RANK"]} if is_rank else {}))
     # Before weights are loaded, for minutes; ranks that do not serve listen to nobody.
     entrance = None if is_rank and os.environ["RANK"] != "0" else Entrance.of(config)
+    if config.otlp_traces_endpoint:
+        check_tracing_packages()
     if config.num_ranks == 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         alone = "this worker computes alone: --tensor-parallel-size or --pipeline-parallel-size says otherwise"
         log.warning(alone, world_size=os.environ["WORLD_SIZE"])

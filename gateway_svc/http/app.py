@@ -71,7 +71,7 @@ def new_app(service: Service, config: GatewayConfig) -> Starlette:
             routes.append(Route(path, AskingEndpoint(path, service, ask), methods=["POST"]))
     middleware = []
     if config.allow_origin:
-        allowed = ["authorization", "content-type", "x-request-id"]
+        allowed = ["authorization", "content-type", "traceparent", "tracestate", "x-request-id"]
         middleware = [
             Middleware(
                 CORSMiddleware, allow_origins=config.allow_origin, allow_methods=["GET", "POST"], allow_headers=allowed

@@ -19,6 +19,7 @@ from gateway_svc.errors import HttpError
 from gateway_svc.http.bodies import ClientGone, read_json
 from gateway_svc.http.metrics import GatewayMetrics, Told
 from gateway_svc.http.replies import EventStream, send_error, send_parts, while_connected
+from gateway_svc.http.server_trace import ServerTrace, ending
 from gateway_svc.live.live_feeds import LiveFeeds
 from gateway_svc.requests.asked import Asked
 from gateway_svc.requests.fields import Fields
@@ -27,6 +28,7 @@ from gateway_svc.upstream.statuses import http_error
 from octavo.client import Metadata
 from octavo.errors import RequestFailed
 from octavo.shared import log as logging
+from octavo.shared.tracing.tracer import Tracer
 from protos import inference_pb2 as pb
 
 log = structlog.get_logger()
@@ -45,6 +47,7 @@ class Service:
     max_body_bytes: int
     live: LiveFeeds
     silence_s: float  # after which a stream gets a comment; 0: none
+    tracer: Tracer | None = None  # while tracing is on
 
 
 class Generating:
@@ -62,12 +65,16 @@ class Generating:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, whatever becomes of it."""
-        headers = Headers(scope=scope)
-        with self._service.metrics.request(self._path) as told:
+        headers, tracer = Headers(scope=scope), self._service.tracer
+        trace = None if tracer is None else ServerTrace(tracer, headers.items(), self._path)
+        with self._service.metrics.request(self._path) as told, ending(trace, told):
             try:
                 body = await read_json(headers, receive, self._service.max_body_bytes)
                 asked = self._read(Fields(body))
                 metadata = self._service.schedulers.metadata(headers.raw)
+                if trace is not None:
+                    metadata = trace.metadata(metadata)
+                    trace.asked(asked.id, asked.requests)
                 call = _Call(self._service, told, self._path, asked, self._answer(asked), metadata)
                 await (call.stream(receive, send) if asked.streams else call.whole(receive, send))
             except ClientGone:

@@ -46,6 +46,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             block_size=BLOCK_SIZE,
             eos_token_ids=[IM_END],
             tokenizer_sha256=byte_tokenizer_files(VOCAB_SIZE)[1],
+            traces_steps=True,  # so that what a scheduler tells of them is measured; no span is made here
         )
 
     def GetInfo(self, request: worker_pb2.GetInfoRequest, context: grpc.ServicerContext) -> worker_pb2.WorkerInfo:

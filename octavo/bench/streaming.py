@@ -117,7 +117,7 @@ async def load(address: str, pid: int, num_streams: int, seconds: float) -> Stre
     """Streams from a scheduler that runs, and counts. Raises RuntimeError."""
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # a connection a channel
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(min(NUM_CHANNELS, num_streams))]
-    await _wait_until_ready(channels[0])
+    await wait_until_ready(channels[0])
     count = _Count()
     tasks = [
         asyncio.create_task(_stream(number, channels[number % len(channels)], count)) for number in range(num_streams)
@@ -158,7 +158,8 @@ async def load(address: str, pid: int, num_streams: int, seconds: float) -> Stre
     )
 
 
-async def _wait_until_ready(channel: grpc.aio.Channel) -> None:
+async def wait_until_ready(channel: grpc.aio.Channel) -> None:
+    """Until a scheduler serves there. Raises RuntimeError after READY_TIMEOUT_S."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:

@@ -17,10 +17,13 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # the only place that has the error of a failed write
 
+from octavo.shared.tracing import context as tracing
+from octavo.shared.tracing.tracer import Tracer
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from scheduler_svc.api.many_requests import ManyRequests, WayOut
 from scheduler_svc.api.model_states import model_states
+from scheduler_svc.api.request_trace import RequestTrace
 from scheduler_svc.api.status import refusals
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.engine.engine_core import Core
@@ -64,6 +67,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     `admission` bounds what is in preparation; `Generate`, `Tokenize` and `Detokenize` pass it alike. `tenants` says
     whose a call is. `prompts` gets what is asked and answered, where that is to be logged.
+    `tracer` says which requests are traced; None: none is.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         admission: Admission,
         tenants: Tenants | None = None,
         prompts: PromptLog | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.is_draining = False
         self._frontend = frontend
@@ -84,6 +89,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._admission = admission
         self._tenants = tenants or Tenants()
         self._prompts = prompts
+        self._tracer = tracer
         self._live: set[asyncio.Task[Any]] = set()  # of requests that have been prepared
         self._shared_calls: set[ManyRequests] = set()
         self._is_broken_off = False
@@ -92,36 +98,58 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
         """`data`: a GenerateRequest as it came; a refusal is a status, whatever comes later a message."""
         async with refusals(context):
-            await self._answer(context.invocation_metadata(), data, _OwnCall(self._mailboxes, context))
+            metadata = context.invocation_metadata()
+            trace = (
+                None if self._tracer is None else RequestTrace.begin(self._tracer, tracing.of_fields(metadata or ()))
+            )
+            await self._answer_traced(trace, metadata, data, _OwnCall(self._mailboxes, context))
 
     async def GenerateMany(
         self, requests: AsyncIterator[pb.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
         """Each as `Generate` answers it, with the metadata of this call."""
         async with refusals(context):
-            many = ManyRequests(partial(self._answer, context.invocation_metadata()), self._mailboxes)
+            many = ManyRequests(partial(self._answer_one, context.invocation_metadata()), self._mailboxes)
             self._shared_calls.add(many)
             try:
                 await many.run(requests, context)
             finally:
                 self._shared_calls.discard(many)
 
-    async def _answer(self, metadata: Metadata | None, data: bytes, way_out: WayOut) -> None:
+    async def _answer_one(self, metadata: Metadata | None, request: pb.GenerateManyRequest, way_out: WayOut) -> None:
+        """One of many, which brings its own trace context."""
+        trace = None
+        if self._tracer is not None:
+            trace = RequestTrace.begin(self._tracer, tracing.parse(request.traceparent, request.tracestate))
+        await self._answer_traced(trace, metadata, request.request, way_out)
+
+    async def _answer_traced(
+        self, trace: RequestTrace | None, metadata: Metadata | None, data: bytes, way_out: WayOut
+    ) -> None:
+        if trace is None:
+            await self._answer(metadata, data, way_out)
+            return
+        with trace.until_the_end():
+            await self._answer(metadata, data, way_out, trace)
+
+    async def _answer(
+        self, metadata: Metadata | None, data: bytes, way_out: WayOut, trace: RequestTrace | None = None
+    ) -> None:
         """One request, from its bytes to its last message; in a task of its own. Raises RequestRefused."""
-        arrival_ns = time.monotonic_ns()
+        arrival_ns = time.monotonic_ns() if trace is None else trace.arrival_ns
         head = _head(data)
         request_id = head.request_id or f"gen-{uuid.uuid4().hex}"
         shown_id = request_id[:MAX_REQUEST_ID_CHARS]
         structlog.contextvars.bind_contextvars(request_id=shown_id)  # of this task
         logged = nullcontext() if self._prompts is None else self._prompts.asked(data, shown_id, head)
         with logged as exchange:
-            group, replaces = await self._prepare(data, head, request_id, metadata, arrival_ns)
+            group, replaces = await self._prepare(data, head, request_id, metadata, arrival_ns, trace)
             del data  # a stream may live for hours
             if exchange is not None:
                 exchange.follow(group)
-            await self._run(group, replaces, way_out)
+            await self._run(group, replaces, way_out, trace)
 
-    async def _run(self, group: SequenceGroup, replaces: bool, way_out: WayOut) -> None:
+    async def _run(self, group: SequenceGroup, replaces: bool, way_out: WayOut, trace: RequestTrace | None) -> None:
         """From the queue to the last message. Raises RequestRefused."""
         stream: RequestStream = group.output
         way_out.open(stream)
@@ -130,6 +158,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._live.add(task)
         try:
             await self._core.submit(group, replaces=replaces)
+            if trace is not None:
+                trace.admitted()
             await way_out.write_all(stream)
         except RequestRefused:
             raise  # it was never taken
@@ -147,7 +177,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             way_out.close(stream)
 
     async def _prepare(
-        self, data: bytes, head: pb.GenerateRequest, request_id: str, metadata: Metadata | None, arrival_ns: int
+        self,
+        data: bytes,
+        head: pb.GenerateRequest,
+        request_id: str,
+        metadata: Metadata | None,
+        arrival_ns: int,
+        trace: RequestTrace | None = None,
     ) -> tuple[SequenceGroup, bool]:
         """A group, and whether it replaces a live one. Refuses what cannot be taken anyway before any work is done."""
         num_preparing = self._admission.num_requests
@@ -158,19 +194,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 if self.is_draining:
                     raise NotReady("this server is draining")
                 await self._core.check_room(head, num_preparing, len(data))
-                prepared = await self._texts.prepare(data)
+                prepared = await self._tokenized(data, head, trace)
                 request = prepared.request
                 request.request_id = request.request_id or request_id
                 request.tenant = self._tenants.check(of_call, request.tenant)
                 request.cache_salt, hides_cached_tokens = self._tenants.prefixes(metadata, request.cache_salt)
                 group = await self._new_group(prepared, arrival_ns)
                 group.num_bytes, group.hides_cached_tokens = len(data), hides_cached_tokens
+                if trace is not None:
+                    trace.prepared(group, request)
                 if group.output.is_behind:
                     await self._catch_up(group.output)
                 return group, request.attempt > 0 or bool(request.resume)
         except RequestRefused as refusal:
             self._core.refused(refusal)
             raise
+
+    async def _tokenized(self, data: bytes, head: pb.GenerateRequest, trace: RequestTrace | None) -> PreparedText:
+        if trace is None:
+            return await self._texts.prepare(data)
+        with trace.tokenizing(head):
+            return await self._texts.prepare(data)
 
     async def _new_group(self, prepared: PreparedText, arrival_ns: int) -> SequenceGroup:
         num_tokens = len(prepared.token_ids) + sum(len(output.token_ids) for output in prepared.request.resume)

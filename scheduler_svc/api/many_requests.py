@@ -44,7 +44,7 @@ class WayOut(Protocol):
         """What still comes is dropped."""
 
 
-Answer = Callable[[bytes, WayOut], Awaitable[None]]
+Answer = Callable[[pb.GenerateManyRequest, WayOut], Awaitable[None]]
 
 
 class ManyRequests:
@@ -140,7 +140,7 @@ class ManyRequests:
                 what = f"got {request.key} after {self._last_key}; accepted: a larger one with each request"
                 raise InvalidRequest(FieldViolation("key", what))
             self._last_key = request.key
-            self._begin(request.key, request.request)
+            self._begin(request)
         elif kind is None:
             raise InvalidRequest(FieldViolation("kind", "got none; accepted: request, hold or cancel"))
         elif live is None:
@@ -150,7 +150,8 @@ class ManyRequests:
         else:
             self._cancel(live)
 
-    def _begin(self, key: int, data: bytes) -> None:
+    def _begin(self, request: pb.GenerateManyRequest) -> None:
+        key = request.key
         if len(self._live) >= MAX_REQUESTS:
             self._refuse(key, QueueFull(f"{MAX_REQUESTS} requests of this call are live", RETRY_AFTER_S))
             return
@@ -158,7 +159,7 @@ class ManyRequests:
             self._refuse(key, QueueFull("requests of this call are begun and given up", RETRY_AFTER_S))
             return
         one = self._live[key] = _OfMany(key, self, self._mailboxes)
-        task = asyncio.create_task(self._run_one(one, data))
+        task = asyncio.create_task(self._run_one(one, request))
         one.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -171,9 +172,9 @@ class ManyRequests:
         if now_s - one.began_s < QUICK_S:
             self._given_up.spend(now_s)
 
-    async def _run_one(self, one: _OfMany, data: bytes) -> None:
+    async def _run_one(self, one: _OfMany, request: pb.GenerateManyRequest) -> None:
         try:
-            await self._answer(data, one)
+            await self._answer(request, one)
         except Exception as error:
             if one.key in self._live:
                 self._refuse(one.key, error)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.histogram import Histogram
@@ -16,6 +17,7 @@ from scheduler_svc.engine.load import Load
 
 PREFIX = "octavo:"
 MODEL = "model_name"
+Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 class EngineCollector(Collector):
@@ -114,7 +116,12 @@ def _counter(name: str, text: str, label: str, models: Mapping[str, Mapping[str,
     return family
 
 
-def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """(upper end, how many values up to there) for each bucket, and the sum of all values."""
+def _buckets(histogram: Histogram) -> tuple[list[Bucket], float]:
+    """(upper end, how many values up to there) for each bucket, some with the trace of a value, and the sum of all."""
     ends = [*map(str, histogram.bounds), "+Inf"]
-    return list(zip(ends, histogram.counts.cumsum().tolist(), strict=True)), histogram.total
+    buckets: list[Bucket] = list(zip(ends, histogram.counts.cumsum().tolist(), strict=True))
+    for place, (value, context, came_s) in list(histogram.exemplars.items()):
+        labels = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+        end, count, *_ = buckets[place]
+        buckets[place] = (end, count, Exemplar(labels, value, round(came_s, 3)))
+    return buckets, histogram.total

@@ -18,6 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from octavo.shared.callers import Callers, UnknownCaller
@@ -37,6 +38,7 @@ MAX_CONNECTIONS = 32  # Prometheus needs one
 MAX_HEAD_BYTES = 8192
 TIMEOUT_S = 5.0  # for the whole of a connection, the answer's way included
 PATHS = ("/metrics", "/")
+OPEN_METRICS = "application/openmetrics-text"
 
 
 class MetricsServer:
@@ -129,8 +131,8 @@ class MetricsServer:
                 name = None if caller is None else caller.name
                 self._strangers.write(log.info, "metrics refused", code=status.phrase, key=name)
                 return _response(status, "text/plain", b"a key with role metrics is wanted\n")
-        # Never as OpenMetrics, whatever is asked for: the library then writes octavo_x for octavo:x.
-        return _response(HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry), method == "HEAD")
+        content, content_type = told(self._registry, fields.get("accept", ""))
+        return _response(HTTPStatus.OK, content_type, content, method == "HEAD")
 
 
 class _AccessFiles(Collector):
@@ -157,6 +159,15 @@ def _caller(callers: Callers, header: str) -> Caller | None:
         return callers.of_header(header)
     except UnknownCaller:
         return None
+
+
+def told(registry: CollectorRegistry, accept: str = OPEN_METRICS) -> tuple[bytes, str]:
+    """All metrics and their content type: OpenMetrics, which has exemplars, for who accepts that."""
+    if OPEN_METRICS not in accept:
+        return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+    # With the escaping that is for names of any kind: with every other the library writes octavo_x for octavo:x.
+    text = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]  # of the library
+    return text, openmetrics.CONTENT_TYPE_LATEST
 
 
 def _response(status: HTTPStatus, content_type: str, body: bytes, is_head: bool = False) -> bytes:

@@ -21,6 +21,7 @@ from protos import inference_pb2
 from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.prefix_cache import BlockIds, extend_hashes, next_hash, root_hash
 from scheduler_svc.core.sequence_columns import SequenceColumns, TokenIds
+from scheduler_svc.tracing.group_trace import GroupTrace
 
 NO_BLOCKS: BlockIds = np.zeros(0, np.int32)
 
@@ -164,6 +165,7 @@ class Sequence:
             has_stop_token_ids=bool(group.stop_token_ids),
             wants_logprobs=group.wants_logprobs,
             last_token_ns=self.last_token_ns,
+            is_traced=group.trace is not None,
         )
         self._columns = columns
         self.status = SequenceStatus.RUNNING
@@ -284,6 +286,7 @@ class SequenceGroup:
         self.output = output
         self.num_bytes = 0  # of the request as it came, set by who read it
         self.hides_cached_tokens = False  # other tenants share its cached prefixes: how many there are would tell
+        self.trace: GroupTrace | None = None  # of a request that is traced
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
         self.has_resumed_tokens = any(resumed_token_ids)

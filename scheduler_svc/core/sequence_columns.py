@@ -39,6 +39,7 @@ class SequenceColumns:
         eos_token_id: ends the sequence when drawn; -1 for none.
         has_stop_token_ids: whether the group names more stop tokens (looked up in the object).
         wants_logprobs: whether its draws are to come with their logprobs.
+        is_traced: whether steps with the slot are of interest to the trace of its request.
         tenant: a number for the share that the group counts under.
         last_token_ns: when its last token arrived; 0 before the first.
         owner: the Sequence in the slot, or None.
@@ -66,6 +67,7 @@ class SequenceColumns:
         self.eos_token_id: Ints = np.full(max_num_seqs, -1, np.int64)
         self.has_stop_token_ids: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_traced: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.tenant: Ints = np.zeros(max_num_seqs, np.int64)
         self.last_token_ns: Ints = np.zeros(max_num_seqs, np.int64)
         self.occupied: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -89,6 +91,7 @@ class SequenceColumns:
         has_stop_token_ids: bool,
         wants_logprobs: bool,
         last_token_ns: int,
+        is_traced: bool = False,
     ) -> int:
         """Seats a sequence, none of whose tokens is computed yet; the caller asked `num_free_slots` before."""
         slot = self._free_slots.pop()
@@ -103,6 +106,7 @@ class SequenceColumns:
         self.eos_token_id[slot] = -1 if eos_token_id is None else eos_token_id
         self.has_stop_token_ids[slot] = has_stop_token_ids
         self.wants_logprobs[slot] = wants_logprobs
+        self.is_traced[slot] = is_traced
         self.last_token_ns[slot] = last_token_ns
         self.occupied[slot] = True
         self.owner[slot] = owner
@@ -124,6 +128,7 @@ class SequenceColumns:
             self.wants_logprobs,
             self.is_held,
             self.may_publish,
+            self.is_traced,
             self.tenant,
             self.last_token_ns,
         ):
@@ -143,7 +148,7 @@ class SequenceColumns:
         """Frees the row; its generation rises, so that late answers for it are told apart."""
         self.generation[slot] += 1
         self.occupied[slot] = False
-        self.wants_logprobs[slot] = False
+        self.wants_logprobs[slot] = self.is_traced[slot] = False
         self.may_publish[slot] = True
         self.owner[slot] = None
         self.num_blocks[slot] = 0

@@ -34,6 +34,7 @@ from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.step_answers import StepAnswers, StepObserver
 from scheduler_svc.engine.step_sender import StepSender
+from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.engine.tenant_turns import TenantTurns
 from scheduler_svc.engine.time_limits import WATCH_INTERVAL_S, TimeLimits
 from scheduler_svc.engine.turn_watch import Turns
@@ -77,7 +78,7 @@ class Engine:
         engine alone; None: nothing is written down."""
         self.settings = settings
         recorder = self.recorder = recorder or NoRecorder()
-        unrecorded = clock  # for what other threads ask as well; what comes of it is written down
+        unrecorded = self._unrecorded = clock  # for what other threads ask as well; what comes of it is written down
         clock = self._clock = recorder.clock(clock)
         recorder.pictures(self.state)
         self.metrics = ModelMetrics(counts_prefixes=settings.enable_prefix_caching)
@@ -117,13 +118,16 @@ class Engine:
             weights=settings.tenant_weights,
         )
         live = self._live = LiveRequests(self._waiting, self.admitted_before, *bounds, turns)
+        traces = self._traces = StepTraces(unrecorded)
         placement = self._placement = Placement(
-            joined, router, stranded, live, adapters, metrics, sink, clock, recorder
+            joined, router, stranded, live, adapters, metrics, sink, traces, clock, recorder
         )
         failures = self._failures = Failures(
-            settings, joined, placement, router, rebinding, stranded, adapters, metrics, clock, recorder
+            settings, joined, placement, router, rebinding, stranded, adapters, metrics, traces, clock, recorder
         )
-        self._sender = StepSender(settings.steps_in_flight, router, rebinding, placement, failures, clock, recorder)
+        self._sender = StepSender(
+            settings.steps_in_flight, router, rebinding, placement, failures, traces, clock, recorder
+        )
         turnover = self._turnover = Turnover(joined, placement, router, stranded, adapters, clock)
         self._answers = StepAnswers(
             joined, live, placement, failures, turnover, adapters, metrics, sink, self._on_wanted, clock, recorder
@@ -174,6 +178,8 @@ class Engine:
             self.metrics.rejected(refusal)
             raise
         self.metrics.of(group.model).admitted(group)
+        if group.trace is not None:
+            group.trace.queued(self._unrecorded())
         self._inbox.put(partial(self._on_submitted, group, begins))
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
@@ -493,6 +499,7 @@ class Engine:
 
     def _on_submitted(self, group: SequenceGroup, begins: bool) -> None:
         self.recorder.submitted(group, begins=begins)
+        self._traces.add(group)
         if group.is_finished:  # aborted before it came here, or resumed with nothing left to do
             self._placement.forget(group, FinishReason.STOP)
         elif begins:

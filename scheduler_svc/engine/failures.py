@@ -18,6 +18,7 @@ from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.model_metrics import ModelMetrics
 from scheduler_svc.engine.placement import Placement
+from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.flight.where import where_of
 from scheduler_svc.leases.worker_handle import WorkerHandle, WorkerLink
@@ -46,6 +47,7 @@ class Failures:
         stranded: StrandedGroups,
         adapters: Adapters,
         metrics: ModelMetrics,
+        traces: StepTraces,
         clock: Callable[[], int],
         recorder: NoRecorder,
     ) -> None:
@@ -58,6 +60,7 @@ class Failures:
         self._stranded = stranded
         self._adapters = adapters
         self._metrics = metrics
+        self._traces = traces
         self._clock = clock
         self._recorder = recorder
 
@@ -81,7 +84,10 @@ class Failures:
             self._recorder.fault("worker lost", reason)
         self._recorder.left(worker)
         log.warning("worker lost", worker=link.address, why=reason, requests=len(groups))
-        self.queue_again(groups, charged & set(groups), "{} workers were lost while running it")
+        for step in worker.in_flight:
+            self._traces.lost(step)
+        why_ended = "{} workers were lost while running it"
+        self.queue_again(groups, charged & set(groups), why_ended, link.address, reason)
         for group in waiting:
             self._placement.place(group)
         self._stranded.look(self._waiting.unbound.all(), self._clock())
@@ -132,7 +138,7 @@ class Failures:
         self._router.watch_cache(worker)
         self._joined.wake(worker)
         self._adapters.step_answered(worker, is_rolled_back=True)
-        self.queue_again(groups, charged, FAULTS_OVER)
+        self.queue_again(groups, charged, FAULTS_OVER, worker.link.address, "the scheduler failed over it")
 
     def take_back_unsent(self, worker: WorkerHandle) -> None:
         """Groups that a step took and that was never sent are as they were before."""
@@ -166,8 +172,16 @@ class Failures:
             self._placement.tell_end(group, FinishReason.ERROR, message)
         return [group for group in groups if group not in broken]
 
-    def queue_again(self, groups: Iterable[SequenceGroup], charged: AbstractSet[SequenceGroup], why_ended: str) -> None:
-        """Groups go back to the queue, at the places they had. `why_ended`: of who has been charged too often."""
+    def queue_again(
+        self,
+        groups: Iterable[SequenceGroup],
+        charged: AbstractSet[SequenceGroup],
+        why_ended: str,
+        left: str = "",
+        why: str = "",
+    ) -> None:
+        """Groups go back to the queue, at the places they had. `why_ended`: of who has been charged too often. `left`
+        and `why`: see `Placement.move`."""
         for group in charged:
             if not group.is_finished:
                 group.lost_worker(self._settings.steps_in_flight + 1)
@@ -178,9 +192,9 @@ class Failures:
                 self._placement.end(group, FinishReason.ERROR, why_ended.format(num_losses))
         for group in groups:
             if not group.is_finished:
-                self._placement.move(group)
+                self._placement.move(group, left, why)
 
     def move_outgrown(self, worker: WorkerHandle) -> None:
         """Groups that need more than this worker's whole cache go to another one, or end."""
         for group in worker.scheduler.take_outgrown():
-            self._placement.move(group)
+            self._placement.move(group, worker.link.address, "it needs more than the whole cache")

@@ -16,6 +16,7 @@ from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.core.step_plan import NewTokens, ScheduledRows
 from scheduler_svc.engine.histogram import Histogram
 from scheduler_svc.leases.step_statistics import AnsweredStep
+from scheduler_svc.tracing.step_trace import StepTrace
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -82,12 +83,21 @@ class Metrics:
         """What an answer to the rows brought: tokens that somebody wants, and one for each beam."""
         self.num_generation_tokens += len(tokens.sequences) + rows.num_beam_rows
 
+    def traced(self, trace: StepTrace, now_ns: int) -> None:
+        """The answer to a step with traced requests: these are examples of the times between tokens."""
+        for group, gap_ns in trace.answered(now_ns):
+            if gap_ns:
+                self.inter_token_latency_s.exemplify(gap_ns / 1e9, group.context)
+
     def begun(self, group: SequenceGroup, now_ns: int) -> None:
         """A token of the group is there. Counts it once."""
         if group.first_token_ns is not None:
             return
         group.first_token_ns = now_ns
-        self.time_to_first_token_s.observe((now_ns - group.arrival_ns) / 1e9)
+        seconds = (now_ns - group.arrival_ns) / 1e9
+        self.time_to_first_token_s.observe(seconds)
+        if group.trace is not None:
+            self.time_to_first_token_s.exemplify(seconds, group.trace.context)
         self.num_prompt_tokens += group.num_prompt_tokens
         self.num_prefix_queries += group.num_prompt_tokens if self._counts_prefixes else 0
         self.num_prefix_hits += group.num_cached_tokens
@@ -123,8 +133,13 @@ class Metrics:
     def ended(self, group: SequenceGroup, reason: FinishReason, now_ns: int) -> None:
         """All outputs of a request have ended, the last of them with `reason`."""
         self.num_finished[reason] += 1
-        self.e2e_request_latency_s.observe((now_ns - group.arrival_ns) / 1e9)
-        self.request_queue_time_s.observe(((group.first_scheduled_ns or now_ns) - group.arrival_ns) / 1e9)
+        whole_s = (now_ns - group.arrival_ns) / 1e9
+        queued_s = ((group.first_scheduled_ns or now_ns) - group.arrival_ns) / 1e9
+        self.e2e_request_latency_s.observe(whole_s)
+        self.request_queue_time_s.observe(queued_s)
+        if group.trace is not None:
+            self.e2e_request_latency_s.exemplify(whole_s, group.trace.context)
+            self.request_queue_time_s.exemplify(queued_s, group.trace.context)
         self.request_prompt_tokens.observe(group.num_prompt_tokens)
         num_tokens = sum(sequence.num_tokens - group.num_prompt_tokens for sequence in group.sequences)
         self.request_generation_tokens.observe(num_tokens)

@@ -14,6 +14,7 @@ from scheduler_svc.engine.joined_workers import JoinedWorkers
 from scheduler_svc.engine.live_requests import LiveRequests
 from scheduler_svc.engine.model_metrics import ModelMetrics
 from scheduler_svc.engine.output_sink import OutputSink
+from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.routing.router import Router
 from scheduler_svc.routing.stranded_groups import StrandedGroups
@@ -33,6 +34,7 @@ class Placement:
         adapters: Adapters,
         metrics: ModelMetrics,
         sink: OutputSink,
+        traces: StepTraces,
         clock: Callable[[], int],
         recorder: NoRecorder,
     ) -> None:
@@ -44,6 +46,7 @@ class Placement:
         self._adapters = adapters
         self._metrics = metrics
         self._sink = sink
+        self._traces = traces
         self._clock = clock
         self._recorder = recorder
 
@@ -66,9 +69,13 @@ class Placement:
         for group in unbound.in_order():
             self.place(group)
 
-    def move(self, group: SequenceGroup) -> None:
-        """As `place`, for a group that a worker had, which one that finishes takes back where nobody else can."""
+    def move(self, group: SequenceGroup, left: str = "", why: str = "") -> None:
+        """As `place`, for a group that a worker had, which one that finishes takes back where nobody else can.
+
+        `left`: that worker's address, `why`: it is there no more; for the group's trace.
+        """
         group.num_moves += 1
+        self._traces.moved(group, left, why)
         self.place(group)
         if group in self._waiting.unbound:
             for worker in self._joined.workers:
@@ -113,4 +120,6 @@ class Placement:
             self._live.free(group)
             self._recorder.has_ended(group)
             self._adapters.release(group)
-            self._metrics.of(group.model).ended(group, reason, self._clock())
+            now_ns = self._clock()
+            self._traces.ended(group, now_ns)
+            self._metrics.of(group.model).ended(group, reason, now_ns)

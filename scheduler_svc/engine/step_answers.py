@@ -117,6 +117,8 @@ class StepAnswers:
         if sent is None:
             return
         if sent.is_void:
+            if sent.trace is not None:
+                sent.trace.failed(received_ns, "void")
             worker.take_void_answer(is_failure=result.status == worker_pb2.STEP_STATUS_FAILED)
             return
         is_ok, before = result.status == worker_pb2.STEP_STATUS_OK, None
@@ -128,6 +130,8 @@ class StepAnswers:
                 worker.went_well(sent, received_ns)
             else:
                 worker.in_flight.popleft()
+                if sent.trace is not None:
+                    sent.trace.failed(received_ns, "step_failed")
                 self._on_failed_step(worker, sent, result)
             self._adapters.step_answered(worker, is_rolled_back=not is_ok)
             worker.take_back_unsent()
@@ -187,6 +191,8 @@ class StepAnswers:
             self._sink.put_tokens(tokens, result.outputs)
         before.was_told()
         metrics.generated(sent.rows, tokens)
+        if sent.trace is not None:
+            metrics.traced(sent.trace, decoded_ns)
         for group, hypotheses in tokens.beams:
             metrics.begun(group, decoded_ns)
             self._placement.forget(group, hypotheses[0].finish_reason)

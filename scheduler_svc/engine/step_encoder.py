@@ -27,6 +27,7 @@ from scheduler_svc.core.step_plan import (
     WrongAnswer,
 )
 from scheduler_svc.leases.worker_claims import check_tokens
+from scheduler_svc.tracing.step_trace import StepTrace
 
 U16, U32, I32, F32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 U64 = np.dtype(np.uint64)
@@ -44,12 +45,18 @@ class UnsendableGroup(GroupFault):
 
 
 def encode_request(
-    outputs: SchedulerOutputs, epoch: int, step_id: int, resume_after: int | None = None
+    outputs: SchedulerOutputs,
+    epoch: int,
+    step_id: int,
+    resume_after: int | None = None,
+    trace: StepTrace | None = None,
 ) -> tuple[worker_pb2.Step, bytes]:
     """The message of one step, and the bytes that are sent of it. Raises UnsendableGroup."""
     request = worker_pb2.StepRequest(epoch=epoch)
     step = request.step
     _write(step, outputs, step_id, resume_after)
+    if trace is not None and trace.context is not None:
+        step.trace.context, step.trace.requests = trace.context.to_bytes(), trace.requests()
     data = request.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES and outputs.introductions:
         groups = [each.sequence.group for each in outputs.introductions if each.same_as is None]

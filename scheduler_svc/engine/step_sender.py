@@ -13,6 +13,7 @@ from scheduler_svc.core.step_plan import SchedulerOutputs, groups_of
 from scheduler_svc.engine.failures import FAULTS_OVER, Failures
 from scheduler_svc.engine.placement import Placement
 from scheduler_svc.engine.step_encoder import UnsendableGroup, encode_request
+from scheduler_svc.engine.step_traces import StepTraces
 from scheduler_svc.flight.recorder import NoRecorder
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.rebinding import Rebinding
@@ -32,6 +33,7 @@ class StepSender:
         rebinding: Rebinding,
         placement: Placement,
         failures: Failures,
+        traces: StepTraces,
         clock: Callable[[], int],
         recorder: NoRecorder,
     ) -> None:
@@ -40,6 +42,7 @@ class StepSender:
         self._rebinding = rebinding
         self._placement = placement
         self._failures = failures
+        self._traces = traces
         self._clock = clock
         self._recorder = recorder
 
@@ -87,8 +90,9 @@ class StepSender:
         """Encodes and sends a step; False where that cannot be."""
         scheduled_ns = self._clock()
         resume_after = worker.failed_step.step_id if worker.failed_step else None
+        traced = self._traces.of_step(worker, outputs, worker.next_step_id, scheduled_ns)
         try:
-            step, data = encode_request(outputs, worker.epoch, worker.next_step_id, resume_after)
+            step, data = encode_request(outputs, worker.epoch, worker.next_step_id, resume_after, traced)
         except UnsendableGroup as fault:
             request_id, where = fault.group.request_id, trace(fault)
             log.error("a step cannot be sent", worker=worker.link.address, request_id=request_id, exception=where)
@@ -105,5 +109,5 @@ class StepSender:
         self._recorder.sent(worker, outputs, step.step_id, data)
         worker.link.send(data)
         sent.schedule_ns, sent.encode_ns = scheduled_ns - started_ns, sent_ns - scheduled_ns
-        sent.num_bytes = len(data)
+        sent.num_bytes, sent.trace = len(data), traced
         return True

@@ -34,6 +34,7 @@ from scheduler_svc.core.sequence_columns import SequenceColumns
 from scheduler_svc.leases.step_statistics import StepStatistics
 from scheduler_svc.leases.worker_handle import WorkerHandle
 from scheduler_svc.routing.prefix_index import PrefixIndex
+from scheduler_svc.tracing.step_trace import StepTrace
 
 NODE_BYTES = 100  # of a node, about, beside arrays
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
@@ -152,6 +153,8 @@ class _Walk:
             return Inline("message", (kind.__name__, value))
         if kind is Future:
             return Inline("future", None)
+        if kind is StepTrace:
+            return None  # no decision is made from what is traced
         if kind in _ITERATORS:
             return Inline("iterator", [self._value(each) for each in _left_of(value)])
         return self._ref(value)

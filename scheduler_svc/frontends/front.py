@@ -78,7 +78,14 @@ class InProcessFront:
         authority = Authority.of(self._config)
         tenants = Tenants(self._config.tenant_metadata, None if authority is None else authority.callers)
         self._inference = InferenceService(
-            serving.frontend, self._texts, core, self._mailboxes, admission, tenants, self._prompts
+            serving.frontend,
+            self._texts,
+            core,
+            self._mailboxes,
+            admission,
+            tenants,
+            self._prompts,
+            serving.tracer,
         )
         if self._prompts is not None:
             self._prompts.start()

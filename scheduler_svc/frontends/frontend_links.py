@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 
 from octavo.shared import log as logging
+from octavo.shared.tracing.context import parse
 from protos import frontend_pb2, worker_pb2
 from scheduler_svc.core.beam_search import BeamHypothesis
 from scheduler_svc.core.finish_reason import FinishReason
@@ -36,6 +37,7 @@ from scheduler_svc.frontends.frontend_messages import (
 from scheduler_svc.frontends.outbox import Outbox
 from scheduler_svc.frontends.prepared_group import decode_group
 from scheduler_svc.serving import Serving
+from scheduler_svc.tracing.group_trace import GroupTrace
 
 log = structlog.get_logger()
 
@@ -167,6 +169,8 @@ class FrontendLink:
                 raise NotReady("its model is not served here any more; try again")
             group = self._groups[number] = decode_group(prepared, model.vocab_size)
             group.output = RemoteOutput(self, number, group, prepared.reads_logprobs)
+            if prepared.traceparent:
+                self._trace(group, prepared)
             await self._core.submit(group, replaces=prepared.replaces)
             self.outbox.put(frontend_pb2.CoreEvent(admitted=frontend_pb2.Admitted(number=number)))
         except Exception as error:
@@ -176,6 +180,11 @@ class FrontendLink:
             self.outbox.put(frontend_pb2.CoreEvent(refused=encode_refusal(number, error)))
         finally:
             self._submissions.pop(number, None)
+
+    def _trace(self, group: SequenceGroup, prepared: frontend_pb2.PreparedGroup) -> None:
+        tracer, context = self._serving.tracer, parse(prepared.traceparent, prepared.tracestate)
+        if tracer is not None and context is not None:
+            group.trace = GroupTrace(context, tracer.emit)
 
     def _finish_sequence(self, end: frontend_pb2.SequenceEnd) -> None:
         group = self._groups.get(end.number)

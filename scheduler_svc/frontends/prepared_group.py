@@ -36,6 +36,8 @@ def encode_group(
         num_bytes=group.num_bytes,
         earlier_life=encode_counters(number, group) if is_moved else None,
     )
+    if group.trace is not None:
+        message.traceparent, message.tracestate = group.trace.context.traceparent, group.trace.context.state
     finished = SequenceStatus.FINISHED  # an output may have ended without a token: its client says so
     if any(each.num_tokens > num_prompt_tokens or each.status is finished for each in group.sequences):
         for sequence in group.sequences:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from protos import worker_pb2
 from scheduler_svc.core.step_plan import BlockPairs, ScheduledRows, SchedulerOutputs
+from scheduler_svc.tracing.step_trace import StepTrace
 
 WORKER_PHASES = ("queue", "cache_ops", "prepare", "forward", "sample", "total")
 
@@ -22,6 +23,7 @@ class StepInFlight:
     schedule_ns: int = 0
     encode_ns: int = 0
     num_bytes: int = 0
+    trace: StepTrace | None = None  # where traced requests are in it
     num_preempted: int = 0
     num_swapped_out_groups: int = 0  # of those
     copies: BlockPairs = field(default_factory=list)  # on write, (source, destination)

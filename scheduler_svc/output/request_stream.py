@@ -98,6 +98,20 @@ class RequestStream:
         """Taken so far, over all outputs; those of beams at the end."""
         return self._num_beam_tokens or sum(output.num_tokens for output in self._outputs)
 
+    @property
+    def model(self) -> str:
+        """Its name, as the answer says it."""
+        return self._head.model
+
+    @property
+    def first_token_ns(self) -> int | None:
+        """When the first token came, on the monotonic clock."""
+        return self._first_token_ns
+
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the outputs that the client gets, in its order; without those that have not ended."""
+        return [FinishReason(output.finish_reason) for output in self._chosen() if output.finish_reason]
+
     def admission(self) -> pb.GenerateResponse | None:
         """The first message, unless all of them are gathered into one."""
         return self._head if self.streams else None

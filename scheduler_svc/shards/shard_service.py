@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 import structlog
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from octavo.shared import log as logging
 from protos import shards_pb2, shards_pb2_grpc
 from scheduler_svc.api.metrics_exporter import EngineCollector
+from scheduler_svc.api.metrics_server import told
 from scheduler_svc.api.request_states import LARGEST_PAGE, RequestCopy, RequestPage
 from scheduler_svc.config import MAX_SHARDS
 from scheduler_svc.serving import Serving
@@ -67,8 +68,8 @@ class ShardService(shards_pb2_grpc.ShardServicer):
     async def GetMetrics(
         self, request: shards_pb2.GetMetricsRequest, context: grpc.aio.ServicerContext
     ) -> shards_pb2.MetricsText:
-        """All metrics in the text format of Prometheus."""
-        return shards_pb2.MetricsText(text=generate_latest(self._registry))
+        """All metrics as OpenMetrics, with their exemplars."""
+        return shards_pb2.MetricsText(text=told(self._registry)[0])
 
     async def _hold(self, shares: AsyncIterator[shards_pb2.WorkerShare]) -> None:
         try:

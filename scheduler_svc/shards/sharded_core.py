@@ -266,6 +266,9 @@ class ShardedCore:
         self._drawn.give_to(group)
         group.output.begins_anew_elsewhere()
         group.num_moves += 1
+        if group.trace is not None:
+            why = "its shard is lost" if leaving is None else "another shard can begin it"
+            group.trace.moved("", why, time.monotonic_ns())
         self._moves[group] = asyncio.create_task(self._submit_again(group, leaving))
 
     async def _submit_again(self, group: SequenceGroup, leaving: ShardLink | None) -> None:
@@ -274,6 +277,8 @@ class ShardedCore:
                 while True:
                     try:
                         await self._submit_anywhere(group, is_moved=True, besides=leaving)
+                        if group.trace is not None:
+                            group.trace.came_to("", time.monotonic_ns())
                         return
                     except (NotReady, QueueFull):
                         leaving = None

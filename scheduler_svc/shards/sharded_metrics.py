@@ -1,7 +1,7 @@
 """The metrics of all shards as those of one scheduler, for `metrics_server` to tell.
 
 Counters and histograms are added up; what a shard had counted by its end stays in the sums, so that they never fall.
-Requests are added up, too. A share of something is told shard by shard, under a label.
+Requests are added up, too. A share of something is told shard by shard, under a label. Of exemplars the latest is told.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
 READ_TIMEOUT_S = 4.0  # below what one connection to the metrics has
 _IS_SHARE = "_perc"
 _Labels = tuple[tuple[str, str], ...]
-Texts = dict[tuple[int, str], str]  # by index and life of a shard
+_Key = tuple[str, _Labels]
+Texts = dict[tuple[int, str], str]  # OpenMetrics, by index and life of a shard
 
 
 class ShardedCollector(Collector):
@@ -48,9 +49,10 @@ class MetricSums:
     def add(self, texts: Texts) -> list[Metric]:
         """One family for all shards. A life that is not among the texts has ended, or does not answer now."""
         for life, text in texts.items():
-            self._last[life] = list(text_string_to_metric_families(text))
+            self._last[life] = list(text_string_to_metric_families(text))  # type: ignore[no-untyped-call]  # of the library
         merged: dict[str, Metric] = {}
-        values: dict[str, dict[tuple[str, _Labels], float]] = {}
+        values: dict[str, dict[_Key, float]] = {}
+        exemplars: dict[_Key, Exemplar] = {}  # the latest of each
         for told, families in self._last.items():
             for family in families:
                 if family.type == "gauge" and told not in texts:
@@ -61,8 +63,12 @@ class MetricSums:
                     own = {"shard": str(told[0])} if family.name.endswith(_IS_SHARE) else {}
                     key = sample.name, tuple({**sample.labels, **own}.items())
                     sums[key] = sums.get(key, 0.0) + sample.value
+                    if sample.exemplar is not None:
+                        exemplars[key] = max(exemplars.get(key, sample.exemplar), sample.exemplar, key=_when)
         for name, family in merged.items():
-            family.samples = [Sample(each, dict(labels), value) for (each, labels), value in values[name].items()]
+            family.samples = [
+                Sample(key[0], dict(key[1]), value, exemplar=exemplars.get(key)) for key, value in values[name].items()
+            ]
         self._join_ended(texts)
         return list(merged.values())
 
@@ -74,6 +80,10 @@ class MetricSums:
                 first, *others = ended
                 for other in others:
                     self._last[first] = _summed(self._last[first], self._last.pop(other))
+
+
+def _when(exemplar: Exemplar) -> float:
+    return float(exemplar.timestamp or 0)
 
 
 def _summed(ones: list[Metric], others: list[Metric]) -> list[Metric]:

@@ -147,7 +147,7 @@ class Parent:
             if not isinstance(answer, BaseException)
         }
         # No shard knows of those that wait here.
-        return texts | {(-1, "parent"): f"# TYPE {HELD} gauge\n{HELD} {self.front.num_held}\n"}
+        return texts | {(-1, "parent"): f"# TYPE {HELD} gauge\n{HELD} {self.front.num_held}\n# EOF\n"}
 
     def _on_change(self) -> None:
         """Frontends hear which shards there are, and the log whether there is a worker."""

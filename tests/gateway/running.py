@@ -70,7 +70,8 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
     listener = listen(config)
     loop = uvloop.new_event_loop()
     schedulers = Schedulers(scheduler, retry or RetryPolicy(window_s=5.0, first_delay_s=0.01), config.pass_header)
-    service = new_service(config, schedulers)
+    tracer = config.new_tracer()
+    service = new_service(config, schedulers, tracer)
     server, metrics = new_server(config, service), metrics_server(service.metrics)
     for_metrics = metrics_listener(config)
     assert for_metrics is not None
@@ -92,3 +93,5 @@ def gateway(scheduler: str, retry: RetryPolicy | None = None, **options: Any) ->
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+        if tracer is not None:
+            tracer.close()

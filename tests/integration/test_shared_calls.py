@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +15,9 @@ from octavo.client import AsyncClient
 from octavo.errors import RequestFailed
 from octavo.retrying import RetryPolicy
 from octavo.shared.rpc import bind
+from octavo.shared.tracing.context import TraceContext
+from octavo.shared.tracing.span import Span
+from octavo.shared.tracing.tracer import Tracer
 from protos import inference_pb2 as pb
 from scheduler_svc.api.inference_service import InferenceService
 from scheduler_svc.api.public_server import public_server
@@ -54,7 +57,8 @@ async def _start(folder: Any, port: int = 0) -> Scheduler:
     any_texts: Any = InlineTexts(RequestText(model, TextSettings()))
     any_core: Any = core
     frontend = Frontend(lambda: ServedModels.of(model), lambda _: None)
-    service = InferenceService(frontend, any_texts, any_core, core.boxes, Admission(100, 1 << 24))
+    tracer = Tracer(0.0, NowhereExporter)  # of which a request is only where its client says so
+    service = InferenceService(frontend, any_texts, any_core, core.boxes, Admission(100, 1 << 24), tracer=tracer)
     own, many = service.Generate, service.GenerateMany
 
     async def generate(data: bytes, context: Any) -> None:
@@ -83,6 +87,13 @@ async def scheduler(tmp_path: Any) -> AsyncIterator[Scheduler]:
 async def client(scheduler: Scheduler) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(f"127.0.0.1:{scheduler.port}", own_connection=True, share_calls=True) as client:
         yield client
+
+
+class NowhereExporter:
+    def export(self, spans: Sequence[Span]) -> str:
+        return ""
+
+    def close(self) -> None: ...
 
 
 def request(name: str, **fields: Any) -> pb.GenerateRequest:
@@ -157,24 +168,35 @@ async def test_what_a_slow_reader_leaves_is_put_together_at_the_scheduler(
     assert text_of(await read_all(quick)) == "!"
 
 
-@pytest.mark.parametrize(
-    ("fields", "metadata"),
-    [
-        ({"stream": False}, ()),
-        ({"prompt": "a" * 120}, ()),
-        ({}, [("traceparent", "00-1-1-01")]),
-    ],
-    ids=["whole", "long", "traced"],
-)
+@pytest.mark.parametrize("fields", [{"stream": False}, {"prompt": "a" * 120}], ids=["whole", "long"])
 async def test_some_have_a_call_of_their_own(
-    scheduler: Scheduler, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], metadata: Any
+    scheduler: Scheduler, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(shared_calls, "MAX_REQUEST_BYTES", 100)
-    reading = asyncio.create_task(read_all(client.stream(request("r1", **fields), metadata=metadata)))
+    reading = asyncio.create_task(read_all(client.stream(request("r1", **fields))))
     await scheduler.until(lambda: "r1" in scheduler.core.groups)
     scheduler.core.say({"r1": "a"}, FinishReason.LENGTH)
     assert text_of(await reading) == "a"
     assert (scheduler.num_shared_calls, scheduler.num_own_calls) == (0, 1)
+
+
+async def test_traces_of_their_own_do_not_part_requests(scheduler: Scheduler, client: AsyncClient) -> None:
+    parents = {name: TraceContext.new_root() for name in ("r1", "r2")}
+    endless = [("traceparent", "0" * 100_000), ("tracestate", "a" * 100_000)]  # more than a message may have
+    twice = [*parents["r1"].fields(), *parents["r1"].fields()]  # as a client of HTTP may send it
+    reading = [
+        asyncio.create_task(read_all(client.stream(request(name), metadata=metadata)))
+        for name, metadata in (("r1", twice), ("r2", parents["r2"].fields()), ("r3", endless))
+    ]
+    await scheduler.until(lambda: len(scheduler.core.groups) == 3)
+    traces = {name: group.trace for name, group in scheduler.core.groups.items()}
+    assert traces["r3"] is None
+    for name, parent in parents.items():
+        of_group = traces[name]
+        assert of_group is not None and of_group.context.trace_id == parent.trace_id
+    scheduler.core.say(dict.fromkeys(traces, "a"), FinishReason.LENGTH)
+    assert [text_of(await each) for each in reading] == ["a"] * 3
+    assert (scheduler.num_shared_calls, scheduler.num_own_calls) == (1, 0)
 
 
 async def test_with_a_timeout_and_without_sharing_calls_are_their_own(scheduler: Scheduler) -> None:

@@ -23,6 +23,7 @@ from octavo.bench.fleet.simulation import Simulation
 from octavo.bench.fleet.worker import WorkerKind
 from octavo.cli import main
 from octavo.shared.tenant_limits import TenantLimits, TenantTable
+from octavo.shared.tracing.context import TraceContext
 from protos import worker_pb2
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption import Preemption
@@ -34,6 +35,7 @@ from scheduler_svc.flight import recorder as recorder_module
 from scheduler_svc.flight.black_box import BlackBox
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.recorder import Fault, FlightRecorder, Recording
+from scheduler_svc.tracing.group_trace import GroupTrace
 from tests.scheduler import pool as pools
 from tests.scheduler.pool import Faults, Pool, Size, heard_by
 from tests.scheduler.test_pool_histories import History
@@ -136,6 +138,7 @@ def test_what_limits_and_weights_of_tenants_did_is_decided_alike(num_steps: int,
 
     def submit_by_turns(engine: Engine, group: SequenceGroup) -> None:
         group.tenant = f"tenant-{next(numbers) % 2}"
+        group.trace = GroupTrace(TraceContext.new_root(), lambda span: None)  # which changes no decision
         submit(engine, group)
 
     with mock.patch.object(Engine, "submit", submit_by_turns):

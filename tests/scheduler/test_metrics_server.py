@@ -57,10 +57,14 @@ def test_what_else_is_asked(server: MetricsServer) -> None:
         response = connection.getresponse()
         body = response.read()
         assert response.status == status and (method == "HEAD") == (not body)
-    connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    answer = connection.getresponse()
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert b"octavo:things_total 7.0" in answer.read()
+    for accepted, told in (("application/openmetrics-text; version=1.0.0", True), ("text/plain, */*", False)):
+        connection.request("GET", "/metrics", headers={"Accept": accepted})
+        answer = connection.getresponse()
+        assert answer.headers["content-type"].startswith(
+            "application/openmetrics-text; version=1.0.0" if told else "text/plain; version=0.0.4"
+        )
+        body = answer.read()
+        assert b"octavo:things_total 7.0" in body and body.endswith(b"# EOF\n") is told
 
 
 @pytest.mark.parametrize("head", [b"\r\n\r\n", b"\xff\xfe \x00\r\n\r\n", b"GET\r\n\r\n"])

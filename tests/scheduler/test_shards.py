@@ -11,13 +11,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from octavo.shared.tenant_limits import TenantLimits, TenantTable
 from protos import inference_pb2 as pb
 from protos import shards_pb2, shards_pb2_grpc
+from scheduler_svc.api import metrics_server
 from scheduler_svc.api.metrics_exporter import EngineCollector
 from scheduler_svc.config import MAX_SHARDS, SchedulerConfig
 from scheduler_svc.core import sequence
@@ -178,7 +179,7 @@ def test_pages_are_in_order_whole_and_each_request_is_in_one() -> None:
 def exposition(loop: Loop) -> str:
     registry = CollectorRegistry()
     registry.register(EngineCollector(loop.engine))
-    return generate_latest(registry).decode()
+    return metrics_server.told(registry)[0].decode()
 
 
 def samples_of(families: list[Metric]) -> dict[tuple[Any, ...], float]:
@@ -187,8 +188,8 @@ def samples_of(families: list[Metric]) -> dict[tuple[Any, ...], float]:
     }
 
 
-TEXT = """# HELP octavo:generation_tokens_total Tokens generated
-# TYPE octavo:generation_tokens_total counter
+TEXT = """# HELP octavo:generation_tokens Tokens generated
+# TYPE octavo:generation_tokens counter
 octavo:generation_tokens_total {tokens}
 # HELP octavo:num_requests_running Requests that have slots
 # TYPE octavo:num_requests_running gauge
@@ -198,15 +199,16 @@ octavo:num_requests_running {running}
 octavo:kv_cache_usage_perc {share}
 # HELP octavo:time_to_first_token_seconds From arrival
 # TYPE octavo:time_to_first_token_seconds histogram
-octavo:time_to_first_token_seconds_bucket{{le="0.1"}} {tokens}
+octavo:time_to_first_token_seconds_bucket{{le="0.1"}} {tokens}{exemplar}
 octavo:time_to_first_token_seconds_bucket{{le="+Inf"}} {tokens}
 octavo:time_to_first_token_seconds_count {tokens}
 octavo:time_to_first_token_seconds_sum 1.5
+# EOF
 """
 
 
-def text(tokens: float, running: float, share: float) -> str:
-    return TEXT.format(tokens=tokens, running=running, share=share)
+def text(tokens: float, running: float, share: float, exemplar: str = "") -> str:
+    return TEXT.format(tokens=tokens, running=running, share=share, exemplar=exemplar)
 
 
 def test_one_shard_tells_what_it_tells_alone_but_for_shares() -> None:
@@ -235,6 +237,14 @@ def test_counts_are_added_up_and_stay_when_a_shard_is_lost_and_comes_back() -> N
     assert told["octavo:generation_tokens_total",] == 100 + 7 + 9 + 11 + 1 + 41
     assert told["octavo:time_to_first_token_seconds_count",] == 100 + 7 + 9 + 11 + 1 + 41
     assert len(sums._last) <= 4, "ended lives are kept as one"
+
+
+def test_of_exemplars_the_latest_of_all_shards_is_told() -> None:
+    early, late = (f' # {{trace_id="{name}"}} 0.05 {when}.5' for name, when in (("ab", 100), ("cd", 200)))
+    for texts in ((early, late), (late, early), (late, "")):
+        told = MetricSums().add({(number, "a"): text(1, 0, 0, each) for number, each in enumerate(texts)})
+        found = [sample.exemplar for family in told for sample in family.samples if sample.exemplar is not None]
+        assert [(each.labels, each.value) for each in found] == [({"trace_id": "cd"}, 0.05)]
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

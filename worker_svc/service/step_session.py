@@ -17,8 +17,11 @@ from typing import Any
 import grpc
 import structlog
 
+from octavo.shared.tracing.tracer import Tracer
 from protos import worker_pb2
 from worker_svc.service.lease import EXPIRY_S, Lease
+from worker_svc.service.step_span import StepSpan
+from worker_svc.steps.step_pipeline import Deliver
 from worker_svc.steps.worker import Worker
 
 log = structlog.get_logger()
@@ -37,12 +40,20 @@ class LeaseExpired(Exception):
 class StepSession:
     """The exchange with the scheduler that holds `lease`."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, worker: Worker, lease: Lease, instance_id: str) -> None:
+    def __init__(
+        self,
+        context: grpc.aio.ServicerContext,
+        worker: Worker,
+        lease: Lease,
+        instance_id: str,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.peer: str = context.peer()
         self._context = context
         self._worker = worker
         self._lease = lease
         self._instance_id = instance_id
+        self._tracer = tracer
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[worker_pb2.StepResponse | None] = asyncio.Queue()
         self._draining = asyncio.Event()
@@ -101,10 +112,24 @@ class StepSession:
             if request.HasField("step") and not self._draining.is_set():
                 self._step_bytes.append(request.step.ByteSize())
                 self._used_s = time.monotonic()
-                self._worker.submit(request.epoch, request.step, arrived_ns, self._deliver)
+                self._worker.submit(request.epoch, request.step, arrived_ns, self._delivery(request.step))
                 if len(self._step_bytes) >= MAX_STEPS or sum(self._step_bytes) > MAX_STEP_BYTES:
                     self._has_room.clear()
                     await self._has_room.wait()
+
+    def _delivery(self, step: worker_pb2.Step) -> Deliver:
+        """What takes the step's answer; of one with traced requests, it makes the step's span, too."""
+        if self._tracer is None or not step.HasField("trace"):
+            return self._deliver
+        span, emit = StepSpan.of(step, self._instance_id, time.monotonic_ns()), self._tracer.emit
+        if span is None:
+            return self._deliver
+
+        def deliver(result: worker_pb2.StepResult) -> None:
+            self._deliver(result)
+            emit(span.ended(result, time.monotonic_ns()))
+
+        return deliver
 
     def _deliver(self, result: worker_pb2.StepResult) -> None:
         """On the model thread."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 
+from octavo.shared.tracing.tracer import Tracer
 from protos import SCHEMA_REVISION, worker_pb2, worker_pb2_grpc
 from worker_svc.adapters.errors import AdapterError
 from worker_svc.cache.cache_sizing import Limits
@@ -38,13 +39,16 @@ TOKENIZER_TIMEOUT_S = 60.0  # as long as a scheduler waits for the files
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """The servicer. `model_config` and `files` describe what `worker` serves."""
+    """The servicer. `model_config` and `files` describe what `worker` serves. `tracer`: None while tracing is off."""
 
-    def __init__(self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles) -> None:
+    def __init__(
+        self, worker: Worker, model_config: ModelConfig, files: TokenizerFiles, tracer: Tracer | None = None
+    ) -> None:
         self.instance_id = uuid.uuid4().hex
         self._worker = worker
         self._model_config = model_config
         self._files = files
+        self._tracer = tracer
         self._leases = LeaseDesk()
         self._session: StepSession | None = None
         self._is_draining = False
@@ -87,6 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             adapters=self._adapters(),
             kv_cache_dtype=self._cache_dtype(),
             quantization=config.quantization,
+            traces_steps=self._tracer is not None,
         )
 
     def _adapters(self) -> list[worker_pb2.AdapterState]:
@@ -183,7 +188,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _execute(self, context: grpc.aio.ServicerContext) -> None:
         lease = await self._open(await self._first_message(context), context)
-        session = StepSession(context, self._worker, lease, self.instance_id)
+        session = StepSession(context, self._worker, lease, self.instance_id, self._tracer)
         self._session = session
         log.info("lease taken", epoch=lease.epoch, scheduler=context.peer())
         try:
