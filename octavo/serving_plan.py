@@ -43,8 +43,7 @@ class ServeConfig:
 
     live_panel: bool | None = option(
         None,
-        "show on the page of --http-port what the scheduler does (default: where --host is a loopback address, without "
-        "--control-port)",
+        "show on the page of --http-port what the scheduler does (default: on loopback, without --control-port)",
         group=COMMON,
     )
 

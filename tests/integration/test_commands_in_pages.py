@@ -121,6 +121,20 @@ ELSEWHERE = {
     "octavo replay record.jsonl.gz --address 127.0.0.1:50051": ("tests/integration/test_access.py", '"replay"'),
     "octavo replay record.jsonl.gz --steps 0:20": ("tests/scheduler/test_flight_recorder.py", '"--steps"'),
     "octavo replay record.jsonl.gz": ("tests/scheduler/test_flight_recorder.py", '"replay"'),
+    "octavo scheduler --worker 127.0.0.1:50061 --jwt-jwks-url https://login.example/jwks.json "
+    "--jwt-issuer https://login.example --jwt-audience octavo": ("tests/integration/test_tokens.py", "--jwt-jwks-url"),
+    "octavo serve --http-port 8000 --otlp-traces-endpoint http://127.0.0.1:4317 --trace-sampling 0.01": (
+        "tests/integration/test_traces.py",
+        "--otlp-traces-endpoint",
+    ),
+    "curl -s -H 'accept: application/openmetrics-text' 127.0.0.1:9464/metrics | grep trace_id": (
+        "tests/scheduler/test_metrics_server.py",
+        "application/openmetrics-text",
+    ),
+    "octavo bench fleet --autoscale --day chat --step-ms 60 --max-num-seqs 16": (
+        "tests/test_autoscaling.py",
+        '"--autoscale"',
+    ),
     "python -m docs.generate": ("tests/test_docs.py", "generate"),
 }
 COMMANDS = sorted(
@@ -133,10 +147,15 @@ COMMANDS = sorted(
         and not command.startswith("python -m benchmarks.")  # many minutes each; tests/test_docs.py looks for them
     }
 )
+SERVICES = ("serve", "worker", "scheduler", "gateway")  # go on until they are ended
 IN_VIRTUAL_TIME = [command for command in COMMANDS if "bench fleet" in command]
 # A shell does nothing to these.
 OF_OCTAVO_ALONE = [
-    command for command in COMMANDS if re.fullmatch(r"octavo [^|$`<>*~;&]*", command) and command not in IN_VIRTUAL_TIME
+    command
+    for command in COMMANDS
+    if re.fullmatch(r"octavo [^|$`<>*~;&]*", command)
+    and command not in IN_VIRTUAL_TIME
+    and command.split()[1] not in SERVICES
 ]
 PROGRAMS = {
     block.text: f"{name}:{number}"
@@ -301,4 +320,4 @@ def test_there_are_commands_and_programs() -> None:
     shown = {command for text in PAGES.values() for command in commands_of(text)}
     assert {*ELSEWHERE, WORKER, SCHEDULER, GATEWAY, WATCH} <= shown
     # A service goes on until it is ended: which test does that is said above.
-    assert [each for each in COMMANDS if each.split()[1] in ("serve", "worker", "scheduler", "gateway")] == []
+    assert [each for each in COMMANDS if each.split()[1] in SERVICES] == []

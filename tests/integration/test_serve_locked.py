@@ -46,10 +46,12 @@ def served(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     memory = ["--max-model-len=256", "--kv-cache-memory=0.01", "--swap-space=0"]
     with serving(f"--model={model}", *memory, *locks, "--http-port=0", "--metrics-port=0", "--frontends=2") as served:
         served.wait_until_ready()
-        assert len(folders() - before) == 1
+        # Of servers with TLS, as this one: others have no socket in theirs.
+        own = {folder for folder in folders() - before if any(folder.glob("frontend-*"))}
+        assert len(own) == 1
         yield served
         assert served.end(signal.SIGTERM)[0] == 0
-    assert folders() == before, "what the parts know of each other is gone"
+    assert not own & folders(), "what the parts know of each other is gone"
     assert "Traceback" not in served.said
 
 

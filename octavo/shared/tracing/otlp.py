@@ -27,6 +27,7 @@ from octavo.shared.tracing.span import Kind, Span
 
 _KINDS = {Kind.INTERNAL: SpanKind.INTERNAL, Kind.SERVER: SpanKind.SERVER, Kind.CONSUMER: SpanKind.CONSUMER}
 _VERSION = version("octavo")
+_LOOKS = 5
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
@@ -49,7 +50,7 @@ class OtlpExporter:
 
     def export(self, spans: Sequence[Span]) -> str:
         """See `Exporter`; repeats for as long as OTEL_EXPORTER_OTLP_TIMEOUT says, 10 s by default."""
-        offset_ns = time.time_ns() - time.monotonic_ns()
+        offset_ns = wall_offset_ns()
         self._said.text = ""
         result = self._exporter.export([self._readable(span, offset_ns) for span in spans])
         return "" if result is SpanExportResult.SUCCESS else self._said.text or "the collector took nothing"
@@ -92,3 +93,14 @@ class _LastLine(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()[:300]
+
+
+def wall_offset_ns() -> int:
+    """What the wall clock is ahead of the monotonic one. Of several looks the one that was interrupted least."""
+    looks = []
+    for _ in range(_LOOKS):
+        before_ns = time.monotonic_ns()
+        wall_ns = time.time_ns()
+        after_ns = time.monotonic_ns()
+        looks.append((after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2))
+    return min(looks)[1]
