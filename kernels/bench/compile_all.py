@@ -89,7 +89,13 @@ def compile_jobs(jobs: Sequence[Job], num_processes: int) -> Iterator[Compiled]:
                 yield pool.submit(_compile, place).result()
             except BrokenProcessPool:
                 op, variant, target = jobs[place]
-                yield Compiled(op, variant.name, target.name, variant.may_spill, error="the compiler died")
+                yield Compiled(
+                    op,
+                    variant.name,
+                    target.name,
+                    variant.spills_are_allowed(target.capability),
+                    error="the compiler died",
+                )
 
 
 _jobs: list[Job] = []  # kernels do not travel between processes: a place in this list, which all of them have, does

@@ -36,7 +36,7 @@ def compile_variant(op: str, variant: Variant, target: Target) -> Compiled:
         numbers = _compile(variant, target)
     except Exception as error:  # of many types, and all of them say that this variant does not compile
         numbers = {"error": _one_line(error), "seconds": time.perf_counter() - started}
-    return Compiled(op, variant.name, target.name, variant.may_spill, **numbers)
+    return Compiled(op, variant.name, target.name, variant.spills_are_allowed(target.capability), **numbers)
 
 
 def _compile(variant: Variant, target: Target) -> dict[str, Any]:

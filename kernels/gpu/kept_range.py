@@ -384,6 +384,7 @@ def variants() -> Iterator[Variant]:
             num_warps=num_warps,
             divisible_by_16=tuple(each for each in (*pointers, "vocab_size", "logits_stride") if each in signature),
             may_spill=False,
+            may_spill_on=(120,) if kernel in (_list_kernel, _gather_kernel) else (),
         )
 
     yield variant("weigh", _weigh_kernel, 4)

@@ -302,8 +302,8 @@ def _variants(kind: _Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Var
     }
     common: dict[str, Any] = {
         "num_stages": cut.stages,
-        # One number on sm_120, before and after the loop over keys.
-        "may_spill": kind.has_alibi and 120 in capabilities,
+        "may_spill": False,
+        "may_spill_on": (120,) if kind.has_alibi else (),
         "capabilities": [one for one in capabilities if one >= 89] if kind.cache else capabilities,
     }
     of_prefill = {"out": f"*{kind.dtype}", "out_stride": "i32"}

@@ -23,5 +23,11 @@ class Variant:
     max_registers: int | None = None  # of a thread; without one, the assembler weighs spills against more threads
     divisible_by_16: tuple[str, ...] = field(default=())  # arguments that the launcher knows to be: addresses, strides
     may_spill: bool = True  # False: a register spill is a defect
+    # Where a few bytes may all the same: the assembler spills them outside of loops, for twice the threads at once.
+    may_spill_on: Collection[int] = ()  # compute capabilities
     # Compute capabilities that a worker launches it on: types and tiles are not the same on all.
     capabilities: Collection[int] = range(75, 130)
+
+    def spills_are_allowed(self, capability: int) -> bool:
+        """Whether a spill is no defect on such a card."""
+        return self.may_spill or capability in self.may_spill_on

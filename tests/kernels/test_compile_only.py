@@ -16,6 +16,7 @@ from kernels.bench import compile_all
 from kernels.bench.compiled import Compiled, table
 from kernels.bench.compiler import read_log
 from kernels.bench.targets import TARGETS, parse
+from kernels.gpu.variant import Variant
 from octavo.cli import main
 
 # In a process where Triton's interpreter is off: resources of toys as reported, and as their machine code has them.
@@ -100,6 +101,12 @@ def test_each_fault_is_named_and_the_others_are_reported_all_the_same(environmen
     assert [line.split(": ")[0] for line in done.stderr.splitlines() if line.startswith("sm_90, ")] == [
         f"sm_90, {name}" for name, fault in faults.items() if fault
     ]
+
+
+def test_a_spill_may_be_allowed_on_some_cards_alone() -> None:
+    variant = Variant("add", kernel=None, signature={}, constants={}, may_spill=False, may_spill_on=(120,))
+    assert [variant.spills_are_allowed(target.capability) for target in TARGETS.values()] == [False] * 5 + [True]
+    assert Variant("add", kernel=None, signature={}, constants={}).spills_are_allowed(80)
 
 
 @pytest.mark.parametrize(
