@@ -29,11 +29,7 @@ INLINE I widen(const int8_t *p) {
     __m128i x = _mm_loadu_si128((const __m128i *)p);
     return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
 }
-INLINE void narrow(int8_t *p, I x) {
-    int32_t lanes[LANES];
-    store(lanes, x);
-    for (int i = 0; i < LANES; i++) p[i] = (int8_t)lanes[i];
-}
+
 
 INLINE F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE I splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }

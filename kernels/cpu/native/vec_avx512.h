@@ -16,7 +16,6 @@ INLINE void store(int32_t *p, I x) { _mm512_storeu_si512(p, x.v); }
 INLINE I widen(const Bfloat16 *p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p))}; }
 INLINE void narrow(Bfloat16 *p, I x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x.v)); }
 INLINE I widen(const int8_t *p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))}; }
-INLINE void narrow(int8_t *p, I x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x.v)); }
 
 INLINE F splat(float x) { return {_mm512_set1_ps(x)}; }
 INLINE I splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
