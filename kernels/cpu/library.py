@@ -37,6 +37,8 @@ _DECLARED = {
     "octavo_lora_expand": (None, [_I64, _PLACE, _I64, _PLACE, _PLACE, _PLACE, _PLACE, *[_I64] * 4]),
     "octavo_run_layers": (None, [_PLACE, _I64, _PLACE, _I64, _I64, _I64]),
     "octavo_pin_threads": (_I64, [_PLACE, _PLACE, _I64]),
+    "octavo_count_phases": (_I64, [_PLACE, *[_I64] * 5]),
+    "octavo_read_memory": (_FLOAT, [_PLACE, _I64, _I64, _I64]),
 }
 _compiling = threading.Lock()
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
+import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.cpu import runtime
+from kernels.cpu import library as library_module
+from kernels.cpu.library import at_level
+from kernels.cpu.native import build
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
 from tests.isa import PROFILES, ROOT, environment, lacking
 
 SHAPES = [(1, 60, 157), (7, 97, 64), (19, 97, 64)]  # rows, outputs, inputs: tiles of every height
 
-CHOICES = """
-from kernels.cpu.vectors.dot_products import dot_kind_of_this_cpu
-from kernels.cpu.vectors.processor import HAS_PAIRS, HAS_WIDE_REGISTERS
-print(HAS_WIDE_REGISTERS, HAS_PAIRS, dot_kind_of_this_cpu())
-"""
 PRODUCTS = """
 import sys, torch
 from tests.kernels.test_other_processors import products
@@ -49,12 +46,22 @@ def run(profile: str, code: str, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("profile", "choices"),
-    [("avx2", "False False portable"), ("avx512", "True False portable"), ("avx512-bf16", "True True 512 bits")],
-)
-def test_code_is_chosen_for_the_processor_that_it_is_compiled_for(profile: str, choices: str) -> None:
-    assert run(profile, CHOICES).strip() == choices
+def test_another_level_than_the_best_is_chosen_by_name() -> None:
+    code = "from kernels.cpu.library import library; print(library().level, library().has_pairs)"
+    assert run("avx2", code).strip() == "avx2 False"
+
+
+def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELS_CPU_LEVEL", "avx9000")
+    with pytest.raises(ValueError, match=r"this processor has plain.*, not avx9000"):
+        library_module._choose()
+
+
+@pytest.mark.parametrize("level", build.usable_levels()[1:-1])
+def test_every_level_gives_the_same_bits(level: str) -> None:
+    expected = products()
+    with at_level(level):
+        assert all(torch.equal(there, here) for there, here in zip(products(), expected, strict=True))
 
 
 def test_every_profile_is_known_to_the_test_above() -> None:
@@ -67,16 +74,30 @@ def test_an_avx2_processor_gives_the_bits_of_this_one(tmp_path: Path) -> None:
         assert torch.equal(there, here)
 
 
-def test_compiled_kernels_that_cannot_be_written_to_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = tmp_path / "shared" / "kernels-0"
-    compiled.mkdir(parents=True)
-    (compiled / "index").write_text("machine code")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    copy = runtime._own_copy(compiled)
-    assert copy == runtime._own_copy(compiled) == tmp_path / f"octavo-{os.getuid()}" / "kernels-0"
-    assert (copy / "index").read_text() == "machine code" and [*copy.parent.iterdir()] == [copy]
+def test_a_library_is_compiled_once_and_again_when_its_sources_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checks.cpp", "threads.cpp", "threads.h", "vec.h", "vec_avx2.h", "vec_avx512.h", "vec_plain.h"):
+        shutil.copy(build.SOURCES / name, tmp_path)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    level = build.usable_levels()[-1]
+    build._digest.cache_clear()
+    try:
+        path = library_module._path_of(level)
+        assert path.exists() and path.parent == tmp_path / "built"
+        assert f"compiling CPU kernels for {level} into {tmp_path / 'built'}" in capsys.readouterr().err
+        assert library_module._path_of(level) == path and capsys.readouterr().err == ""
+        with (tmp_path / "vec.h").open("a") as header:
+            header.write("// changed")
+        build._digest.cache_clear()
+        assert library_module._path_of(level) != path and not path.exists()
+    finally:
+        build._digest.cache_clear()
 
-    (copy / "index").write_text("somebody else's")
-    copy.parent.chmod(0o777)  # as a folder that others may write to
-    other = runtime._own_copy(compiled)
-    assert other != copy and (other / "index").read_text() == "machine code"
+
+def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(build.NoCompilerError, match="install g\\+\\+, or `pip install ziglang`"):
+        build.compile_library("plain", tmp_path)
