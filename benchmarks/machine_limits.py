@@ -41,8 +41,9 @@ def measure(num_threads: int) -> Limits:
 def _read_gb_per_s(num_threads: int) -> float:
     numbers = torch.ones(_READ_BYTES // 4)
     read = library().read_memory
-    ways = [partial(read, numbers.data_ptr(), numbers.nbytes, num_threads, ahead) for ahead in _AHEAD_BYTES]
-    return numbers.nbytes / min(_best_s(way) for way in (numbers.sum, *ways)) / 1e9
+    place = numbers.data_ptr(), numbers.nbytes, num_threads
+    ways: list[Callable[[], Any]] = [numbers.sum, *(partial(read, *place, ahead) for ahead in _AHEAD_BYTES)]
+    return numbers.nbytes / min(map(_best_s, ways)) / 1e9
 
 
 def _gflop_per_s(rows: int, out_features: int, in_features: int) -> float:

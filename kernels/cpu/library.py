@@ -1,8 +1,8 @@
 """The compiled library of CPU kernels: found or compiled, loaded, and declared.
 
 Its functions are plain C and are called by ctypes, which lets go of the interpreter's lock. They are handed addresses,
-strides and shapes; who calls them checks these first. KERNELS_CPU_LEVEL names another level of instructions than the best
-that this processor has (`native.build.LEVELS`).
+strides and shapes; who calls them checks these first. KERNELS_CPU_LEVEL names another level of instructions than the
+best that this processor has (`native.build.LEVELS`), KERNELS_CPU_LIBRARY the file itself, as `make sanitize` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from kernels.cpu.native import build
 
-_LEVEL = "KERNELS_CPU_LEVEL"
+_LEVEL, _LIBRARY = "KERNELS_CPU_LEVEL", "KERNELS_CPU_LIBRARY"
 _I64, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _DECLARED = {
     "octavo_multiply": (None, [_PLACE, _I64, _PLACE, _I64, _PLACE, _I64, _I64, _I64]),
@@ -99,8 +99,9 @@ def _choose() -> Library:
 
 def _path_of(level: str) -> Path:
     """Beside the sources, or in the user's cache where nobody may write there; compiled if it is in neither."""
-    name = build.file_name(level)
-    own = _own_folder()
+    if given := os.environ.get(_LIBRARY):
+        return Path(given)
+    name, own = build.file_name(level), _own_folder()
     for folder in (build.BUILT, own):
         if (folder / name).exists():
             return folder / name

@@ -40,6 +40,4 @@ def lora_expand(
     if between.shape != (1, count, rank) or outputs != size or not b.mT.is_contiguous():
         raise ValueError(f"out {tuple(out.shape)}, between {tuple(between.shape)} and b {tuple(b.shape)} do not fit")
     addresses = between.data_ptr(), b.data_ptr(), adapters.data_ptr(), scales.data_ptr()
-    library().lora_expand(
-        element_of(out), out.data_ptr(), out.stride(0), *addresses, count, size, rank, num_threads()
-    )
+    library().lora_expand(element_of(out), out.data_ptr(), out.stride(0), *addresses, count, size, rank, num_threads())

@@ -7,8 +7,8 @@ compiled loop that follows a product finds torch's threads awake. Measured on tw
 then a parallel loop, median: 92 + 3 us with `omp`, 91 + 62 us with numba's own `workqueue`.
 
 Cache. numba recompiles a kernel whose own file has changed, but not when a file that it calls into has. So compiled
-code is kept under a hash of all files of sampling. Where that folder cannot be
-written to, as one that containers share, a process works on a copy of its own.
+code is kept under a hash of all files of sampling. Where that folder cannot be written to, as one that containers
+share, a process works on a copy of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiles every CPU kernel and keeps the machine code on disk: `python -m kernels.cpu.warm_up`.
 
-The library of `native` takes some ten seconds once, numba's code of sampling about as long; with both at hand no start of
-a worker waits for a compiler. Nothing depends on a model.
+The library of `native` takes some ten seconds once, numba's code of sampling about as long; with both at hand no start
+of a worker waits for a compiler. Nothing depends on a model.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import RmsNorm
 from worker_svc.models.packed_linear import PackedLinear
 
-
 NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
 
 
@@ -112,4 +111,3 @@ def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear | Int4Linea
     assert isinstance(layer.mlp, Mlp)
     products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
     return [product for product in products if isinstance(product, PackedLinear | Int8Linear | Int4Linear)]
-

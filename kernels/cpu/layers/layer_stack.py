@@ -150,7 +150,8 @@ class LayerStack:
         given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
         for name, tensor in given.items():
             fields[name] = tensor.data_ptr()
-        record = np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP)  # at once: one by one is slow
+        # All fields at once: one by one is slow.
+        record = np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP)
         run_layers(layers, record, stages)
 
     def _with_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:

@@ -1,8 +1,8 @@
 // Paged attention: formula and arguments as in `kernels.oracles.reference.paged_attention`.
 //
-// Kwon et al. 2023 (arXiv:2309.06180) for the paged cache; Milakov and Gimelshein 2018 (arXiv:1805.02867) for the softmax
-// that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and a key/value head; the
-// query heads of the group make its rows:
+// Kwon et al. 2023 (arXiv:2309.06180) for the paged cache; Milakov and Gimelshein 2018 (arXiv:1805.02867) for the
+// softmax that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and a
+// key/value head; the query heads of the group make its rows:
 //
 //     rows [tokens x group]  q -------- . K^T of 64 keys ---> scores [rows, 64] --- softmax, running m, l ---> p
 //                                                             acc [rows, head] <--- rescaled, + p . V of 64 keys
@@ -19,27 +19,28 @@
 // runs of 16 keys later is prefetched. Many rows share a copy of a tile: keys transposed, values as float32.
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
-// keys. Masked keys add exact zeros. So a row's result does not depend on the rows beside it, nor on whether its token is
-// computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
+// keys. Masked keys add exact zeros. So a row's result does not depend on the rows beside it, nor on whether its token
+// is computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
 #include "attention.h"
 
 namespace {
 
-const i64 KEYS = 64;         // of a tile
-const i64 RUN = 16;          // keys that lie one after the other in the cache, where blocks are multiples of it
+const i64 KEYS = 64;  // of a tile
+const i64 RUN = 16;   // keys that lie one after the other in the cache, where blocks are multiples of it
 const i64 RUNS = KEYS / RUN;
 const i64 QUERY_TILE = 32;   // tokens of a prompt; more leaves the threads of short prompts too few
 const i64 SHARED_TILE = 16;  // sequences over a common prefix
 const int ROWS = 4;          // multiplied at once: 4 x 4 sums and 4 vectors of keys or values
 const int COLUMNS = HAS_WIDE_REGISTERS ? 4 : 1;
-const i64 FEW_ROWS = 8;      // so many are quicker without a copy, though each four of them read anew
+const i64 FEW_ROWS = 8;           // so many are quicker without a copy, though each four of them read anew
 const float NO_MAXIMUM = -1e30f;  // of a row that has met no key: finite, as what is subtracted from scores
 
-// ---- tiles -----------------------------------------------------------------------------------------------------------
+// ---- tiles ----------------------------------------------------------------------------------------------------------
 // How many of the first `limit` keys of two sequences lie in the same blocks, in whole key tiles.
 i64 common_keys(const int32_t *table, const int32_t *other, i64 limit, i64 block_size) {
     i64 keys = 0;
-    for (limit = limit / KEYS * KEYS; keys < limit && table[keys / block_size] == other[keys / block_size];) keys += block_size;
+    for (limit = limit / KEYS * KEYS; keys < limit && table[keys / block_size] == other[keys / block_size];)
+        keys += block_size;
     return smaller(keys, limit) / KEYS * KEYS;
 }
 
@@ -69,7 +70,9 @@ i64 position_of(const Attention &a, const QueryTile &tile, i64 row) {
     return a.seq_lens[s] - (a.query_starts[s + 1] - tile.token) + row;
 }
 
-struct Keys { i64 sequence, first, end; };
+struct Keys {
+    i64 sequence, first, end;
+};
 Keys keys_of(const Attention &a, const QueryTile &tile, i64 phase) {
     i64 s = tile.sequence;
     if (phase == 0) return {s, 0, tile.shared_keys};
@@ -78,33 +81,37 @@ Keys keys_of(const Attention &a, const QueryTile &tile, i64 phase) {
     return {s, a.window ? larger(0, position + 1 - a.window) / KEYS * KEYS : 0, position + tile.count};
 }
 
-// ---- where keys and values lie -----------------------------------------------------------------------------------------
-template <class S> struct Place {  // of a tile of keys of a sequence and one head
-    i64 first, end;                // which keys
-    i64 starts[RUNS];              // elements before each run
+// ---- where keys and values lie --------------------------------------------------------------------------------------
+template <class S>
+struct Place {         // of a tile of keys of a sequence and one head
+    i64 first, end;    // which keys
+    i64 starts[RUNS];  // elements before each run
     const S *keys, *values;
     i64 num_runs() const { return (end - first + RUN - 1) / RUN; }
 };
 
-template <class S> Place<S> find(const Attention &a, i64 head, Keys keys) {
+template <class S>
+Place<S> find(const Attention &a, i64 head, Keys keys) {
     const Cache &c = a.cache;
     Place<S> place = {keys.first, smaller(keys.end, keys.first + KEYS), {}, (const S *)c.keys, (const S *)c.values};
     const int32_t *table = a.block_tables + keys.sequence * a.tables_stride;
     for (i64 run = 0; run < place.num_runs(); run++) {
         i64 key = keys.first + run * RUN;
-        place.starts[run] = ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
+        place.starts[run] =
+            ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
     }
     return place;
 }
 
 // What is read `RUNS_AHEAD` runs after a run of keys or values: of the same, or of what comes after it.
 const i64 RUNS_AHEAD = 2;
-template <class S> const S *ahead_of(i64 run, i64 count, const S *here, const i64 *starts, const S *after, const i64 *starts_after) {
+template <class S>
+const S *ahead_of(i64 run, i64 count, const S *here, const i64 *starts, const S *after, const i64 *starts_after) {
     run += RUNS_AHEAD;
     return run < count ? here + starts[run] : after + starts_after[(run - count) % RUNS];
 }
 
-// ---- few rows: keys and values in place ----------------------------------------------------------------------------------
+// ---- few rows: keys and values in place -----------------------------------------------------------------------------
 // scores [NUM, 64] = q [NUM, size] . K^T, for COUNT runs of 16 keys whose sums take turns.
 template <int NUM, int COUNT, class S>
 void score_runs(const float *q, i64 size, const S *const *keys, const S *const *soon, float *scores) {
@@ -124,7 +131,8 @@ void score_runs(const float *q, i64 size, const S *const *keys, const S *const *
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 4
-                for (int r = 0; r < NUM; r++) sums[run][r] = fma(splat_at(q + r * size + d + i), lines[i], sums[run][r]);
+                for (int r = 0; r < NUM; r++)
+                    sums[run][r] = fma(splat_at(q + r * size + d + i), lines[i], sums[run][r]);
         }
     }
 #pragma GCC unroll 2
@@ -133,10 +141,15 @@ void score_runs(const float *q, i64 size, const S *const *keys, const S *const *
         for (int r = 0; r < NUM; r++) store(scores + r * KEYS + run * RUN, sums[run][r]);
 }
 
-template <int NUM, class S> void score_in_place(const float *q, i64 size, const Place<S> &here, const S *after, const i64 *starts_after, float *scores) {
+template <int NUM, class S>
+void score_in_place(const float *q, i64 size, const Place<S> &here, const S *after, const i64 *starts_after,
+                    float *scores) {
     i64 count = here.num_runs(), run = 0;
     const S *keys[2], *soon[2];
-    auto look = [&](i64 number, int i) { keys[i] = here.keys + here.starts[number], soon[i] = ahead_of(number, count, here.keys, here.starts, after, starts_after); };
+    auto look = [&](i64 number, int i) {
+        keys[i] = here.keys + here.starts[number],
+        soon[i] = ahead_of(number, count, here.keys, here.starts, after, starts_after);
+    };
     for (; run + 2 <= count; run += 2) {
         look(run, 0), look(run + 1, 1);
         score_runs<NUM, 2>(q, size, keys, soon, scores + run * RUN);
@@ -149,7 +162,8 @@ template <int NUM, class S> void score_in_place(const float *q, i64 size, const 
 
 // acc [NUM, 16 WIDTH] += p [NUM, keys] . V in some columns.
 template <int NUM, int WIDTH, class S>
-void add_values(const float *p, const Place<S> &here, i64 size, i64 column, i64 num_keys, float *acc, const S *after, const i64 *starts_after) {
+void add_values(const float *p, const Place<S> &here, i64 size, i64 column, i64 num_keys, float *acc, const S *after,
+                const i64 *starts_after) {
     F sums[NUM][WIDTH];
 #pragma GCC unroll 4
     for (int r = 0; r < NUM; r++)
@@ -157,7 +171,8 @@ void add_values(const float *p, const Place<S> &here, i64 size, i64 column, i64 
         for (int v = 0; v < WIDTH; v++) sums[r][v] = load(acc + r * size + column + v * LANES);
     i64 count = (num_keys + RUN - 1) / RUN;
     for (i64 run = 0; run < count; run++) {
-        const S *line = here.values + here.starts[run] + column, *soon = ahead_of(run, count, here.values, here.starts, after, starts_after) + column;
+        const S *line = here.values + here.starts[run] + column,
+                *soon = ahead_of(run, count, here.values, here.starts, after, starts_after) + column;
         i64 end = smaller(num_keys, (run + 1) * RUN);
         for (i64 key = run * RUN; key < end; key++, line += size, soon += size) {
 #pragma GCC unroll 4
@@ -180,20 +195,26 @@ void add_values(const float *p, const Place<S> &here, i64 size, i64 column, i64 
 }
 
 template <int NUM, class S>
-void add_in_place(const float *p, const Place<S> &here, i64 size, i64 num_keys, float *acc, const S *after, const i64 *starts_after) {
+void add_in_place(const float *p, const Place<S> &here, i64 size, i64 num_keys, float *acc, const S *after,
+                  const i64 *starts_after) {
     i64 column = 0;
-    for (; column + COLUMNS * LANES <= size; column += COLUMNS * LANES) add_values<NUM, COLUMNS>(p, here, size, column, num_keys, acc, after, starts_after);
-    for (; column < size; column += LANES) add_values<NUM, 1>(p, here, size, column, num_keys, acc, after, starts_after);
+    for (; column + COLUMNS * LANES <= size; column += COLUMNS * LANES)
+        add_values<NUM, COLUMNS>(p, here, size, column, num_keys, acc, after, starts_after);
+    for (; column < size; column += LANES)
+        add_values<NUM, 1>(p, here, size, column, num_keys, acc, after, starts_after);
 }
 
-// ---- many rows: a copy of keys and values --------------------------------------------------------------------------------
+// ---- many rows: a copy of keys and values ---------------------------------------------------------------------------
 // values [64, padded], the tile's lines one after the other, filled up with zeros.
-template <class S> void copy_lines(const Attention &a, const S *cache, i64 head, Keys keys, i64 padded, float *lines) {
+template <class S>
+void copy_lines(const Attention &a, const S *cache, i64 head, Keys keys, i64 padded, float *lines) {
     const Cache &c = a.cache;
     const int32_t *table = a.block_tables + keys.sequence * a.tables_stride;
     i64 end = smaller(keys.end, keys.first + KEYS);
     for (i64 key = keys.first; key < end; key++, lines += padded) {
-        const S *from = cache + ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
+        const S *from =
+            cache +
+            ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
         each_vector(c.head_size, [&](i64 d, i64 count) { store(lines + d, load_some(from + d, count)); });
     }
 }
@@ -210,7 +231,9 @@ void turn_lines(const float *lines, i64 count, i64 padded, float *keys) {
 }
 
 // c [NUM, 16 WIDTH] = s + a [NUM, depth] . b [depth, 16 WIDTH]; sums run over depth.
-template <int NUM, int WIDTH> void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, const float *s, float *c, i64 c_stride, i64 depth) {
+template <int NUM, int WIDTH>
+void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, const float *s, float *c, i64 c_stride,
+                 i64 depth) {
     F sums[NUM][WIDTH];
 #pragma GCC unroll 4
     for (int r = 0; r < NUM; r++)
@@ -232,23 +255,31 @@ template <int NUM, int WIDTH> void add_product(const float *a, i64 a_stride, con
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
 }
-template <int NUM> void add_products(const float *a, i64 a_stride, const float *b, i64 b_stride, bool goes_on, float *c, i64 c_stride, i64 depth, i64 width) {
+template <int NUM>
+void add_products(const float *a, i64 a_stride, const float *b, i64 b_stride, bool goes_on, float *c, i64 c_stride,
+                  i64 depth, i64 width) {
     i64 column = 0;
     for (; column + COLUMNS * LANES <= width; column += COLUMNS * LANES)
-        add_product<NUM, COLUMNS>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
-    for (; column < width; column += LANES) add_product<NUM, 1>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
+        add_product<NUM, COLUMNS>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride,
+                                  depth);
+    for (; column < width; column += LANES)
+        add_product<NUM, 1>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
 }
 
 // `run` with the number of rows, 1 to 4, as a constant.
-template <int NUM> struct Number { static const int value = NUM; };
-template <class Do> void with_rows(i64 rows, Do run) {
+template <int NUM>
+struct Number {
+    static const int value = NUM;
+};
+template <class Do>
+void with_rows(i64 rows, Do run) {
     if (rows == 4) run(Number<4>());
     else if (rows == 3) run(Number<3>());
     else if (rows == 2) run(Number<2>());
     else run(Number<1>());
 }
 
-// ---- softmax -----------------------------------------------------------------------------------------------------------
+// ---- softmax --------------------------------------------------------------------------------------------------------
 // Of a row's 64 scores those of keys after its token, or before its window, become -inf; the others get soft cap and
 // ALiBi. `distance` is the first key's position minus the token's.
 void mask(float *scores, i64 distance, float slope, i64 window, float cap) {
@@ -260,14 +291,17 @@ void mask(float *scores, i64 distance, float slope, i64 window, float cap) {
         I keys = lanes_from((int32_t)i);
         if (cap > 0) score = splat(cap) * tanh_of(score / splat(cap));
         if (slope != 0) score = fma(splat(slope), to_float(keys + splat((int32_t)distance)), score);
-        store(scores + i, where_within(keys, splat((int32_t)start), splat((int32_t)end), score, splat(-__builtin_inff())));
+        store(scores + i,
+              where_within(keys, splat((int32_t)start), splat((int32_t)end), score, splat(-__builtin_inff())));
     }
 }
 
-struct Running { float maximum, sum; };
+struct Running {
+    float maximum, sum;
+};
 
-// A row's 64 scores become their weights e^(score - maximum), 0 where hidden; what the row has added up so far is scaled
-// to a new maximum.
+// A row's 64 scores become their weights e^(score - maximum), 0 where hidden; what the row has added up so far is
+// scaled to a new maximum.
 void weigh(float *scores, Running &running, float *acc, i64 width) {
     F s[RUNS];
     for (i64 i = 0; i < RUNS; i++) s[i] = load(scores + i * LANES);
@@ -284,7 +318,7 @@ void weigh(float *scores, Running &running, float *acc, i64 width) {
     running.sum += sum_of_lanes((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-// ---- an item -----------------------------------------------------------------------------------------------------------
+// ---- an item --------------------------------------------------------------------------------------------------------
 struct Rows {  // of an item
     float *q, *acc, *scores, *lines, *keys;
     Running *running;
@@ -294,12 +328,26 @@ struct Rows {  // of an item
 
 Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded) {
     i64 count = tile.count * group;
-    char *memory = (char *)scratch(OF_ITEM, (2 * count * padded + ROWS * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(sizeof(Running) + 8));
-    auto take = [&](i64 numbers) { float *place = (float *)memory; memory += numbers * 4; return place; };
-    Rows rows = {take(count * padded), take(count * padded), take(ROWS * KEYS), take(KEYS * padded), take(KEYS * padded), 0, 0, count, padded};
+    char *memory = (char *)scratch(
+        OF_ITEM, (2 * count * padded + ROWS * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(sizeof(Running) + 8));
+    auto take = [&](i64 numbers) {
+        float *place = (float *)memory;
+        memory += numbers * 4;
+        return place;
+    };
+    Rows rows = {take(count * padded),
+                 take(count * padded),
+                 take(ROWS * KEYS),
+                 take(KEYS * padded),
+                 take(KEYS * padded),
+                 0,
+                 0,
+                 count,
+                 padded};
     rows.positions = (i64 *)memory, rows.running = (Running *)(rows.positions + count);
     memset(rows.acc, 0, count * padded * 4);
-    for (i64 row = 0; row < count; row++) rows.positions[row] = position_of(a, tile, row / group), rows.running[row] = {NO_MAXIMUM, 0.0f};
+    for (i64 row = 0; row < count; row++)
+        rows.positions[row] = position_of(a, tile, row / group), rows.running[row] = {NO_MAXIMUM, 0.0f};
     return rows;
 }
 
@@ -308,21 +356,28 @@ i64 place_of(i64 stride, i64 size, const QueryTile &tile, i64 head, i64 group, i
     return (tile.token + row / group) * stride + (head * group + row % group) * size;
 }
 
-template <class T> void read_query(const Attention &a, const QueryTile &tile, i64 head, i64 group, Rows &rows) {
+template <class T>
+void read_query(const Attention &a, const QueryTile &tile, i64 head, i64 group, Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
         const T *from = (const T *)a.query + place_of(a.query_stride, a.cache.head_size, tile, head, group, row);
-        each_vector(a.cache.head_size, [&](i64 d, i64 count) { store(rows.q + row * rows.padded + d, load_some(from + d, count) * splat(a.scale)); });
+        each_vector(a.cache.head_size, [&](i64 d, i64 count) {
+            store(rows.q + row * rows.padded + d, load_some(from + d, count) * splat(a.scale));
+        });
     }
 }
-template <class T> void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, const Rows &rows) {
+template <class T>
+void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, const Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
         T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, head, group, row);
         F share = splat(1.0f / rows.running[row].sum);  // NaN where all scores are -inf
-        each_vector(a.cache.head_size, [&](i64 d, i64 count) { store_some(to + d, load(rows.acc + row * rows.padded + d) * share, count); });
+        each_vector(a.cache.head_size, [&](i64 d, i64 count) {
+            store_some(to + d, load(rows.acc + row * rows.padded + d) * share, count);
+        });
     }
 }
 
-template <class S> struct Walk {
+template <class S>
+struct Walk {
     const Attention &a;
     const QueryTile *tiles;
     i64 group, padded;
@@ -363,17 +418,21 @@ template <class S> struct Walk {
     }
 
     // Up to the last key that any of these rows sees: weights of others are 0, and would add nothing.
-    static i64 keys_seen(const Rows &rows, i64 row, i64 count, i64 first, i64 end) { return smaller(end, rows.positions[row + count - 1] + 1) - first; }
+    static i64 keys_seen(const Rows &rows, i64 row, i64 count, i64 first, i64 end) {
+        return smaller(end, rows.positions[row + count - 1] + 1) - first;
+    }
 
     void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key) const {
         for (i64 r = 0; r < count; r++) {
-            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f, *scores = rows.scores + r * KEYS;
+            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f,
+                  *scores = rows.scores + r * KEYS;
             mask(scores, first_key - rows.positions[row + r], slope, a.window, a.soft_cap);
             weigh(scores, rows.running[row + r], rows.acc + (row + r) * padded, padded);
         }
     }
 
-    void meet_in_place(Rows &rows, i64 head, i64 first_row, i64 end_row, const Place<S> &here, const Place<S> &next) const {
+    void meet_in_place(Rows &rows, i64 head, i64 first_row, i64 end_row, const Place<S> &here,
+                       const Place<S> &next) const {
         for (i64 row = first_row; row < end_row; row += ROWS) {
             i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, here.first, here.end);
             if (num_keys <= 0) continue;
@@ -382,7 +441,8 @@ template <class S> struct Walk {
                 const int NUM = decltype(number)::value;
                 score_in_place<NUM>(rows.q + row * padded, padded, here, here.values, here.starts, rows.scores);
                 weigh_rows(rows, head, row, count, here.first);
-                add_in_place<NUM>(rows.scores, here, padded, num_keys, rows.acc + row * padded, after.keys, after.starts);
+                add_in_place<NUM>(rows.scores, here, padded, num_keys, rows.acc + row * padded, after.keys,
+                                  after.starts);
             });
         }
     }
@@ -398,17 +458,21 @@ template <class S> struct Walk {
             with_rows(count, [&](auto number) {
                 const int NUM = decltype(number)::value;
                 i64 width = (num_keys + LANES - 1) / LANES * LANES;
-                add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, rows.scores, KEYS, a.cache.head_size, width);
+                add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, rows.scores, KEYS,
+                                  a.cache.head_size, width);
                 weigh_rows(rows, head, row, count, keys.first);
-                add_products<NUM>(rows.scores, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded, num_keys, padded);
+                add_products<NUM>(rows.scores, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
+                                  num_keys, padded);
             });
         }
     }
 };
 
-template <class S> void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles) {
+template <class S>
+void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles) {
     i64 padded = (a.cache.head_size + LANES - 1) / LANES * LANES;
-    Walk<S> walk = {a, tiles, a.num_heads / a.cache.num_kv_heads, padded, padded == a.cache.head_size && a.cache.block_size % RUN == 0};
+    Walk<S> walk = {a, tiles, a.num_heads / a.cache.num_kv_heads, padded,
+                    padded == a.cache.head_size && a.cache.block_size % RUN == 0};
     share(team, num_tiles * a.cache.num_kv_heads, [&](i64 item, i64 end) { walk.item(item, end); });
 }
 
@@ -427,7 +491,8 @@ i64 cut_tiles(const Attention &a, QueryTile *tiles) {
         members = members_of(a, s, shared);
         if (members > 1) length = members;
         for (i64 first = 0; first < length; first += QUERY_TILE)
-            tiles[count++] = {s, members, a.query_starts[s] + first, smaller(QUERY_TILE, length - first), members > 1 ? shared : 0};
+            tiles[count++] = {s, members, a.query_starts[s] + first, smaller(QUERY_TILE, length - first),
+                              members > 1 ? shared : 0};
     }
     return count;
 }
@@ -441,5 +506,6 @@ void attend(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tile
 extern "C" __attribute__((visibility("default"))) void octavo_paged_attention(const Attention *attention, i64 threads) {
     QueryTile *tiles = (QueryTile *)scratch(OF_CALL, most_tiles(*attention) * (i64)sizeof(QueryTile));
     i64 num_tiles = cut_tiles(*attention, tiles);
-    in_parallel(smaller(threads, num_tiles * attention->cache.num_kv_heads), 1, [&](Team &team) { attend(team, *attention, tiles, num_tiles); });
+    in_parallel(smaller(threads, num_tiles * attention->cache.num_kv_heads), 1,
+                [&](Team &team) { attend(team, *attention, tiles, num_tiles); });
 }

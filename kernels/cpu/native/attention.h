@@ -18,10 +18,12 @@ struct Attention {  // of a layer; strides in elements
     float scale, soft_cap;
 };
 
-// Query tokens that meet tiles of keys together: up to 32 of one sequence, or the single new tokens of sequences next to
-// each other whose first blocks are the same ones.
-struct QueryTile { i64 sequence, num_sequences, token, count, shared_keys; };
+// Query tokens that meet tiles of keys together: up to 32 of one sequence, or the single new tokens of sequences next
+// to each other whose first blocks are the same ones.
+struct QueryTile {
+    i64 sequence, num_sequences, token, count, shared_keys;
+};
 
 i64 most_tiles(const Attention &attention);
-i64 cut_tiles(const Attention &attention, QueryTile *tiles);  // how many
+i64 cut_tiles(const Attention &attention, QueryTile *tiles);                                 // how many
 void attend(Team &team, const Attention &attention, const QueryTile *tiles, i64 num_tiles);  // one phase

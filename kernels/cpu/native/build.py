@@ -1,7 +1,7 @@
-"""Compiles the library of CPU kernels, once for each level of instructions: `python kernels/cpu/native/build.py [--all]`.
+"""Compiles the library of CPU kernels for levels of instructions: `python kernels/cpu/native/build.py [--all]`.
 
-Needs nothing but the standard library and a compiler of C++17: $CXX, g++, clang++ or c++, else `ziglang` from pip. A file
-is named after its level and a hash of all that goes into it, so a change of the sources makes another one.
+Needs nothing but the standard library and a compiler of C++17: $CXX, g++, clang++ or c++, else `ziglang` from pip. A
+file is named after its level and a hash of all that goes into it, so a change of the sources makes another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SANITIZED = ["-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-
 
 @dataclass(frozen=True)
 class Level:
-    """Instructions that a library may use: what the processor has to have, as Linux names it, and the compiler's flags."""
+    """Instructions that a library may use: what a processor has to have, as Linux calls it, and compiler flags."""
 
     needs: frozenset[str]
     flags: list[str]
@@ -96,7 +96,9 @@ def compiler() -> list[str]:
             return [name]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "c++"]
-    raise NoCompilerError("CPU kernels have to be compiled, and there is no C++ compiler: install g++, or `pip install ziglang`")
+    raise NoCompilerError(
+        "CPU kernels have to be compiled, and there is no C++ compiler: install g++, or `pip install ziglang`"
+    )
 
 
 def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> Path:

@@ -16,7 +16,8 @@ const i64 STEP = 8, MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 2;
 const i64 PIECE = 192;        // inputs that are written out at a time: 36 KiB, in the first cache level
 const i64 SOON_BYTES = 8192;  // how far up to MOST_ROWS rows ask ahead, from panel to panel
 
-template <int BITS, bool HAS_MINIMUM> struct Format {
+template <int BITS, bool HAS_MINIMUM>
+struct Format {
     enum {
         bits = BITS,
         has_minimum = HAS_MINIMUM,
@@ -30,7 +31,8 @@ using FourBitsAndMinimum = Format<4, true>;
 using EightBits = Format<8, false>;
 
 // The numbers of input `i` of a step, 16 outputs.
-template <class Few> INLINE F integers_of(const char *step, int i, int v) {
+template <class Few>
+INLINE F integers_of(const char *step, int i, int v) {
     if constexpr (Few::bits == 8) return to_float(widen((const int8_t *)(step + i * PANEL + v * LANES)));
     I words = load((const int32_t *)(step + v * LANES * 4));
     const float least = Few::has_minimum ? 0 : -8;
@@ -48,7 +50,8 @@ template <class Few> INLINE F integers_of(const char *step, int i, int v) {
 
 // C [ROWS, 48] = S + x . W over `groups` groups. `out`: where W is written as float32 [inputs, 48], or 0.
 template <class Few, int ROWS, bool WRITES>
-void tile(const char *x, i64 x_stride, const char *record, i64 groups, const float *s, i64 s_stride, float *c, i64 c_stride, i64 ahead, float *out) {
+void tile(const char *x, i64 x_stride, const char *record, i64 groups, const float *s, i64 s_stride, float *c,
+          i64 c_stride, i64 ahead, float *out) {
     F sums[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -92,18 +95,25 @@ void tile(const char *x, i64 x_stride, const char *record, i64 groups, const flo
         for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
 }
 
-template <class Few, int ROWS> void tile_of(const PanelWork &work) {
+template <class Few, int ROWS>
+void tile_of(const PanelWork &work) {
     if (work.rows == ROWS)
-        tile<Few, ROWS, false>(work.x, work.x_stride, work.weight, work.depth / GROUP, work.start, 0, work.sums, work.sums_stride, SOON_BYTES, 0);
+        tile<Few, ROWS, false>(work.x, work.x_stride, work.weight, work.depth / GROUP, work.start, 0, work.sums,
+                               work.sums_stride, SOON_BYTES, 0);
     else if constexpr (ROWS > 1) tile_of<Few, ROWS - 1>(work);
 }
 
-template <class Few> void add_panel(const PanelWork &work) {
+template <class Few>
+void add_panel(const PanelWork &work) {
     if (work.rows <= MOST_ROWS) return tile_of<Few, MOST_ROWS>(work);
     // Sums wait for the next piece side by side: the first cache level has no place for 32 lines that lie 12 KiB apart.
     i64 size = smaller(work.depth, PIECE) * PANEL;
     float *numbers = (float *)scratch(OF_PANEL, (size + work.rows * PANEL) * 4), *waiting = numbers + size;
-    i64 ahead = work.has_next ? panel_bytes(Few::bits == 8 ? WEIGHT_8_BITS : Few::has_minimum ? WEIGHT_4_BITS_AND_MINIMUM : WEIGHT_4_BITS, work.depth) : 0;
+    i64 ahead = work.has_next ? panel_bytes(Few::bits == 8     ? WEIGHT_8_BITS
+                                            : Few::has_minimum ? WEIGHT_4_BITS_AND_MINIMUM
+                                                               : WEIGHT_4_BITS,
+                                            work.depth)
+                              : 0;
     for (i64 k = 0; k < work.depth; k += PIECE) {
         i64 piece = smaller(work.depth - k, PIECE);
         bool is_last = k + piece == work.depth;
@@ -111,9 +121,11 @@ template <class Few> void add_panel(const PanelWork &work) {
         float *c = is_last ? work.sums : waiting;
         i64 s_stride = k ? PANEL : 0, c_stride = is_last ? work.sums_stride : PANEL;
         const char *x = work.x + k * 4;
-        tile<Few, MOST_ROWS, true>(x, work.x_stride, work.weight + k / GROUP * Few::record, piece / GROUP, s, s_stride, c, c_stride, ahead, numbers);
-        add_floats(WEIGHT_FLOAT32, {x + MOST_ROWS * work.x_stride, work.x_stride, work.rows - MOST_ROWS, piece, (const char *)numbers,
-                                    s + MOST_ROWS * s_stride, c + MOST_ROWS * c_stride, c_stride, false, s_stride});
+        tile<Few, MOST_ROWS, true>(x, work.x_stride, work.weight + k / GROUP * Few::record, piece / GROUP, s, s_stride,
+                                   c, c_stride, ahead, numbers);
+        add_floats(WEIGHT_FLOAT32,
+                   {x + MOST_ROWS * work.x_stride, work.x_stride, work.rows - MOST_ROWS, piece, (const char *)numbers,
+                    s + MOST_ROWS * s_stride, c + MOST_ROWS * c_stride, c_stride, false, s_stride});
     }
 }
 
@@ -131,8 +143,10 @@ i64 panel_bytes(i64 kind, i64 depth) {
         case WEIGHT_BFLOAT16: return depth * PANEL * 2;
         case WEIGHT_PAIRS: return depth / 2 * PANEL * 4;
         case WEIGHT_8_BITS: return depth / GROUP * EightBits::record;
-        case WEIGHT_4_BITS: case INT4: return depth / GROUP * FourBits::record;
-        case WEIGHT_4_BITS_AND_MINIMUM: case INT4_AND_MINIMUM: return depth / GROUP * FourBitsAndMinimum::record;
+        case WEIGHT_4_BITS:
+        case INT4: return depth / GROUP * FourBits::record;
+        case WEIGHT_4_BITS_AND_MINIMUM:
+        case INT4_AND_MINIMUM: return depth / GROUP * FourBitsAndMinimum::record;
         default: return groups_of(depth) * GROUP * PANEL;
     }
 }

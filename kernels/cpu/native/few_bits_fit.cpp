@@ -12,7 +12,9 @@ struct Format {
     i64 bits, least, most;
     bool has_minimum;
 };
-struct Guess { i64 reach, first; };  // what fitted last; reach 0: nothing yet
+struct Guess {
+    i64 reach, first;
+};  // what fitted last; reach 0: nothing yet
 struct Fit {
     float numbers[GROUP], scale, minimum;
     int32_t integers[GROUP];
@@ -63,7 +65,9 @@ bool try_guess(Fit &fit, const Format &format, float low, float high, Guess gues
     float extreme = high >= -low ? high : low;
     for (i64 sign = 1; sign >= -1; sign -= 2) {
         i64 integer = guess.reach * sign * (extreme >= 0 ? 1 : -1);
-        if (format.least <= integer && integer <= format.most && comes_out(fit, format, rounded_to_half(extreme / (float)integer), 0.0f)) return true;
+        if (format.least <= integer && integer <= format.most &&
+            comes_out(fit, format, rounded_to_half(extreme / (float)integer), 0.0f))
+            return true;
     }
     return false;
 }
@@ -105,8 +109,10 @@ void store_group(char *record, i64 row, const Fit &fit, const Format &format) {
 }  // namespace
 
 // Fills `packed`; 0 where the weight does not fit. Strides in numbers.
-extern "C" __attribute__((visibility("default"))) i64 octavo_pack_few_bits(char *packed, const float *weight, i64 row_stride, i64 column_stride, i64 out_features,
-                                                                           i64 in_features, i64 bits, i64 least, i64 has_minimum, i64 threads) {
+extern "C" __attribute__((visibility("default"))) i64 octavo_pack_few_bits(char *packed, const float *weight,
+                                                                           i64 row_stride, i64 column_stride,
+                                                                           i64 out_features, i64 in_features, i64 bits,
+                                                                           i64 least, i64 has_minimum, i64 threads) {
     Format format = {bits, least, least + (1 << bits) - 1, has_minimum != 0};
     i64 num_groups = in_features / GROUP, record = PANEL * 2 * (1 + has_minimum) + PANEL * GROUP * bits / 8;
     int32_t fits = 1;

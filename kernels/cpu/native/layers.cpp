@@ -3,8 +3,8 @@
 //     residual += update;  q, k, v = W_qkv norm(residual);  q, k turned by position;  k, v -> cache
 //     residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
 //
-// Threads go through the phases together; see threads.h. Every phase is what the single operation does, bit for bit. What
-// is saved is the way from Python to each of them, and that of the threads into and out of each.
+// Threads go through the phases together; see threads.h. Every phase is what the single operation does, bit for bit.
+// What is saved is the way from Python to each of them, and that of the threads into and out of each.
 #include "attention.h"
 
 namespace {
@@ -32,8 +32,8 @@ struct Step {
     double norm_eps, norm_weight_offset, logit_soft_cap;
 };
 
-// So what an MLP holds in between stays in the caches. A pass of 2,048 rows of int8, SmolLM2-135M on two Zen 5 cores: 456
-// ms in place of 942, half of which went into pages of memory that the system made and took back.
+// So what an MLP holds in between stays in the caches. A pass of 2,048 rows of int8, SmolLM2-135M on two Zen 5 cores:
+// 456 ms in place of 942, half of which went into pages of memory that the system made and took back.
 const i64 MLP_ROWS = 256;
 
 i64 mlp_parts(i64 rows) { return (rows + MLP_ROWS - 1) / MLP_ROWS; }
@@ -54,16 +54,34 @@ struct Pass {
     void norm(const void *weight) {
         Norm norm = {weight, step.hidden, (float)step.norm_eps, (float)step.norm_weight_offset};
         i64 row_bytes = step.hidden * bytes;
-        share(team, step.rows, [&](i64 row, i64) { norm_row(step.element, norm, step.normed + row * row_bytes, step.update + row * row_bytes, step.residual + row * row_bytes); });
+        share(team, step.rows, [&](i64 row, i64) {
+            norm_row(step.element, norm, step.normed + row * row_bytes, step.update + row * row_bytes,
+                     step.residual + row * row_bytes);
+        });
     }
 
     Cache cache_of(const Layer &layer) const {
-        return {layer.key_cache, layer.value_cache, step.stored_element, step.num_blocks, step.num_kv_heads, step.block_size, step.head_size};
+        return {layer.key_cache,   layer.value_cache, step.stored_element, step.num_blocks,
+                step.num_kv_heads, step.block_size,   step.head_size};
     }
 
     Attention attention_of(const Layer &layer) const {
-        return {step.element, step.attended, step.num_heads * step.head_size, step.qkv, layer.qkv.num_out, step.num_heads, cache_of(layer), step.block_tables,
-                step.tables_stride, step.seq_lens, step.query_starts, step.num_sequences, 0, layer.window, (float)layer.attention_scale, (float)step.logit_soft_cap};
+        return {step.element,
+                step.attended,
+                step.num_heads * step.head_size,
+                step.qkv,
+                layer.qkv.num_out,
+                step.num_heads,
+                cache_of(layer),
+                step.block_tables,
+                step.tables_stride,
+                step.seq_lens,
+                step.query_starts,
+                step.num_sequences,
+                0,
+                layer.window,
+                (float)layer.attention_scale,
+                (float)step.logit_soft_cap};
     }
 
     void before_attention(const Layer &layer) {
@@ -72,9 +90,11 @@ struct Pass {
         i64 row_bytes = layer.qkv.num_out * bytes, head_bytes = step.head_size * bytes;
         Cache cache = cache_of(layer);
         share(team, step.rows, [&](i64 row, i64) {
-            char *query = step.qkv + row * row_bytes, *key = query + step.num_heads * head_bytes, *value = key + step.num_kv_heads * head_bytes;
+            char *query = step.qkv + row * row_bytes, *key = query + step.num_heads * head_bytes,
+                 *value = key + step.num_kv_heads * head_bytes;
             const float *angles = layer.cos_sin + step.positions[row] * layer.num_turned;
-            rotate_row(step.element, query, step.num_heads + step.num_kv_heads, step.head_size, angles, layer.num_turned);  // keys lie behind
+            rotate_row(step.element, query, step.num_heads + step.num_kv_heads, step.head_size, angles,
+                       layer.num_turned);  // keys lie behind
             store_token(step.element, key, value, cache, step.slots[row]);
         });
     }
@@ -86,7 +106,9 @@ struct Pass {
         for (i64 first = 0; first < step.rows; first += MLP_ROWS) {
             i64 rows = smaller(MLP_ROWS, step.rows - first), place = first * step.hidden * bytes;
             multiply_rows(layer.mlp_in, step.inner, step.normed + place, rows);
-            share(team, rows, [&](i64 row, i64) { activate_row(step.element, step.activated + row * row_bytes, step.inner + 2 * row * row_bytes, size); });
+            share(team, rows, [&](i64 row, i64) {
+                activate_row(step.element, step.activated + row * row_bytes, step.inner + 2 * row * row_bytes, size);
+            });
             multiply_rows(layer.mlp_out, step.update + place, step.activated, rows);
         }
     }
@@ -107,7 +129,9 @@ i64 kind_of(const Tiles *kinds, i64 num_kinds, i64 window) {
 
 // Stages first .. end of a step: stage i is all that lies between attention i - 1 and i, and this; the last, behind all
 // attentions, has the number of layers.
-extern "C" __attribute__((visibility("default"))) void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *step, i64 first, i64 end, i64 threads) {
+extern "C" __attribute__((visibility("default"))) void octavo_run_layers(const Layer *layers, i64 num_layers,
+                                                                         const Step *step, i64 first, i64 end,
+                                                                         i64 threads) {
     if (step->rows == 0) return;
     Team nobody = {};
     Pass plan(nobody, *step);

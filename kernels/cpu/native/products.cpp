@@ -1,10 +1,10 @@
 // out = x W^T + bias, with W packed once; for one row as for thousands.
 //
-// A panel of 48 outputs is what a thread multiplies at a time: by some rows whose inputs stay in the second cache level.
-// Every sum starts with the bias and runs over the inputs in order, one fused multiply-add after the other; those of
-// quantised rows are exact within a group, and groups are added in order. So a row's result depends neither on the other
-// rows nor on the number of threads nor on how the weight is kept: bit for bit. Sums are float32, and rounded once where
-// rows are bfloat16.
+// A panel of 48 outputs is what a thread multiplies at a time: by some rows whose inputs stay in the second cache
+// level. Every sum starts with the bias and runs over the inputs in order, one fused multiply-add after the other;
+// those of quantised rows are exact within a group, and groups are added in order. So a row's result depends neither on
+// the other rows nor on the number of threads nor on how the weight is kept: bit for bit. Sums are float32, and rounded
+// once where rows are bfloat16.
 #include "products.h"
 
 namespace {
@@ -22,7 +22,9 @@ i64 prepared_bytes(const Product &product, i64 element) {
 
 void prepare_row(const Product &product, i64 element, const void *x, void *to) {
     if (is_quantized(product.kind)) return quantize_row(element, x, product.num_in, (Group *)to);
-    each_vector(product.num_in, [&](i64 i, i64 count) { store_some((float *)to + i, load_some((const Bfloat16 *)x + i, count), count); });
+    each_vector(product.num_in, [&](i64 i, i64 count) {
+        store_some((float *)to + i, load_some((const Bfloat16 *)x + i, count), count);
+    });
 }
 
 // One panel and some rows.
@@ -43,8 +45,15 @@ struct FloatItem {
         bool is_direct = width == PANEL && element == FLOAT32;
         char *to = out + (row * out_stride + column) * element_bytes(element);
         float *sums = is_direct ? (float *)to : (float *)scratch(OF_ITEM, count * PANEL * 4);
-        PanelWork work = {x + row * x_stride, x_stride, count, product.num_in, product.weight + panel * panel_bytes(product.kind, product.num_in),
-                          start, sums, is_direct ? out_stride : (i64)PANEL, panel + 1 < num_panels && item + 1 < end};
+        PanelWork work = {x + row * x_stride,
+                          x_stride,
+                          count,
+                          product.num_in,
+                          product.weight + panel * panel_bytes(product.kind, product.num_in),
+                          start,
+                          sums,
+                          is_direct ? out_stride : (i64)PANEL,
+                          panel + 1 < num_panels && item + 1 < end};
         bool is_few_bits = product.kind >= WEIGHT_4_BITS_AND_MINIMUM && product.kind <= WEIGHT_4_BITS;
         if (is_few_bits) add_few_bits(product.kind, work);
         else add_floats(product.kind, work);
@@ -65,10 +74,13 @@ void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, 
 
 i64 workspace_bytes(const Product &product, i64 element, i64 rows) { return rows * prepared_bytes(product, element); }
 
-void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride, i64 rows, char *workspace) {
-    i64 stride = x_stride * element_bytes(element), prepared = prepared_bytes(product, element), size = element_bytes(element);
+void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
+              i64 rows, char *workspace) {
+    i64 stride = x_stride * element_bytes(element), prepared = prepared_bytes(product, element),
+        size = element_bytes(element);
     const char *from = (const char *)x;
-    share(team, prepared ? rows : 0, [&](i64 row, i64) { prepare_row(product, element, from + row * stride, workspace + row * prepared); });
+    share(team, prepared ? rows : 0,
+          [&](i64 row, i64) { prepare_row(product, element, from + row * stride, workspace + row * prepared); });
     if (prepared) from = workspace, stride = prepared;
     i64 num_panels = (product.num_out + PANEL - 1) / PANEL;
     if (!is_quantized(product.kind)) {
@@ -81,13 +93,16 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     i64 num_groups = groups_of(product.num_in), bytes = panel_bytes(product.kind, product.num_in);
     share(team, rows ? num_panels : 0, [&](i64 panel, i64 end) {
         i64 column = panel * PANEL, count = smaller(product.num_out - column, PANEL);
-        multiply_quantized(product.kind, (const Group *)from, rows, num_groups, product.weight + panel * bytes, product.scale ? product.scale + column : 0,
-                           product.bias ? product.bias + column : 0, count, element, (char *)out + column * size, out_stride, panel + 1 < end);
+        multiply_quantized(product.kind, (const Group *)from, rows, num_groups, product.weight + panel * bytes,
+                           product.scale ? product.scale + column : 0, product.bias ? product.bias + column : 0, count,
+                           element, (char *)out + column * size, out_stride, panel + 1 < end);
     });
 }
 
-extern "C" __attribute__((visibility("default"))) void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x,
-                                                                       i64 x_stride, i64 rows, i64 threads) {
+extern "C" __attribute__((visibility("default"))) void octavo_multiply(const Product *product, i64 element, void *out,
+                                                                       i64 out_stride, const void *x, i64 x_stride,
+                                                                       i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
-    in_parallel(threads, PHASES_OF_PRODUCT, [&](Team &team) { multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace); });
+    in_parallel(threads, PHASES_OF_PRODUCT,
+                [&](Team &team) { multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace); });
 }

@@ -1,6 +1,7 @@
-// Products of quantised rows: by weights of eight bits (kernels/int8_weight.py) and of four (kernels/cpu/products/few_bits.py).
+// Products of quantised rows: by weights of eight bits (kernels/int8_weight.py) and of four
+// (kernels/cpu/products/few_bits.py).
 //
-//     8 bits   total[r, o] += scale[r, g] * (sum_i w[o, i] q[r, i] - 128 sum_i q[r, i])         w = q of the weight + 128
+//     8 bits   total[r, o] += scale[r, g] * (sum_i w[o, i] q[r, i] - 128 sum_i q[r, i])     w = q of the weight + 128
 //              out[r, o] = total[r, o] * scale[o] + bias[o]
 //     4 bits   total[r, o] += scale[r, g] * (d[o, g] sum_i w[o, i] q[r, i] + m[o, g] sum_i q[r, i])       w = 0 .. 15
 //
@@ -10,22 +11,22 @@
 // whatever the number of rows.
 //
 // A row is quantised group by group: scale = max |x| / 127, q = round(x / scale). A group that holds NaN or an infinity
-// gets the scale NaN, and with it everything that is computed of the row. One whose numbers are all below 1e-30 counts as
-// zeros: 127 / max has to be finite.
+// gets the scale NaN, and with it everything that is computed of the row. One whose numbers are all below 1e-30 counts
+// as zeros: 127 / max has to be finite.
 #include "products.h"
 
 namespace {
 
 const i64 ROWS = 4, QUADS = GROUP / 4, BYTES_OF_GROUP = GROUP * LANES;
 const i64 WIDE_ROWS = 8;  // from which three panels of 16 are multiplied at once; fewer go through one after the other
-const i64 SOON_BYTES = 4096;  // how far tiles of fewer rows ask ahead of what they read
+const i64 SOON_BYTES = 4096;               // how far tiles of fewer rows ask ahead of what they read
 const int32_t INFINITY_BITS = 0x7f800000;  // those of NaN are larger
 
 // 1 to 4 rows by COLUMNS panels of 16 outputs, from the first group to the number that is written. Where there are few
 // sums each is begun several times, or every product would wait for the last.
 template <int NUM, int COLUMNS, class T>
-void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *weight, i64 panel_stride, const float *scale, const float *bias,
-                   T *out, i64 out_stride, const char *next, i64 next_lines) {
+void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *weight, i64 panel_stride,
+                   const float *scale, const float *bias, T *out, i64 out_stride, const char *next, i64 next_lines) {
     const int CHAINS = NUM * COLUMNS >= 8 ? 1 : NUM * COLUMNS >= 3 ? 2 : NUM * COLUMNS == 2 ? 4 : 8;
     F totals[NUM][COLUMNS];
 #pragma GCC unroll 4
@@ -52,12 +53,14 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
         for (int quad = 0; quad < QUADS; quad++) {
             I weights[COLUMNS];
 #pragma GCC unroll 3
-            for (int p = 0; p < COLUMNS; p++) weights[p] = load((const int32_t *)(weight + p * panel_stride + quad * CACHE_LINE));
+            for (int p = 0; p < COLUMNS; p++)
+                weights[p] = load((const int32_t *)(weight + p * panel_stride + quad * CACHE_LINE));
 #pragma GCC unroll 4
             for (int r = 0; r < NUM; r++) {
                 I inputs = splat_at(groups[r * stride + g].numbers + quad * 4);
 #pragma GCC unroll 3
-                for (int p = 0; p < COLUMNS; p++) sums[r][p][quad % CHAINS] = dot_bytes(sums[r][p][quad % CHAINS], weights[p], inputs);
+                for (int p = 0; p < COLUMNS; p++)
+                    sums[r][p][quad % CHAINS] = dot_bytes(sums[r][p][quad % CHAINS], weights[p], inputs);
             }
         }
 #pragma GCC unroll 4
@@ -80,7 +83,8 @@ void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *
 // 1 to 4 rows by a panel of 48 outputs of four bits. A word of 8 inputs has those of even number in the lower halves of
 // its bytes and those of odd number in the upper.
 template <int NUM, bool HAS_MINIMUM>
-void tile_of_halves(const Group *groups, i64 stride, i64 num_groups, const char *record, const float *bias, float *out, i64 out_stride, const char *next, i64 next_lines) {
+void tile_of_halves(const Group *groups, i64 stride, i64 num_groups, const char *record, const float *bias, float *out,
+                    i64 out_stride, const char *next, i64 next_lines) {
     const int RECORD = PANEL * 2 * (1 + HAS_MINIMUM) + PANEL * GROUP / 2;
     const int CHAINS = NUM >= 2 ? 1 : 2;
     F totals[NUM][VECTORS];
@@ -115,14 +119,16 @@ void tile_of_halves(const Group *groups, i64 stride, i64 num_groups, const char 
             for (int r = 0; r < NUM; r++) {
                 I inputs = splat_at(groups[r * stride + g].numbers + quad * 4);
 #pragma GCC unroll 3
-                for (int v = 0; v < VECTORS; v++) sums[r][v][quad % CHAINS] = dot_bytes(sums[r][v][quad % CHAINS], weights[v], inputs);
+                for (int v = 0; v < VECTORS; v++)
+                    sums[r][v][quad % CHAINS] = dot_bytes(sums[r][v][quad % CHAINS], weights[v], inputs);
             }
         }
 #pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) {
             F scales = load((const Float16 *)record + v * LANES);
             // Over -128, as `start` is so much too large.
-            F minima = HAS_MINIMUM ? load((const Float16 *)record + PANEL + v * LANES) * splat(-1.0f / 128) : scales * splat(8.0f / 128);
+            F minima = HAS_MINIMUM ? load((const Float16 *)record + PANEL + v * LANES) * splat(-1.0f / 128)
+                                   : scales * splat(8.0f / 128);
 #pragma GCC unroll 4
             for (int r = 0; r < NUM; r++) {
                 const Group &group = groups[r * stride + g];
@@ -139,11 +145,13 @@ void tile_of_halves(const Group *groups, i64 stride, i64 num_groups, const char 
         for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * LANES, totals[r][v]);
 }
 
-template <int NUM, int COLUMNS, class T, class... Rest> void tile_of_rows(i64 rows, Rest... rest) {
+template <int NUM, int COLUMNS, class T, class... Rest>
+void tile_of_rows(i64 rows, Rest... rest) {
     if (rows == NUM) tile_of_bytes<NUM, COLUMNS, T>(rest...);
     else if constexpr (NUM > 1) tile_of_rows<NUM - 1, COLUMNS, T>(rows, rest...);
 }
-template <int NUM, bool HAS_MINIMUM, class... Rest> void halves_of_rows(i64 rows, Rest... rest) {
+template <int NUM, bool HAS_MINIMUM, class... Rest>
+void halves_of_rows(i64 rows, Rest... rest) {
     if (rows == NUM) tile_of_halves<NUM, HAS_MINIMUM>(rest...);
     else if constexpr (NUM > 1) halves_of_rows<NUM - 1, HAS_MINIMUM>(rows, rest...);
 }
@@ -155,26 +163,31 @@ i64 lines_a_group(i64 bytes, i64 rows, i64 num_groups) {
 }
 
 template <int COLUMNS, class T>
-void rows_by_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale, const float *bias, T *out, i64 out_stride, bool has_next) {
+void rows_by_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                   const float *bias, T *out, i64 out_stride, bool has_next) {
     i64 stride = num_groups * BYTES_OF_GROUP, lines = has_next ? lines_a_group(COLUMNS * stride, rows, num_groups) : 0;
     const char *next = weight + COLUMNS * stride, *end = next + COLUMNS * stride;
     for (i64 row = 0; row < rows; row += ROWS) {
         i64 count = smaller(rows - row, ROWS);
-        tile_of_rows<ROWS, COLUMNS, T>(count, groups + row * num_groups, num_groups, num_groups, weight, stride, scale, bias, out + row * out_stride,
-                                       out_stride, next, next < end ? lines : 0);
+        tile_of_rows<ROWS, COLUMNS, T>(count, groups + row * num_groups, num_groups, num_groups, weight, stride, scale,
+                                       bias, out + row * out_stride, out_stride, next, next < end ? lines : 0);
         next += num_groups * lines * CACHE_LINE;
     }
 }
 
 template <class T>
-void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale, const float *bias, i64 count, T *out, i64 out_stride, bool has_next) {
+void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                    const float *bias, i64 count, T *out, i64 out_stride, bool has_next) {
     const float zeros[PANEL] = {};
     if (HAS_WIDE_REGISTERS && rows >= WIDE_ROWS && count == PANEL)
-        return rows_by_bytes<VECTORS>(groups, rows, num_groups, weight, scale, bias ? bias : zeros, out, out_stride, has_next);
-    for (i64 first = 0; first < count; first += LANES, weight += num_groups * BYTES_OF_GROUP) {  // one stream of memory a thread
+        return rows_by_bytes<VECTORS>(groups, rows, num_groups, weight, scale, bias ? bias : zeros, out, out_stride,
+                                      has_next);
+    for (i64 first = 0; first < count;
+         first += LANES, weight += num_groups * BYTES_OF_GROUP) {  // one stream of memory a thread
         bool is_followed = first + LANES < count || has_next;
         if (first + LANES <= count) {
-            rows_by_bytes<1>(groups, rows, num_groups, weight, scale + first, bias ? bias + first : zeros, out + first, out_stride, is_followed);
+            rows_by_bytes<1>(groups, rows, num_groups, weight, scale + first, bias ? bias + first : zeros, out + first,
+                             out_stride, is_followed);
             continue;
         }
         i64 left = count - first;  // nothing past the outputs is read or written
@@ -183,22 +196,26 @@ void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *w
         if (bias) memcpy(line[1], bias + first, left * 4);
         T *whole = (T *)scratch(OF_PANEL, rows * LANES * sizeof(T));
         rows_by_bytes<1>(groups, rows, num_groups, weight, line[0], line[1], whole, (i64)LANES, is_followed);
-        for (i64 row = 0; row < rows; row++) memcpy(out + row * out_stride + first, whole + row * LANES, left * sizeof(T));
+        for (i64 row = 0; row < rows; row++)
+            memcpy(out + row * out_stride + first, whole + row * LANES, left * sizeof(T));
     }
 }
 
 template <bool HAS_MINIMUM>
-void rows_by_halves(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *bias, float *out, i64 out_stride, i64 bytes, bool has_next) {
+void rows_by_halves(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *bias, float *out,
+                    i64 out_stride, i64 bytes, bool has_next) {
     i64 lines = has_next ? lines_a_group(bytes, rows, num_groups) : 0;
     const char *next = weight + bytes, *end = next + bytes;
     for (i64 row = 0; row < rows; row += ROWS) {
         i64 count = smaller(rows - row, ROWS);
-        halves_of_rows<ROWS, HAS_MINIMUM>(count, groups + row * num_groups, num_groups, num_groups, weight, bias, out + row * out_stride, out_stride, next, next < end ? lines : 0);
+        halves_of_rows<ROWS, HAS_MINIMUM>(count, groups + row * num_groups, num_groups, num_groups, weight, bias,
+                                          out + row * out_stride, out_stride, next, next < end ? lines : 0);
         next += num_groups * lines * CACHE_LINE;
     }
 }
 
-void multiply_halves(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
+void multiply_halves(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *bias,
+                     i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
     float start[PANEL] = {};
     if (bias) memcpy(start, bias, count * 4);
     bool is_whole = count == PANEL && element == FLOAT32;
@@ -209,10 +226,12 @@ void multiply_halves(i64 kind, const Group *groups, i64 rows, i64 num_groups, co
     if (!is_whole) write_sums(to, rows, count, element, out, out_stride);
 }
 
-template <class T> void quantize(const T *x, i64 size, Group *group) {
+template <class T>
+void quantize(const T *x, i64 size, Group *group) {
     for (i64 first = 0; first < size; first += GROUP, group++) {
         i64 count = smaller(size - first, GROUP), low = smaller(count, LANES);
-        F values[2] = {load_some(x + first, low), count > LANES ? load_some(x + first + LANES, count - LANES) : splat(0.0f)};
+        F values[2] = {load_some(x + first, low),
+                       count > LANES ? load_some(x + first + LANES, count - LANES) : splat(0.0f)};
         // As integers, the bits of magnitudes are ordered as these are, NaN above all.
         int32_t sizes[LANES], most_bits = 0;
         store(sizes, larger_unsigned(bits_of(values[0]) & splat(0x7fffffff), bits_of(values[1]) & splat(0x7fffffff)));
@@ -223,7 +242,8 @@ template <class T> void quantize(const T *x, i64 size, Group *group) {
         group->scale = is_broken ? __builtin_nanf("") : is_zero ? 0.0f : most / 127.0f;
         F factor = splat(is_broken || is_zero ? 0.0f : 127.0f / most);
         int32_t numbers[GROUP], sum = 0;
-        store(numbers, to_int(rounded(values[0] * factor))), store(numbers + LANES, to_int(rounded(values[1] * factor)));
+        store(numbers, to_int(rounded(values[0] * factor))),
+            store(numbers + LANES, to_int(rounded(values[1] * factor)));
         for (int i = 0; i < GROUP; i++) {
             int8_t number = is_broken ? 0 : (int8_t)numbers[i];
             sum += number;
@@ -240,9 +260,11 @@ void quantize_row(i64 element, const void *x, i64 size, Group *groups) {
     else quantize((const Bfloat16 *)x, size, groups);
 }
 
-void multiply_quantized(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale, const float *bias,
-                        i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
-    if (kind != INT8) multiply_halves(kind, groups, rows, num_groups, weight, bias, count, element, out, out_stride, has_next);
-    else if (element == FLOAT32) multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (float *)out, out_stride, has_next);
+void multiply_quantized(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                        const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
+    if (kind != INT8)
+        multiply_halves(kind, groups, rows, num_groups, weight, bias, count, element, out, out_stride, has_next);
+    else if (element == FLOAT32)
+        multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (float *)out, out_stride, has_next);
     else multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (Bfloat16 *)out, out_stride, has_next);
 }

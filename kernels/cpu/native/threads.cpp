@@ -16,8 +16,8 @@
 
 namespace {
 
-// Looks before a waiting thread sleeps, some 15 ns each: longer than most items take, and less than waking a thread costs
-// where a core without work is given back to a hypervisor. Helpers look as long for the next work.
+// Looks before a waiting thread sleeps, some 15 ns each: longer than most items take, and less than waking a thread
+// costs where a core without work is given back to a hypervisor. Helpers look as long for the next work.
 enum { LOOKS = 4000, MOST_HELPERS = 1023 };
 const i64 INSIDE = 0xffff, OPEN = 0x10000, NEXT = 0x20000;
 
@@ -78,7 +78,8 @@ void start_helpers(int wanted) {
     if (!is_prepared) pthread_atfork(0, 0, forget_helpers), is_prepared = 1;
     while (pool.num_helpers < wanted) {
         int thread = pool.num_helpers + 1;
-        if (pthread_create(&pool.helpers[pool.num_helpers], 0, help, (void *)(intptr_t)thread)) return;  // with those there are
+        if (pthread_create(&pool.helpers[pool.num_helpers], 0, help, (void *)(intptr_t)thread))
+            return;  // with those there are
         pthread_detach(pool.helpers[pool.num_helpers]);
         pool.num_helpers++;
     }
@@ -139,7 +140,10 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
 }
 
 void *scratch(Slot slot, i64 bytes) {
-    static thread_local struct { void *memory; i64 bytes; } slots[NUM_SLOTS];
+    static thread_local struct {
+        void *memory;
+        i64 bytes;
+    } slots[NUM_SLOTS];
     if (slots[slot].bytes < bytes) {
         free(slots[slot].memory);
         slots[slot].bytes = (bytes + bytes / 2 + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
@@ -155,14 +159,16 @@ extern "C" __attribute__((visibility("default"))) i64 octavo_pin_threads(const i
     i64 failed = -1;
     int32_t arrived = 0;
     in_parallel(count, 1, [&](Team &team) {
-        count_on(&arrived, 1);  // the caller stays until all have come, or for a second or so: work would end without them
+        count_on(&arrived,
+                 1);  // the caller stays until all have come, or for a second or so: work would end without them
         for (int looks = 0; look_at(&arrived) < team.threads && looks < 1000000; looks++) sched_yield();
         cpu_set_t mask;
         CPU_ZERO(&mask);
         bool is_pinned = cores[team.thread] < CPU_SETSIZE;
         if (is_pinned) CPU_SET(cores[team.thread], &mask);
         thread_ids[team.thread] = (i64)syscall(SYS_gettid);
-        if (!is_pinned || sched_setaffinity(0, sizeof mask, &mask)) __atomic_store_n(&failed, (i64)team.thread, __ATOMIC_SEQ_CST);
+        if (!is_pinned || sched_setaffinity(0, sizeof mask, &mask))
+            __atomic_store_n(&failed, (i64)team.thread, __ATOMIC_SEQ_CST);
     });
     return failed;
 }

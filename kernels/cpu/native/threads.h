@@ -14,7 +14,8 @@
 #include "vec.h"
 
 struct Team {
-    int32_t *counters;  // for each thread the items taken of its share, phase by phase; the items done, likewise; sleepers
+    int32_t
+        *counters;  // for each thread the items taken of its share, phase by phase; the items done, likewise; sleepers
     int thread, threads, phases;
     int phase;  // which comes next
 };
@@ -27,11 +28,13 @@ INLINE int32_t look_at(const int32_t *counter) { return __atomic_load_n(counter,
 void wait_for(int32_t *counter, int32_t value, int32_t *sleepers);  // until it has this value
 void wake(int32_t *counter);                                        // all who wait for it
 
-// A thread's part in the next phase: `run(item, end)` for each item that it takes, where those up to `end` are likely to
-// come next. Returns when all items are done; what was written by then can be read.
-template <class Do> static inline void share(Team &team, i64 num_items, Do run) {
+// A thread's part in the next phase: `run(item, end)` for each item that it takes, where those up to `end` are likely
+// to come next. Returns when all items are done; what was written by then can be read.
+template <class Do>
+static inline void share(Team &team, i64 num_items, Do run) {
     int phase = team.phase++;
-    int32_t *done = team.counters + team.threads * team.phases + phase, *sleepers = team.counters + (team.threads + 1) * team.phases;
+    int32_t *done = team.counters + team.threads * team.phases + phase,
+            *sleepers = team.counters + (team.threads + 1) * team.phases;
     int32_t num_done = 0;
     for (int turn = 0; turn < team.threads; turn++) {
         i64 owner = (team.thread + turn) % team.threads;
@@ -44,14 +47,16 @@ template <class Do> static inline void share(Team &team, i64 num_items, Do run) 
     if (look_at(done) != num_items) wait_for(done, (int32_t)num_items, sleepers);
 }
 
-// `body(team)` in up to so many threads, each of which goes through up to `phases` phases; returns when all are through.
-// Where other work has the helpers the calling thread does everything.
+// `body(team)` in up to so many threads, each of which goes through up to `phases` phases; returns when all are
+// through. Where other work has the helpers the calling thread does everything.
 void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *argument);
-template <class Body> static inline void in_parallel(i64 threads, i64 phases, Body body) {
+template <class Body>
+static inline void in_parallel(i64 threads, i64 phases, Body body) {
     in_parallel(threads, phases, [](Team &team, void *argument) { (*(Body *)argument)(team); }, &body);
 }
 // One phase of items.
-template <class Do> static inline void for_each(i64 threads, i64 num_items, Do run) {
+template <class Do>
+static inline void for_each(i64 threads, i64 num_items, Do run) {
     in_parallel(threads < num_items ? threads : num_items, 1, [&](Team &team) { share(team, num_items, run); });
 }
 

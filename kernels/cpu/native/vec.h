@@ -11,8 +11,12 @@
 #include <string.h>
 
 typedef int64_t i64;
-struct Bfloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
 const i64 LANES = 16, CACHE_LINE = 64;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -28,13 +32,19 @@ const i64 LANES = 16, CACHE_LINE = 64;
 INLINE void prefetch(const void *place) { __builtin_prefetch(place, 0, 3); }
 INLINE void prefetch_second_level(const void *place) { __builtin_prefetch(place, 0, 2); }
 
-template <class T> INLINE const T *at(const T *start, i64 bytes) { return (const T *)((const char *)start + bytes); }
-template <class T> INLINE T *at(T *start, i64 bytes) { return (T *)((char *)start + bytes); }
+template <class T>
+INLINE const T *at(const T *start, i64 bytes) {
+    return (const T *)((const char *)start + bytes);
+}
+template <class T>
+INLINE T *at(T *start, i64 bytes) {
+    return (T *)((char *)start + bytes);
+}
 
 INLINE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 
-// ---- elements --------------------------------------------------------------------------------------------------------
+// ---- elements -------------------------------------------------------------------------------------------------------
 // To nearest, ties to even; of finite numbers, and the NaN that x86 makes stays one.
 INLINE I rounded_to_bfloat16(F x) {
     I bits = bits_of(x);
@@ -44,25 +54,32 @@ INLINE F load(const Bfloat16 *p) { return float_of(shift_left<16>(widen(p))); }
 INLINE void store(Bfloat16 *p, F x) { narrow(p, rounded_to_bfloat16(x)); }
 
 // The first `count` of 16 numbers, and zeros; nothing behind them is read or written.
-template <class T> INLINE F load_part(const T *p, i64 count) {
+template <class T>
+INLINE F load_part(const T *p, i64 count) {
     T part[LANES] = {};
     memcpy(part, p, count * sizeof(T));
     return load(part);
 }
-template <class T> INLINE void store_part(T *p, F x, i64 count) {
+template <class T>
+INLINE void store_part(T *p, F x, i64 count) {
     T part[LANES];
     store(part, x);
     memcpy(p, part, count * sizeof(T));
 }
 
 // `run(first, count)` for each 16 elements of `size`; count is 16, and less for what is left.
-template <class Do> INLINE void each_vector(i64 size, Do run) {
+template <class Do>
+INLINE void each_vector(i64 size, Do run) {
     i64 i = 0;
     for (; i + LANES <= size; i += LANES) run(i, (i64)LANES);
     if (i < size) run(i, size - i);
 }
-template <class T> INLINE F load_some(const T *p, i64 count) { return count == LANES ? load(p) : load_part(p, count); }
-template <class T> INLINE void store_some(T *p, F x, i64 count) {
+template <class T>
+INLINE F load_some(const T *p, i64 count) {
+    return count == LANES ? load(p) : load_part(p, count);
+}
+template <class T>
+INLINE void store_some(T *p, F x, i64 count) {
     if (count == LANES) store(p, x);
     else store_part(p, x, count);
 }
@@ -70,7 +87,7 @@ template <class T> INLINE void store_some(T *p, F x, i64 count) {
 INLINE F rounded_as(F x, const float *) { return x; }
 INLINE F rounded_as(F x, const Bfloat16 *) { return float_of(shift_left<16>(rounded_to_bfloat16(x))); }
 
-// ---- functions -------------------------------------------------------------------------------------------------------
+// ---- functions ------------------------------------------------------------------------------------------------------
 // e^x = 2^n (1 + r + r^2 P(r)), n = round(x log2 e), r = x - n ln 2, P as in Cephes `expf`: within 1 ulp for x <= 0,
 // 0 below -87, e^88 above 88, NaN of NaN.
 INLINE F exp_of(F x) {

@@ -4,25 +4,37 @@
 
 enum { HAS_WIDE_REGISTERS = 0, HAS_PAIRS = 0 };
 
-struct F { __m256 a, b; };
-struct I { __m256i a, b; };
+struct F {
+    __m256 a, b;
+};
+struct I {
+    __m256i a, b;
+};
 
 INLINE F load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE F load(const Float16 *p) {
-    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
 }
-INLINE I load(const int32_t *p) { return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)}; }
+INLINE I load(const int32_t *p) {
+    return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
 INLINE void store(float *p, F x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
 INLINE void store(Float16 *p, F x) {
-    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, 0)), _mm_storeu_si128((__m128i *)p + 1, _mm256_cvtps_ph(x.b, 0));
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, 0)),
+        _mm_storeu_si128((__m128i *)p + 1, _mm256_cvtps_ph(x.b, 0));
 }
-INLINE void store(int32_t *p, I x) { _mm256_storeu_si256((__m256i *)p, x.a), _mm256_storeu_si256((__m256i *)p + 1, x.b); }
+INLINE void store(int32_t *p, I x) {
+    _mm256_storeu_si256((__m256i *)p, x.a), _mm256_storeu_si256((__m256i *)p + 1, x.b);
+}
 INLINE I widen(const Bfloat16 *p) {
-    return {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + 1))};
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)),
+            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + 1))};
 }
 INLINE void narrow(Bfloat16 *p, I x) {  // of numbers below 2^16
     __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(x.a, _mm256_set1_epi32(0xffff)),
-                                                                 _mm256_and_si256(x.b, _mm256_set1_epi32(0xffff))), 0xd8);
+                                                                 _mm256_and_si256(x.b, _mm256_set1_epi32(0xffff))),
+                                             0xd8);
     _mm256_storeu_si256((__m256i *)p, words);
 }
 INLINE I widen(const int8_t *p) {
@@ -30,18 +42,23 @@ INLINE I widen(const int8_t *p) {
     return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
 }
 
-
 INLINE F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE I splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE F splat_at(const float *p) { return splat(*p); }
-INLINE I splat_at(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return splat(x); }
+INLINE I splat_at(const int8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return splat(x);
+}
 
 INLINE F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 INLINE F operator-(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 INLINE F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 INLINE F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }  // y where one is NaN; likewise min
+INLINE F max(F x, F y) {
+    return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)};
+}  // y where one is NaN; likewise min
 INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 INLINE F rounded(F x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }  // to nearest, ties to even
 INLINE F where_less(F x, F y, F then, F otherwise) {
@@ -57,8 +74,14 @@ INLINE I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_ep
 INLINE I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 INLINE I operator&(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 INLINE I larger_unsigned(I x, I y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
-template <int BITS> INLINE I shift_left(I x) { return {_mm256_slli_epi32(x.a, BITS), _mm256_slli_epi32(x.b, BITS)}; }
-template <int BITS> INLINE I shift_right(I x) { return {_mm256_srli_epi32(x.a, BITS), _mm256_srli_epi32(x.b, BITS)}; }
+template <int BITS>
+INLINE I shift_left(I x) {
+    return {_mm256_slli_epi32(x.a, BITS), _mm256_slli_epi32(x.b, BITS)};
+}
+template <int BITS>
+INLINE I shift_right(I x) {
+    return {_mm256_srli_epi32(x.a, BITS), _mm256_srli_epi32(x.b, BITS)};
+}
 INLINE I lanes_from(int32_t first) {
     __m256i low = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), start = _mm256_set1_epi32(first);
     return {_mm256_add_epi32(low, start), _mm256_add_epi32(_mm256_add_epi32(low, _mm256_set1_epi32(8)), start)};
@@ -98,7 +121,8 @@ INLINE F dot_pairs(F, F, F sums) { return sums; }  // never called: there are no
 INLINE void transpose_eight(__m256 r[8]) {
     __m256 a[8], b[8];
 #pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) a[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), a[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    for (int i = 0; i < 8; i += 2)
+        a[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), a[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
 #pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4) {
         b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44), b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
@@ -113,7 +137,8 @@ INLINE void transpose_eight(__m256 r[8]) {
 // 16 vectors become their columns: four blocks of 8 by 8.
 INLINE void transpose(F r[LANES]) {
     __m256 top_left[8], top_right[8], low_left[8], low_right[8];
-    for (int i = 0; i < 8; i++) top_left[i] = r[i].a, top_right[i] = r[i].b, low_left[i] = r[8 + i].a, low_right[i] = r[8 + i].b;
+    for (int i = 0; i < 8; i++)
+        top_left[i] = r[i].a, top_right[i] = r[i].b, low_left[i] = r[8 + i].a, low_right[i] = r[8 + i].b;
     transpose_eight(top_left), transpose_eight(top_right), transpose_eight(low_left), transpose_eight(low_right);
     for (int i = 0; i < 8; i++) r[i] = {top_left[i], low_left[i]}, r[8 + i] = {top_right[i], low_right[i]};
 }

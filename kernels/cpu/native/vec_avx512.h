@@ -4,8 +4,12 @@
 
 enum { HAS_WIDE_REGISTERS = 1 };  // 32 of 16 numbers
 
-struct F { __m512 v; };
-struct I { __m512i v; };
+struct F {
+    __m512 v;
+};
+struct I {
+    __m512i v;
+};
 
 INLINE F load(const float *p) { return {_mm512_loadu_ps(p)}; }
 INLINE F load(const Float16 *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
@@ -20,7 +24,11 @@ INLINE I widen(const int8_t *p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((
 INLINE F splat(float x) { return {_mm512_set1_ps(x)}; }
 INLINE I splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE F splat_at(const float *p) { return {_mm512_set1_ps(*p)}; }
-INLINE I splat_at(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return {_mm512_set1_epi32(x)}; }
+INLINE I splat_at(const int8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return {_mm512_set1_epi32(x)};
+}
 
 INLINE F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 INLINE F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -41,13 +49,21 @@ INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 INLINE I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 INLINE I larger_unsigned(I a, I b) { return {_mm512_max_epu32(a.v, b.v)}; }
-template <int BITS> INLINE I shift_left(I x) { return {_mm512_slli_epi32(x.v, BITS)}; }
-template <int BITS> INLINE I shift_right(I x) { return {_mm512_srli_epi32(x.v, BITS)}; }
+template <int BITS>
+INLINE I shift_left(I x) {
+    return {_mm512_slli_epi32(x.v, BITS)};
+}
+template <int BITS>
+INLINE I shift_right(I x) {
+    return {_mm512_srli_epi32(x.v, BITS)};
+}
 INLINE I lanes_from(int32_t first) {
-    return {_mm512_add_epi32(_mm512_set1_epi32(first), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0))};
+    return {_mm512_add_epi32(_mm512_set1_epi32(first),
+                             _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0))};
 }
 INLINE F where_within(I x, I start, I end, F then, F otherwise) {  // start <= x < end
-    __mmask16 inside = _mm512_cmp_epi32_mask(x.v, start.v, _MM_CMPINT_NLT) & _mm512_cmp_epi32_mask(x.v, end.v, _MM_CMPINT_LT);
+    __mmask16 inside =
+        _mm512_cmp_epi32_mask(x.v, start.v, _MM_CMPINT_NLT) & _mm512_cmp_epi32_mask(x.v, end.v, _MM_CMPINT_LT);
     return {_mm512_mask_blend_ps(inside, otherwise.v, then.v)};
 }
 
@@ -100,8 +116,10 @@ INLINE void transpose(F r[LANES]) {
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        __m512 upper_even = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), upper_odd = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
-        __m512 lower_even = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88), lower_odd = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+        __m512 upper_even = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88),
+               upper_odd = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+        __m512 lower_even = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88),
+               lower_odd = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
         r[i].v = _mm512_shuffle_f32x4(upper_even, lower_even, 0x88);
         r[i + 8].v = _mm512_shuffle_f32x4(upper_even, lower_even, 0xdd);
         r[i + 4].v = _mm512_shuffle_f32x4(upper_odd, lower_odd, 0x88);

@@ -1,6 +1,6 @@
 """Whether a float32 weight is one of few bits (see `few_bits`), found from its numbers alone, and its packed form.
 
-How is in native/few_bits_fit.cpp: nothing is lost wherever the numbers came from, and a tensor fits whole or not at all.
+The code: native/few_bits_fit.cpp. Nothing is lost wherever the numbers came from; a tensor fits whole or not at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dense layers with weights of eight bits on a CPU: formula and arguments as in `reference.int8_linear`.
 
 Sources: Dettmers et al. 2022 (arXiv:2208.07339) for a scale an output channel and one a row of activations; Yao et al.
-2022 (arXiv:2206.01861) for finer ones within a row. Packed weights: `kernels.int8_weight`; the code: native/quantized.cpp.
+2022 (arXiv:2206.01861) for finer ones within a row. Packed weights: `kernels.int8_weight`; code: native/quantized.cpp.
 """
 
 from __future__ import annotations

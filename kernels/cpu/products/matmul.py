@@ -18,7 +18,7 @@ def matmul(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch
     dimension; of a weight of `pack_pairs` they are bfloat16. Raises ValueError for shapes that do not fit, TypeError
     for types.
     """
-    (count, size), depth = out.shape, x.shape[1]
+    size, depth = out.shape[1], x.shape[1]
     if bias is not None and bias.shape != (size,):
         raise ValueError(f"bias {tuple(bias.shape)} does not fit out {tuple(out.shape)}")
     Product.of_floats(packed, bias, size, depth).multiply(out, x)
