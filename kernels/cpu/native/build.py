@@ -26,7 +26,7 @@ BUILT = SOURCES / "built"
 # No library of C++ and nothing that would change a bit: sums are fused where the source says so, and nowhere else.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-SANITIZED = ["-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
+SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
 
 
 @dataclass(frozen=True)

@@ -233,23 +233,17 @@ void quantize(const T *x, i64 size, Group *group) {
         F values[2] = {load_some(x + first, low),
                        count > LANES ? load_some(x + first + LANES, count - LANES) : splat(0.0f)};
         // As integers, the bits of magnitudes are ordered as these are, NaN above all.
-        int32_t sizes[LANES], most_bits = 0;
-        store(sizes, larger_unsigned(bits_of(values[0]) & splat(0x7fffffff), bits_of(values[1]) & splat(0x7fffffff)));
-        for (int i = 0; i < LANES; i++) most_bits = sizes[i] > most_bits ? sizes[i] : most_bits;
+        I sizes[2] = {bits_of(values[0]) & splat(0x7fffffff), bits_of(values[1]) & splat(0x7fffffff)};
+        int32_t most_bits = largest_of_lanes(larger_unsigned(sizes[0], sizes[1]));
         float most;
         memcpy(&most, &most_bits, 4);
         bool is_broken = most_bits >= INFINITY_BITS, is_zero = most < 1e-30f;
         group->scale = is_broken ? __builtin_nanf("") : is_zero ? 0.0f : most / 127.0f;
         F factor = splat(is_broken || is_zero ? 0.0f : 127.0f / most);
-        int32_t numbers[GROUP], sum = 0;
-        store(numbers, to_int(rounded(values[0] * factor))),
-            store(numbers + LANES, to_int(rounded(values[1] * factor)));
-        for (int i = 0; i < GROUP; i++) {
-            int8_t number = is_broken ? 0 : (int8_t)numbers[i];
-            sum += number;
-            group->numbers[i / 8 * 8 + i % 2 * 4 + i % 8 / 2] = number;
-        }
-        group->start = -128 * sum;
+        I numbers[2] = {to_int(rounded(values[0] * factor)), to_int(rounded(values[1] * factor))};
+        store_quads(group->numbers, numbers[0]), store_quads(group->numbers + LANES, numbers[1]);
+        uint32_t sum = (uint32_t)sum_of_lanes(numbers[0] + numbers[1]);  // of NaN no matter what: it is scaled by NaN
+        group->start = (int32_t)(0 - 128 * sum);
     }
 }
 

@@ -42,6 +42,15 @@ INLINE I widen(const int8_t *p) {
     return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
 }
 
+// The lowest byte of each lane; of eight in a row first those of even number, then those of odd.
+INLINE void store_quads(int8_t *p, I x) {
+    const __m256i even_then_odd = _mm256_set1_epi32(0x0c040800);  // of a half of eight: 0, 2, 1, 3
+    __m256i low = _mm256_shuffle_epi8(x.a, even_then_odd), high = _mm256_shuffle_epi8(x.b, even_then_odd);
+    __m128i eight = _mm_unpacklo_epi16(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    __m128i others = _mm_unpacklo_epi16(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+    _mm_storeu_si128((__m128i *)p, _mm_unpacklo_epi64(eight, others));
+}
+
 INLINE F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE I splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE F splat_at(const float *p) { return splat(*p); }
@@ -74,6 +83,18 @@ INLINE I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_ep
 INLINE I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 INLINE I operator&(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 INLINE I larger_unsigned(I x, I y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
+INLINE int32_t sum_of_lanes(I x) {
+    __m256i eight = _mm256_add_epi32(x.a, x.b);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+INLINE int32_t largest_of_lanes(I x) {
+    __m256i eight = _mm256_max_epi32(x.a, x.b);
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
 template <int BITS>
 INLINE I shift_left(I x) {
     return {_mm256_slli_epi32(x.a, BITS), _mm256_slli_epi32(x.b, BITS)};

@@ -21,6 +21,12 @@ INLINE I widen(const Bfloat16 *p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_s
 INLINE void narrow(Bfloat16 *p, I x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x.v)); }
 INLINE I widen(const int8_t *p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))}; }
 
+// The lowest byte of each lane; of eight in a row first those of even number, then those of odd.
+INLINE void store_quads(int8_t *p, I x) {
+    const __m128i order = _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0);
+    _mm_storeu_si128((__m128i *)p, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x.v), order));
+}
+
 INLINE F splat(float x) { return {_mm512_set1_ps(x)}; }
 INLINE I splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE F splat_at(const float *p) { return {_mm512_set1_ps(*p)}; }
@@ -49,6 +55,8 @@ INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 INLINE I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 INLINE I larger_unsigned(I a, I b) { return {_mm512_max_epu32(a.v, b.v)}; }
+INLINE int32_t sum_of_lanes(I x) { return _mm512_reduce_add_epi32(x.v); }
+INLINE int32_t largest_of_lanes(I x) { return _mm512_reduce_max_epi32(x.v); }
 template <int BITS>
 INLINE I shift_left(I x) {
     return {_mm512_slli_epi32(x.v, BITS)};

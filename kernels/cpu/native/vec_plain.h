@@ -76,6 +76,11 @@ static I widen(const int8_t *p) {
     return x;
 }
 
+// The lowest byte of each lane; of eight in a row first those of even number, then those of odd.
+static void store_quads(int8_t *p, I x) {
+    for (int i = 0; i < LANES; i++) p[i / 8 * 8 + i % 2 * 4 + i % 8 / 2] = (int8_t)x.v[i];
+}
+
 INLINE F splat(float x) { return {Floats{} + x}; }
 INLINE I splat(int32_t x) { return {Ints{} + x}; }
 INLINE F splat_at(const float *p) { return splat(*p); }
@@ -106,6 +111,16 @@ INLINE I operator+(I a, I b) { return {(Ints)((Unsigned)a.v + (Unsigned)b.v)}; }
 INLINE I operator-(I a, I b) { return {(Ints)((Unsigned)a.v - (Unsigned)b.v)}; }
 INLINE I operator&(I a, I b) { return {a.v & b.v}; }
 INLINE I larger_unsigned(I a, I b) { return {(Unsigned)a.v > (Unsigned)b.v ? a.v : b.v}; }
+static int32_t sum_of_lanes(I x) {
+    uint32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += (uint32_t)x.v[i];
+    return (int32_t)sum;
+}
+static int32_t largest_of_lanes(I x) {
+    int32_t largest = x.v[0];
+    for (int i = 1; i < LANES; i++) largest = x.v[i] > largest ? x.v[i] : largest;
+    return largest;
+}
 template <int BITS>
 INLINE I shift_left(I x) {
     return {(Ints)((Unsigned)x.v << BITS)};
