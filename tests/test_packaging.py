@@ -54,6 +54,18 @@ def test_everything_asked_for_is_pinned_for_ci() -> None:
     assert pins()["triton"] == "3.7.1", "what a CUDA build of this torch asks for: with another, pip finds no solution"
 
 
+def test_a_wheel_has_what_the_cpu_kernels_are_compiled_from_and_what_was_compiled() -> None:
+    folder, patterns = (
+        ROOT / "kernels/cpu/native",
+        settings()["tool"]["setuptools"]["package-data"]["kernels.cpu.native"],
+    )
+    carried = {path for pattern in patterns for path in folder.glob(pattern)}
+    assert {
+        path for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".so") and "tmp" not in path.parent.name
+    } == carried
+    assert folder / "vec.h" in carried
+
+
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
     program = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
