@@ -138,7 +138,7 @@ class LayerStack:
         workspace: LayerWorkspace,
         between: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Stages of the library's `run_layers`; between: residual, update and attended of the rows that they compute."""
+        """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
         residual, update, attended = between
         fields = self._fields | workspace.addresses
         fields |= {"rows": residual.shape[0], "element": element_of(residual, self._kept[0].input_norm)}

@@ -113,6 +113,8 @@ def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(_run, commands))
         library = f"{scratch}/library.so"
+        if command[-2:] == ["ziglang", "c++"]:
+            command = [*command[:-1], "cc"]  # as C++ it would first compile C++'s library, of which nothing is used
         linked = ["-shared", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs" if not is_sanitized else "-Wl,-z,lazy"]
         _run([*command, *flags, *linked, *objects, "-o", library, "-lm"])
         path = folder / file_name(level, is_sanitized=is_sanitized)

@@ -103,6 +103,7 @@ extern "C" __attribute__((visibility("default"))) void octavo_multiply(const Pro
                                                                        i64 out_stride, const void *x, i64 x_stride,
                                                                        i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
+    threads = smaller(threads, (product->num_out + PANEL - 1) / PANEL);
     in_parallel(threads, PHASES_OF_PRODUCT,
                 [&](Team &team) { multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace); });
 }

@@ -10,6 +10,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,7 +27,6 @@ struct {
     i64 gate;
     int32_t number, sleepers;  // of the work, for those who sleep
     int num_helpers;
-    pthread_t helpers[MOST_HELPERS];
     void (*body)(Team &, void *);
     void *argument;
     int32_t *counters;
@@ -54,6 +54,7 @@ void help_once(int thread) {
 }
 
 void *help(void *thread) {
+    pthread_setname_np(pthread_self(), "octavo-kernels");
     for (int32_t seen = 0;;) {
         for (int looks = 0; look_at(&pool.number) == seen && looks < LOOKS; looks++) look_away();
         while (look_at(&pool.number) == seen) {
@@ -76,13 +77,16 @@ void forget_helpers() {
 void start_helpers(int wanted) {
     static int is_prepared = 0;
     if (!is_prepared) pthread_atfork(0, 0, forget_helpers), is_prepared = 1;
+    sigset_t all, before;  // signals are for threads of Python's
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.num_helpers < wanted) {
-        int thread = pool.num_helpers + 1;
-        if (pthread_create(&pool.helpers[pool.num_helpers], 0, help, (void *)(intptr_t)thread))
-            return;  // with those there are
-        pthread_detach(pool.helpers[pool.num_helpers]);
+        pthread_t helper;
+        if (pthread_create(&helper, 0, help, (void *)(intptr_t)(pool.num_helpers + 1))) break;  // with those there are
+        pthread_detach(helper);
         pool.num_helpers++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
 void run_alone(i64 phases, void (*body)(Team &, void *), void *argument) {
@@ -148,7 +152,11 @@ void *scratch(Slot slot, i64 bytes) {
         free(slots[slot].memory);
         slots[slot].bytes = (bytes + bytes / 2 + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
         slots[slot].memory = aligned_alloc(CACHE_LINE, slots[slot].bytes);
-        if (!slots[slot].memory) abort();
+        if (!slots[slot].memory) {
+            static const char text[] = "octavo: there is no memory for a CPU kernel\n";
+            (void)!write(2, text, sizeof text - 1);
+            abort();
+        }
     }
     return slots[slot].memory;
 }
