@@ -503,7 +503,7 @@ void attend(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tile
     else attend_to<Float16>(team, a, tiles, num_tiles);
 }
 
-extern "C" __attribute__((visibility("default"))) void octavo_paged_attention(const Attention *attention, i64 threads) {
+EXPORT void octavo_paged_attention(const Attention *attention, i64 threads) {
     QueryTile *tiles = (QueryTile *)scratch(OF_CALL, most_tiles(*attention) * (i64)sizeof(QueryTile));
     i64 num_tiles = cut_tiles(*attention, tiles);
     in_parallel(smaller(threads, num_tiles * attention->cache.num_kv_heads), 1,

@@ -3,8 +3,7 @@
 
 // `times` [phases, items] counts how often each item was done; returns how often one of the phase before was not done
 // when an item began, or more items were announced than there are. Item 1 of phase 1 and thread `late` lose some time.
-extern "C" __attribute__((visibility("default"))) i64 octavo_count_phases(i64 *times, i64 num_phases, i64 num_items,
-                                                                          i64 threads, i64 late, i64 looks) {
+EXPORT i64 octavo_count_phases(i64 *times, i64 num_phases, i64 num_items, i64 threads, i64 late, i64 looks) {
     i64 wrong = 0;
     auto lose_time = [&] {
         for (i64 i = 0; i < looks; i++) __atomic_load_n(&wrong, __ATOMIC_SEQ_CST);
@@ -24,8 +23,7 @@ extern "C" __attribute__((visibility("default"))) i64 octavo_count_phases(i64 *t
 }
 
 // Reads so many bytes, a multiple of 64, by all threads, and asks for them so many bytes ahead; a number made of them.
-extern "C" __attribute__((visibility("default"))) float octavo_read_memory(const char *start, i64 bytes, i64 threads,
-                                                                           i64 ahead) {
+EXPORT float octavo_read_memory(const char *start, i64 bytes, i64 threads, i64 ahead) {
     const i64 PIECE = 1 << 20;
     float sums[1024] = {};
     in_parallel(smaller(threads, 1024), 1, [&](Team &team) {

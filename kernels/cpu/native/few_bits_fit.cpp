@@ -109,10 +109,8 @@ void store_group(char *record, i64 row, const Fit &fit, const Format &format) {
 }  // namespace
 
 // Fills `packed`; 0 where the weight does not fit. Strides in numbers.
-extern "C" __attribute__((visibility("default"))) i64 octavo_pack_few_bits(char *packed, const float *weight,
-                                                                           i64 row_stride, i64 column_stride,
-                                                                           i64 out_features, i64 in_features, i64 bits,
-                                                                           i64 least, i64 has_minimum, i64 threads) {
+EXPORT i64 octavo_pack_few_bits(char *packed, const float *weight, i64 row_stride, i64 column_stride, i64 out_features,
+                                i64 in_features, i64 bits, i64 least, i64 has_minimum, i64 threads) {
     Format format = {bits, least, least + (1 << bits) - 1, has_minimum != 0};
     i64 num_groups = in_features / GROUP, record = PANEL * 2 * (1 + has_minimum) + PANEL * GROUP * bits / 8;
     int32_t fits = 1;

@@ -129,9 +129,7 @@ i64 kind_of(const Tiles *kinds, i64 num_kinds, i64 window) {
 
 // Stages first .. end of a step: stage i is all that lies between attention i - 1 and i, and this; the last, behind all
 // attentions, has the number of layers.
-extern "C" __attribute__((visibility("default"))) void octavo_run_layers(const Layer *layers, i64 num_layers,
-                                                                         const Step *step, i64 first, i64 end,
-                                                                         i64 threads) {
+EXPORT void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *step, i64 first, i64 end, i64 threads) {
     if (step->rows == 0) return;
     Team nobody = {};
     Pass plan(nobody, *step);

@@ -9,7 +9,7 @@
 
 namespace {
 
-const i64 ROWS_BYTES = 512 << 10;
+const i64 ROWS_BYTES = 512 << 10;  // of x that are multiplied before the next: they stay in the second cache level
 
 bool is_quantized(i64 kind) { return kind >= INT8; }
 bool takes_float32(i64 kind) { return kind < WEIGHT_PAIRS; }
@@ -84,8 +84,7 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     if (prepared) from = workspace, stride = prepared;
     i64 num_panels = (product.num_out + PANEL - 1) / PANEL;
     if (!is_quantized(product.kind)) {
-        i64 at_once = ROWS_BYTES / (4 * product.num_in);
-        at_once = larger(at_once, 1) / 8 * 8 + 8;
+        i64 at_once = ROWS_BYTES / (4 * larger(product.num_in, 1)) / 8 * 8 + 8;
         FloatItem item = {product, element, (char *)out, out_stride, from, stride, rows, at_once, num_panels};
         share(team, (rows + at_once - 1) / at_once * num_panels, item);
         return;
@@ -99,9 +98,8 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     });
 }
 
-extern "C" __attribute__((visibility("default"))) void octavo_multiply(const Product *product, i64 element, void *out,
-                                                                       i64 out_stride, const void *x, i64 x_stride,
-                                                                       i64 rows, i64 threads) {
+EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
+                            i64 rows, i64 threads) {
     char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
     threads = smaller(threads, (product->num_out + PANEL - 1) / PANEL);
     in_parallel(threads, PHASES_OF_PRODUCT,

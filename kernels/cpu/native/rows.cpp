@@ -3,8 +3,6 @@
 // these: a row's result depends on nothing else.
 #include "rows.h"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace {
 
 // `run` with a pointer of the rows' type.

@@ -163,7 +163,7 @@ void *scratch(Slot slot, i64 bytes) {
 
 // Keeps the calling thread on cores[0] and helper i on cores[i]; their ids, or 0 of one that did not come. -1: done;
 // otherwise the place of a core that may not be used.
-extern "C" __attribute__((visibility("default"))) i64 octavo_pin_threads(const i64 *cores, i64 *thread_ids, i64 count) {
+EXPORT i64 octavo_pin_threads(const i64 *cores, i64 *thread_ids, i64 count) {
     i64 failed = -1;
     int32_t arrived = 0;
     in_parallel(count, 1, [&](Team &team) {
