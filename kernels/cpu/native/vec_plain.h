@@ -81,7 +81,7 @@ static void store_quads(int8_t *p, I x) {
     for (int i = 0; i < LANES; i++) p[i / 8 * 8 + i % 2 * 4 + i % 8 / 2] = (int8_t)x.v[i];
 }
 
-INLINE F splat(float x) { return {Floats{} + x}; }
+INLINE F splat(float x) { return {x - Floats{}}; }  // not plus, which takes the sign of -0
 INLINE I splat(int32_t x) { return {Ints{} + x}; }
 INLINE F splat_at(const float *p) { return splat(*p); }
 INLINE I splat_at(const int8_t *p) {
