@@ -215,7 +215,7 @@ void copy_lines(const Attention &a, const S *cache, i64 head, Keys keys, i64 pad
         const S *from =
             cache +
             ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
-        each_vector(c.head_size, [&](i64 d, i64 count) { store(lines + d, load_some(from + d, count)); });
+        each_vector(c.head_size, [&](i64 d, i64 count) INLINED { store(lines + d, load_some(from + d, count)); });
     }
 }
 
@@ -360,7 +360,7 @@ template <class T>
 void read_query(const Attention &a, const QueryTile &tile, i64 head, i64 group, Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
         const T *from = (const T *)a.query + place_of(a.query_stride, a.cache.head_size, tile, head, group, row);
-        each_vector(a.cache.head_size, [&](i64 d, i64 count) {
+        each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
             store(rows.q + row * rows.padded + d, load_some(from + d, count) * splat(a.scale));
         });
     }
@@ -370,7 +370,7 @@ void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, c
     for (i64 row = 0; row < rows.count; row++) {
         T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, head, group, row);
         F share = splat(1.0f / rows.running[row].sum);  // NaN where all scores are -inf
-        each_vector(a.cache.head_size, [&](i64 d, i64 count) {
+        each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
             store_some(to + d, load(rows.acc + row * rows.padded + d) * share, count);
         });
     }

@@ -22,7 +22,7 @@ i64 prepared_bytes(const Product &product, i64 element) {
 
 void prepare_row(const Product &product, i64 element, const void *x, void *to) {
     if (is_quantized(product.kind)) return quantize_row(element, x, product.num_in, (Group *)to);
-    each_vector(product.num_in, [&](i64 i, i64 count) {
+    each_vector(product.num_in, [&](i64 i, i64 count) INLINED {
         store_some((float *)to + i, load_some((const Bfloat16 *)x + i, count), count);
     });
 }
@@ -65,7 +65,7 @@ struct FloatItem {
 
 void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, i64 out_stride) {
     for (i64 row = 0; row < rows; row++)
-        each_vector(width, [&](i64 i, i64 count) {
+        each_vector(width, [&](i64 i, i64 count) INLINED {
             F values = load(sums + row * PANEL + i);
             if (element == FLOAT32) store_some((float *)out + row * out_stride + i, values, count);
             else store_some((Bfloat16 *)out + row * out_stride + i, values, count);

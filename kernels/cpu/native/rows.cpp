@@ -17,7 +17,7 @@ void norm_of(const Norm &norm, T *out, const T *x, T *residual) {
     const T *weight = (const T *)norm.weight;
     float *y = (float *)scratch(OF_ITEM, (norm.size + LANES) * 4);
     F total = splat(0.0f);
-    each_vector(norm.size, [&](i64 i, i64 count) {
+    each_vector(norm.size, [&](i64 i, i64 count) INLINED {
         F value = load_some(x + i, count);
         if (residual) {  // rounded before it is normed, as the residual that goes on is
             value = rounded_as(value + load_some(residual + i, count), residual);
@@ -27,7 +27,7 @@ void norm_of(const Norm &norm, T *out, const T *x, T *residual) {
         total = fma(value, value, total);
     });
     F scale = splat(1.0f / __builtin_sqrtf(sum_of_lanes(total) / (float)norm.size + norm.eps));
-    each_vector(norm.size, [&](i64 i, i64 count) {
+    each_vector(norm.size, [&](i64 i, i64 count) INLINED {
         F value = load(y + i) * scale, factor = load_some(weight + i, count);
         if (norm.weight_offset != 0) value = value * (factor + splat(norm.weight_offset));
         else value = rounded_as(value, out) * factor;
@@ -37,7 +37,7 @@ void norm_of(const Norm &norm, T *out, const T *x, T *residual) {
 
 template <class T>
 void rotate(T *head, i64 half, const float *cos_sin) {
-    each_vector(half, [&](i64 i, i64 count) {
+    each_vector(half, [&](i64 i, i64 count) INLINED {
         F first = load_some(head + i, count), second = load_some(head + half + i, count);
         F cos = load_some(cos_sin + i, count), sin = load_some(cos_sin + half + i, count);
         store_some(head + i, first * cos - second * sin, count);
@@ -47,7 +47,7 @@ void rotate(T *head, i64 half, const float *cos_sin) {
 
 template <class T, class S>
 void copy(S *to, const T *from, i64 size) {
-    each_vector(size, [&](i64 i, i64 count) { store_some(to + i, load_some(from + i, count), count); });
+    each_vector(size, [&](i64 i, i64 count) INLINED { store_some(to + i, load_some(from + i, count), count); });
 }
 
 template <class S>
@@ -86,7 +86,7 @@ void norm_row(i64 element, const Norm &norm, void *out, const void *x, void *res
 void activate_row(i64 element, void *out, const void *x, i64 size) {
     with(element, [&](auto *type) {
         auto to = (decltype(type))out, gate = (decltype(type))x, up = gate + size;
-        each_vector(size, [&](i64 i, i64 count) {
+        each_vector(size, [&](i64 i, i64 count) INLINED {
             store_some(to + i, silu_of(load_some(gate + i, count)) * load_some(up + i, count), count);
         });
     });
@@ -128,7 +128,7 @@ EXPORT void octavo_gelu(i64 element, void *out, const void *x, i64 rows, i64 siz
     for_each(threads_for(rows * size, threads), rows, [&](i64 row, i64) {
         with(element, [&](auto *type) {
             auto to = (decltype(type))out + row * size, gate = (decltype(type))x + row * size * (1 + is_gated);
-            each_vector(size, [&](i64 i, i64 count) {
+            each_vector(size, [&](i64 i, i64 count) INLINED {
                 F value = gelu_of(load_some(gate + i, count), is_approximate);
                 if (is_gated) value = value * load_some(gate + size + i, count);
                 store_some(to + i, value, count);
@@ -174,7 +174,7 @@ EXPORT void octavo_lora_shrink(i64 element, float *between, const void *x, i64 x
             for (i64 r = 0; r < rank; r++) {
                 const float *line = a + (adapters[row] * rank + r) * size;
                 F total = splat(0.0f);
-                each_vector(size, [&](i64 i, i64 count) {
+                each_vector(size, [&](i64 i, i64 count) INLINED {
                     total = fma(load_some(from + i, count), load_some(line + i, count), total);
                 });
                 between[row * rank + r] = sum_of_lanes(total);
@@ -192,7 +192,7 @@ EXPORT void octavo_lora_expand(i64 element, void *out, i64 out_stride, const flo
         with(element, [&](auto *type) {
             auto to = (decltype(type))out + row * out_stride;
             const float *lines = b + adapters[row] * rank * size;
-            each_vector(size, [&](i64 i, i64 count) {
+            each_vector(size, [&](i64 i, i64 count) INLINED {
                 F added = splat(0.0f);
                 for (i64 r = 0; r < rank; r++)
                     added = fma(splat(between[row * rank + r]), load_some(lines + r * size + i, count), added);

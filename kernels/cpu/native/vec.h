@@ -20,6 +20,7 @@ struct Float16 {
 const i64 LANES = 16, CACHE_LINE = 64;
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda that is called twice
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 #if defined(__AVX512F__)
