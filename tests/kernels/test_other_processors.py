@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,26 +76,41 @@ def test_an_avx2_processor_gives_the_bits_of_this_one(tmp_path: Path) -> None:
         assert torch.equal(there, here)
 
 
-def test_a_library_is_compiled_once_and_again_when_its_sources_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def own_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a small part of the sources, of which libraries are compiled meanwhile."""
     for name in ("checks.cpp", "threads.cpp", "threads.h", "vec.h", "vec_avx2.h", "vec_avx512.h", "vec_plain.h"):
         shutil.copy(build.SOURCES / name, tmp_path)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
-    level = build.usable_levels()[-1]
     build._digest.cache_clear()
-    try:
-        path = library_module._path_of(level)
-        assert path.exists() and path.parent == tmp_path / "built"
-        assert f"compiling CPU kernels for {level} into {tmp_path / 'built'}" in capsys.readouterr().err
-        assert library_module._path_of(level) == path and capsys.readouterr().err == ""
-        with (tmp_path / "vec.h").open("a") as header:
-            header.write("// changed")
-        build._digest.cache_clear()
-        assert library_module._path_of(level) != path and not path.exists()
-    finally:
-        build._digest.cache_clear()
+    yield tmp_path
+    build._digest.cache_clear()
+
+
+def test_a_library_is_compiled_once_and_again_when_its_sources_change(
+    own_sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level = build.usable_levels()[-1]
+    path = library_module._path_of(level)
+    assert path.exists() and path.parent == own_sources / "built"
+    assert f"compiling CPU kernels for {level} into {own_sources / 'built'}" in capsys.readouterr().err
+    assert library_module._path_of(level) == path and capsys.readouterr().err == ""
+    with (own_sources / "vec.h").open("a") as header:
+        header.write("// changed")
+    build._digest.cache_clear()
+    assert library_module._path_of(level) != path and not path.exists()
+
+
+def test_a_library_goes_to_the_users_cache_where_the_package_cannot_be_written_to(
+    own_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != own_sources and access(path, mode))
+    path = library_module._path_of("plain")
+    assert path.exists() and path.parent == tmp_path / "cache" / "kernels"
+    assert library_module._path_of("plain") == path
 
 
 def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
