@@ -69,6 +69,12 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30s CMD ["octavo", "health", "http://127.0.0.1:8000", "--service", ""]
 ENTRYPOINT ["octavo", "gateway"]
 
+# The CPU kernels for every x86-64; the compiler stays here.
+FROM base AS native
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY kernels/cpu/native kernels/cpu/native
+RUN python kernels/cpu/native/build.py --all
+
 FROM base AS worker
 ARG PIP_FIND_LINKS=
 ARG PIP_EXTRA_INDEX_URL=
@@ -84,6 +90,7 @@ COPY pyproject.toml LICENSE ./
 COPY octavo octavo
 COPY protos protos
 COPY kernels kernels
+COPY --from=native /src/kernels/cpu/native/built kernels/cpu/native/built
 COPY worker_svc worker_svc
 COPY deploy/sboms deploy/sboms
 RUN pip install --no-deps --no-build-isolation . && rm -rf build \

@@ -12,7 +12,7 @@ DEMO_QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST_WORKERS ?= 3
 BIN := .venv/bin
 
-.PHONY: setup site model demo test test-quick mutants isa lint kernels protos locks sbom audit bench chaos try-compose try-kubernetes clean
+.PHONY: setup site model demo test test-quick mutants isa sanitize lint kernels protos locks sbom audit bench chaos try-compose try-kubernetes clean
 
 setup: .venv/.installed .venv/.warm
 
@@ -31,14 +31,17 @@ EDITABLE := --config-settings editable_mode=compat --editable
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(EDITABLE) '.[dev]'
 	@touch $@
 
-# Compiled once here, so that neither the first start nor a test waits for it.
-.venv/.warm: .venv/.installed $(wildcard kernels/cpu/*.py kernels/cpu/*/*.py) kernels/int8_weight.py
+NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h kernels/cpu/native/*.py)
+
+# Compiled once here, so that neither the first start nor a test waits for it. Without a compiler of C++ pip brings one.
+.venv/.warm: .venv/.installed $(NATIVE) $(wildcard kernels/cpu/sampling/*.py)
+	@test -n "$$(command -v $${CXX:-g++} g++ clang++ c++)" || $(BIN)/python -m pip install --quiet --disable-pip-version-check ziglang
 	@$(BIN)/python -m kernels.cpu.warm_up
 	@touch $@
 
-# What only tests run, as caches of other types than the model's: minutes, once, on both cores.
+# As other processors would compute, which only tests ask for.
 .venv/.warm-tests: .venv/.warm
-	@$(BIN)/python -m kernels.cpu.warm_up --tests
+	@$(BIN)/python kernels/cpu/native/build.py --all
 	@touch $@
 
 model: setup
@@ -65,6 +68,14 @@ mutants: setup
 # The tests of kernels and workers as other processors would compute them, as far as this one can: ten minutes each.
 isa: model
 	$(BIN)/python -m tests.isa all $(PYTEST_ARGS)
+
+# The tests of kernels with checks of memory and of undefined behaviour: some minutes.
+SANITIZED := .pytest_cache/sanitized
+sanitize: setup
+	$(BIN)/python kernels/cpu/native/build.py --sanitize --into $(SANITIZED)
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	  KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/*.so | head -1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider \
+	  tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py tests/kernels/test_shared_work.py
 
 lint: setup
 	$(BIN)/ruff check .

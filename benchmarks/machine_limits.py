@@ -8,20 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numba import njit, prange
 
+from kernels.cpu.library import library
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
-from kernels.cpu.vectors.float_tile import prefetch_line
-from kernels.cpu.vectors.numbers import FLOAT32, lines
 
 _READ_BYTES = 512 << 20  # far more than any cache
-_LINE = 1024  # numbers that are prefetched at once
-_AHEAD = 4  # such lines before they are added
+_AHEAD_BYTES = (0, 1024, 4096, 16384)  # that are asked for before they are read
 _SHAPES = ((128, 3072, 576), (512, 3072, 576), (512, 576, 1536))  # rows, out features, in features
 _ROUNDS = 5
 
@@ -43,12 +40,10 @@ def measure(num_threads: int) -> Limits:
 
 def _read_gb_per_s(num_threads: int) -> float:
     numbers = torch.ones(_READ_BYTES // 4)
-    seconds = min(
-        _best_s(numbers.sum),
-        _best_s(lambda: _add_up(numbers.data_ptr(), numbers.numel() // _LINE, num_threads, False)),
-        _best_s(lambda: _add_up(numbers.data_ptr(), numbers.numel() // _LINE, num_threads, True)),
-    )
-    return numbers.nbytes / seconds / 1e9
+    read = library().read_memory
+    place = numbers.data_ptr(), numbers.nbytes, num_threads
+    ways: list[Callable[[], Any]] = [numbers.sum, *(partial(read, *place, ahead) for ahead in _AHEAD_BYTES)]
+    return numbers.nbytes / min(map(_best_s, ways)) / 1e9
 
 
 def _gflop_per_s(rows: int, out_features: int, in_features: int) -> float:
@@ -66,24 +61,3 @@ def _best_s(run: Callable[[], Any]) -> float:
         run()
         best = min(best, time.perf_counter() - started)
     return best
-
-
-@njit(nogil=True, fastmath={"reassoc", "nsz"})
-def _sum(line):  # type: ignore[no-untyped-def]  # for numba
-    total = np.float32(0.0)
-    for i in range(line.size):
-        total += line[i]
-    return total
-
-
-@njit(nogil=True, parallel=True)
-def _add_up(address, count, num_threads, is_asked_for):  # type: ignore[no-untyped-def]  # for numba
-    numbers = lines(address, FLOAT32, count, _LINE)
-    totals = np.zeros(num_threads, dtype=np.float32)
-    for lane in prange(num_threads):
-        end = count * (lane + 1) // num_threads
-        for i in range(count * lane // num_threads, end):
-            if is_asked_for:
-                prefetch_line(numbers[min(i + _AHEAD, end - 1)])
-            totals[lane] += _sum(numbers[i])
-    return totals.sum()

@@ -3,8 +3,8 @@
 One forward pass of a loaded model, without scheduler or gRPC. N sequences of the same length compute one token each;
 their cache blocks lie scattered. Each operator is timed by itself and set beside its limit: the longer of reading its
 bytes at the machine's bandwidth and computing its products at the machine's speed, both measured in the same run. A
-worker runs all layers in one compiled call, with the same results; that pass is timed as well ("as served"), with and
-without prefetching the blocks that attention reads. Times are medians over passes, limits the best of some rounds.
+worker runs all layers in one compiled call, with the same results; that pass is timed as well ("as served"). Times are
+medians over passes, limits the best of some rounds.
 
 `--save` keeps the figures in benchmarks/results/; docs/cpu-performance.md shows them.
 """
@@ -30,7 +30,6 @@ import torch
 from benchmarks import machine_limits
 from benchmarks.machine_limits import Limits
 from kernels import cpu
-from kernels.cpu.vectors import cache_prefetch
 from octavo.bench import machine
 from octavo.models.resolve import resolve_model
 from octavo.serving_plan import waiting_threads
@@ -72,7 +71,6 @@ class Profiler:
         self.operators: dict[str, Operator] = {}
         self.passes: list[float] = []  # seconds of each, all operators and what lies between them
         self.served: list[float] = []  # of passes as a worker computes them
-        self.served_without_prefetch: list[float] = []  # in turns with those
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -161,15 +159,10 @@ def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int
                 model.forward(*step)
     model = load_model(folder, config, "cpu")
     for number in range(_WARM_UP + num_passes):
-        for budget_bytes, seconds in (
-            (cache_prefetch.BUDGET_BYTES, profiler.served),
-            (0, profiler.served_without_prefetch),
-        ):
-            with mock.patch.object(cache_prefetch, "BUDGET_BYTES", budget_bytes):
-                started = time.perf_counter()
-                model.forward(*step)
-            if number >= _WARM_UP:
-                seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        model.forward(*step)
+        if number >= _WARM_UP:
+            profiler.served.append(time.perf_counter() - started)
     return profiler
 
 
@@ -210,7 +203,6 @@ def figures(profiler: Profiler, limits: Limits) -> dict[str, Any]:
         "operators": sorted(operators, key=lambda row: -row["ms"]),
         "pass_ms": statistics.median(profiler.passes) * 1e3,
         "served_ms": statistics.median(profiler.served) * 1e3,
-        "served_without_prefetch_ms": statistics.median(profiler.served_without_prefetch) * 1e3,
         "weights_mb": sum(operator.num_bytes for operator in products) / 1e6,
         "weights_as_float32_mb": sum(operator.float32_bytes for operator in products) / 1e6,
     }
@@ -227,14 +219,7 @@ def table(found: dict[str, Any]) -> str:
     between_ms = whole_ms - sum(row["ms"] for row in found["operators"])
     lines.append(f"| between operators |  | {between_ms:.2f} | {between_ms / whole_ms:.1%} | - | - |")
     limit_ms = sum(row["limit_ms"] for row in found["operators"])
-    rows = {
-        "whole pass": whole_ms,
-        "as served": found["served_ms"],
-        "as served, no prefetch": found["served_without_prefetch_ms"],  # None in results from before it was measured
-    }
-    for name, ms in rows.items():
-        if ms is None:
-            continue
+    for name, ms in {"whole pass": whole_ms, "as served": found["served_ms"]}.items():
         lines.append(f"| {name} |  | {ms:.2f} | {ms / whole_ms:.1%} | {limit_ms:.2f} | {limit_ms / ms:.2f} |")
     return "\n".join(lines)
 

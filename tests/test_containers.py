@@ -352,5 +352,18 @@ def test_everything_that_is_copied_gets_past_dockerignore() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     for stage in ("base", *TARGETS):
         for copied in said(stage, "COPY"):
-            for source in copied.split()[:-1]:
-                assert f"!{source}" in lines and (ROOT / source).exists()
+            if not copied.startswith("--from="):
+                for source in copied.split()[:-1]:
+                    assert f"!{source}" in lines and (ROOT / source).exists()
+
+
+def test_cpu_kernels_are_compiled_for_every_processor_and_no_compiler_gets_into_an_image() -> None:
+    assert said("native", "FROM") == ["base AS native"]
+    assert said("native", "COPY") == ["kernels/cpu/native kernels/cpu/native"]  # nothing else renews it
+    assert said("native", "RUN")[-1] == "python kernels/cpu/native/build.py --all"
+    built = "/src/kernels/cpu/native/built kernels/cpu/native/built"
+    assert f"--from=native {built}" in said("worker", "COPY")
+    assert (ROOT / "kernels" / "cpu" / "native" / "build.py").exists()
+    assert "kernels/cpu/native/built" in (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    for stage in ("base", *TARGETS):
+        assert not any(re.search(r"g\+\+|gcc|clang", rest) for rest in said(stage, "RUN")), stage

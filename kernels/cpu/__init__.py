@@ -1,21 +1,24 @@
 """Compiled kernels for CPUs, behind the signatures of `kernels.oracles`; float32 and bfloat16.
 
-An operation is a launcher, which passes on addresses and strides, or arrays for sampling, and numba code, which does
-the work without the interpreter's lock. The folders below hold them by kind; `vectors` is what they are written with.
-Results of a row depend on that row (and its sequence's cache) alone.
+The code is C++ in `native`, which `library` compiles and loads; an operation here checks shapes and passes on
+addresses and strides. Sampling is numba code. Results of a row depend on that row (and its sequence's cache) alone.
 """
 
 from __future__ import annotations
 
-from kernels.cpu.attention.attention import paged_attention
+from kernels.cpu.attention import paged_attention
+from kernels.cpu.lora import lora_expand, lora_shrink
 from kernels.cpu.products.int4_linear import int4_linear
 from kernels.cpu.products.int8_linear import int8_linear
-from kernels.cpu.rows.activation import silu_and_mul
-from kernels.cpu.rows.cache import reshape_and_cache, rotary_and_cache
-from kernels.cpu.rows.gelu import gelu, gelu_and_mul
-from kernels.cpu.rows.lora import lora_expand, lora_shrink
-from kernels.cpu.rows.norm import rms_norm
-from kernels.cpu.rows.rotary import rotary
+from kernels.cpu.rows import (
+    gelu,
+    gelu_and_mul,
+    reshape_and_cache,
+    rms_norm,
+    rotary,
+    rotary_and_cache,
+    silu_and_mul,
+)
 from kernels.cpu.sampling.chunk_maxima import chunk_maxima
 from kernels.cpu.sampling.draw_tokens import draw_tokens
 from kernels.cpu.sampling.kept_range import kept_range

@@ -1,4 +1,5 @@
-"""How compiled kernels run and where they are kept: one pool of threads with torch, one cache a version of the source.
+"""How numba's kernels of sampling run and where they are kept: one pool of threads with torch, one cache a version of
+the source.
 
 Threads. Two pools on the same cores spin against each other at every barrier. numba's `omp` layer is linked against
 libgomp, and as torch has loaded its own copy of that library for the whole process before, both end up in that copy: a
@@ -6,8 +7,8 @@ compiled loop that follows a product finds torch's threads awake. Measured on tw
 then a parallel loop, median: 92 + 3 us with `omp`, 91 + 62 us with numba's own `workqueue`.
 
 Cache. numba recompiles a kernel whose own file has changed, but not when a file that it calls into has. So compiled
-code is kept under a hash of all files of this package, and of what it takes sizes from. Where that folder cannot be
-written to, as one that containers share, a process works on a copy of its own.
+code is kept under a hash of all files of sampling. Where that folder cannot be written to, as one that containers
+share, a process works on a copy of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ from typing import Any
 import numba
 import torch
 
-# Loops that write no more numbers than this run in the thread that calls them: a decode step has hundreds of a few
-# microseconds, which is what it costs to have a second thread join. SwiGLU of 32 rows of 1,536 takes 12 us on one core.
-FEW_NUMBERS = 1 << 16
 _settings: Any = numba.config  # filled at import, from defaults and variables
 _told = threading.local()  # `num_threads`: what numba was told in this thread
 
@@ -51,7 +49,7 @@ def _configure() -> None:
         numba.get_num_threads()
         torch.set_num_threads(torch_threads)
     here = Path(__file__).parent
-    files = [*sorted(here.rglob("*.py")), here.parent / "int8_weight.py"]  # its sizes are compiled in
+    files = [here / "runtime.py", *sorted((here / "sampling").glob("*.py"))]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
     folder = Path(_settings.CACHE_DIR or here / "__pycache__")
     compiled = folder / f"kernels-{digest}"

@@ -41,6 +41,8 @@ FRAGMENTS = {*CONTRIBUTORS, "docs/availability.md"}  # of Python: lines to put i
 ELSEWHERE = {
     "make test": (".ci/run", "make test"),
     "make model": ("Makefile", "test: model"),
+    "make isa": ("Makefile", "tests.isa all"),
+    "make sanitize": ("Makefile", "build.py --sanitize"),
     "octavo serve": ("tests/integration/test_serve.py", "says_how_to_call_it"),
     f"octavo serve {MODEL}": ("tests/integration/test_cli.py", "serve"),
     "octavo serve --http-port 8000 --host 0.0.0.0 --keys-file keys.yaml"

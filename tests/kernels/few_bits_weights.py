@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import torch
 
+from kernels.cpu.products.few_bits import PANEL
 from kernels.cpu.products.packed_weight import packed_shape
-from kernels.cpu.vectors.float_tile import PANEL
 
 KINDS = {  # of GGUF, by the type that such a weight is packed as
     torch.int32: gguf.GGMLQuantizationType.Q4_0,

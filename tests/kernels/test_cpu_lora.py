@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.cpu.rows.lora import lora_expand, lora_shrink
+from kernels.cpu.lora import lora_expand, lora_shrink
 from kernels.oracles import reference
 
 ADAPTERS = torch.tensor([1, 1, -1, 3, 0, 3, 2, -1, 0, 2, 2], dtype=torch.int32)

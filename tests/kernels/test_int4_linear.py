@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels import cpu
+from kernels.cpu.library import at_level
+from kernels.cpu.native.build import usable_levels
 from kernels.cpu.products.few_bits_fit import pack_few_bits
-from kernels.cpu.products.int4_linear import multiply
 from kernels.cpu.products.layer_product import Product
-from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
 from kernels.oracles import reference
 from tests.kernels.few_bits_weights import few_bits_weight, unpack
 
@@ -38,10 +38,10 @@ class Case:
         self.packed, self.bias = packed, torch.randn(num_out, generator=generator)
         self.x = torch.randn(num_rows, num_in, generator=generator) * torch.logspace(-6, 6, num_rows)[:, None]
 
-    def run(self, rows: slice = slice(None), kind: str | None = None, bias: bool = True) -> torch.Tensor:
+    def run(self, rows: slice = slice(None), bias: bool = True) -> torch.Tensor:
         x = self.x[rows]
         out = torch.full((x.shape[0], len(self.bias)), float("nan"))
-        multiply(DOT_KINDS[kind or dot_kind_of_this_cpu()], out, x, self.packed, self.bias if bias else None)
+        cpu.int4_linear(out, x, self.packed, self.bias if bias else None)
         return out
 
     def exact(self, bias: bool) -> torch.Tensor:
@@ -60,12 +60,14 @@ def test_result_is_that_of_the_rounded_rows_and_the_weight_itself(kept: str, siz
     assert ((case.run(bias=bias).double() - exact).abs() <= 2e-6 * of_row).all()
 
 
-@pytest.mark.parametrize("kind", list(DOT_KINDS)[list(DOT_KINDS).index(dot_kind_of_this_cpu()) :])
+@pytest.mark.parametrize("level", usable_levels()[:-1])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 11])
 @pytest.mark.parametrize("kept", FORMATS)
-def test_every_way_to_multiply_gives_the_same_bits(kept: str, num_rows: int, kind: str) -> None:
+def test_every_way_to_multiply_gives_the_same_bits(kept: str, num_rows: int, level: str) -> None:
     case = Case(kept, 61, 160, 11)
-    assert torch.equal(case.run(slice(num_rows), kind), case.run()[:num_rows])
+    expected = case.run()[:num_rows]
+    with at_level(level):
+        assert torch.equal(case.run(slice(num_rows)), expected)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -143,13 +145,13 @@ def test_what_does_not_fit_is_refused() -> None:
         ((out, x[:, :32], case.packed), r"weight .* is not of 4 bits for 37 x 32"),
         ((out, x[:, :33], case.packed), r"weight .* is not of 4 bits for 37 x 33"),
         ((out, x, eight_bits), r"weight .* of torch.int8 is not of 4 bits"),
-        ((out[:3], x, case.packed), r"out .* does not fit x"),
+        ((out[:3], x, case.packed), r"out .* does not fit 37 outputs"),
         ((out, x, case.packed, case.bias.double()), r"bias .* is not float32 for 37 outputs"),
         ((out, x, case.packed, case.bias[:5]), r"bias .* is not float32 for 37 outputs"),
     ):
         with pytest.raises(ValueError, match=why):
             cpu.int4_linear(*arguments)
-    with pytest.raises(TypeError, match="in float32, not"):
-        cpu.int4_linear(out.bfloat16(), x.bfloat16(), case.packed)
+    with pytest.raises(TypeError, match="float32 or bfloat16, not"):
+        cpu.int4_linear(out.bfloat16(), x, case.packed)
     with pytest.raises(ValueError, match=r"weight .* is not of 4 bits for 37 x 96"):
         Product.of_int4(case.packed, None, 37, 96)

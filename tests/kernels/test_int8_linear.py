@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu.products.int8_linear import multiply
-from kernels.cpu.vectors.dot_products import DOT_KINDS, dot_kind_of_this_cpu
+from kernels.cpu.library import at_level
+from kernels.cpu.native.build import usable_levels
 from kernels.int8_weight import pack_int8, quantize_int8, unpack_int8
 from kernels.oracles import reference
 
@@ -25,11 +25,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def usable_kinds() -> list[str]:
-    best = list(DOT_KINDS).index(dot_kind_of_this_cpu())
-    return list(DOT_KINDS)[best:]
-
-
 class Case:
     """A product of random numbers, some rows much larger than others."""
 
@@ -42,12 +37,10 @@ class Case:
         self.quantized, self.scale = quantize_int8(weight)
         self.packed = pack_int8(self.quantized)
 
-    def run(self, rows: slice = slice(None), kind: str | None = None, bias: bool = True) -> torch.Tensor:
+    def run(self, rows: slice = slice(None), bias: bool = True) -> torch.Tensor:
         x = self.x[rows]
         out = torch.full((x.shape[0], self.scale.shape[0]), float("nan"), dtype=x.dtype)
-        multiply(
-            DOT_KINDS[kind or dot_kind_of_this_cpu()], out, x, self.packed, self.scale, self.bias if bias else None
-        )
+        cpu.int8_linear(out, x, self.packed, self.scale, self.bias if bias else None)
         return out
 
     def exact(self, bias: bool = True) -> torch.Tensor:
@@ -68,11 +61,13 @@ def test_result_is_that_of_the_quantised_numbers(dtype: torch.dtype, size: tuple
     assert ((case.run(bias=bias).double() - exact).abs() <= tolerance * of_row).all()
 
 
-@pytest.mark.parametrize("kind", usable_kinds())
+@pytest.mark.parametrize("level", usable_levels()[:-1])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 11])
-def test_every_way_to_multiply_gives_the_same_bits(kind: str, num_rows: int) -> None:
+def test_every_way_to_multiply_gives_the_same_bits(level: str, num_rows: int) -> None:
     case = Case(61, 157, 11)
-    assert torch.equal(case.run(slice(num_rows), kind), case.run()[:num_rows])
+    expected = case.run()[:num_rows]
+    with at_level(level):
+        assert torch.equal(case.run(slice(num_rows)), expected)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.layers.layer_stack import LayerStack, LayerWeights, StackStep
 from kernels.cpu.layers.layer_workspace import StackShape
 from kernels.cpu.products.layer_product import Product
-from kernels.cpu.products.packed_weight import pack
+from kernels.cpu.products.packed_weight import pack, pack_pairs
 from kernels.int8_weight import pack_int8, quantize_int8
 
 SHAPE = StackShape(
@@ -27,6 +27,10 @@ SHAPE = StackShape(
 
 def product(num_in: int, num_out: int) -> Product:
     return Product.of_floats(pack(torch.ones(num_out, num_in) / 3), None, num_out, num_in)
+
+
+def of_pairs(num_in: int, num_out: int) -> Product:
+    return Product.of_floats(pack_pairs(torch.ones(num_out, num_in).bfloat16()), None, num_out, num_in)
 
 
 def stack(**changed: Any) -> LayerStack:
@@ -57,7 +61,7 @@ def run(**changed: Any) -> None:
         (stack, {"attention_out": product(4, 8)}, "attention_out is 8 x 4, not 8 x 8"),
         (stack, {"mlp_in": product(8, 2)}, "mlp_in is 2 x 8, not 4 x 8"),
         (stack, {"mlp_out": product(4, 8)}, "mlp_out is 8 x 4, not 8 x 2"),
-        (stack, {"input_norm": torch.ones(8).bfloat16()}, "qkv is for rows of float32, not torch.bfloat16"),
+        (stack, {"qkv": of_pairs(8, 16)}, "qkv is for rows of bfloat16, not torch.float32"),
         (stack, {"mlp_norm": torch.ones(4)}, r"mlp_norm \(4,\) is not for 8 elements"),
         (run, {"residual": torch.zeros(2, 4)}, r"\(2, 4\) are not rows of 8"),
         (run, {"residual": torch.zeros(3, 8)}, "2 positions or 2 slots for 3 rows"),

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.cpu import runtime
+from kernels.cpu import library as library_module
+from kernels.cpu.library import at_level
+from kernels.cpu.native import build
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack
 from tests.isa import PROFILES, ROOT, environment, lacking
 
 SHAPES = [(1, 60, 157), (7, 97, 64), (19, 97, 64)]  # rows, outputs, inputs: tiles of every height
 
-CHOICES = """
-from kernels.cpu.vectors.dot_products import dot_kind_of_this_cpu
-from kernels.cpu.vectors.processor import HAS_PAIRS, HAS_WIDE_REGISTERS
-print(HAS_WIDE_REGISTERS, HAS_PAIRS, dot_kind_of_this_cpu())
-"""
 PRODUCTS = """
 import sys, torch
 from tests.kernels.test_other_processors import products
@@ -49,12 +48,22 @@ def run(profile: str, code: str, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("profile", "choices"),
-    [("avx2", "False False portable"), ("avx512", "True False portable"), ("avx512-bf16", "True True 512 bits")],
-)
-def test_code_is_chosen_for_the_processor_that_it_is_compiled_for(profile: str, choices: str) -> None:
-    assert run(profile, CHOICES).strip() == choices
+def test_another_level_than_the_best_is_chosen_by_name() -> None:
+    code = "from kernels.cpu.library import library; print(library().level, library().has_pairs)"
+    assert run("avx2", code).strip() == "avx2 False"
+
+
+def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELS_CPU_LEVEL", "avx9000")
+    with pytest.raises(ValueError, match=r"this processor has plain.*, not avx9000"):
+        library_module._choose()
+
+
+@pytest.mark.parametrize("level", build.usable_levels()[:-1])
+def test_every_level_gives_the_same_bits(level: str) -> None:
+    expected = products()
+    with at_level(level):
+        assert all(torch.equal(there, here) for there, here in zip(products(), expected, strict=True))
 
 
 def test_every_profile_is_known_to_the_test_above() -> None:
@@ -67,16 +76,45 @@ def test_an_avx2_processor_gives_the_bits_of_this_one(tmp_path: Path) -> None:
         assert torch.equal(there, here)
 
 
-def test_compiled_kernels_that_cannot_be_written_to_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = tmp_path / "shared" / "kernels-0"
-    compiled.mkdir(parents=True)
-    (compiled / "index").write_text("machine code")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    copy = runtime._own_copy(compiled)
-    assert copy == runtime._own_copy(compiled) == tmp_path / f"octavo-{os.getuid()}" / "kernels-0"
-    assert (copy / "index").read_text() == "machine code" and [*copy.parent.iterdir()] == [copy]
+@pytest.fixture
+def own_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a small part of the sources, of which libraries are compiled meanwhile."""
+    for name in ("checks.cpp", "threads.cpp", "threads.h", "vec.h", "vec_avx2.h", "vec_avx512.h", "vec_plain.h"):
+        shutil.copy(build.SOURCES / name, tmp_path)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    build._digest.cache_clear()
+    yield tmp_path
+    build._digest.cache_clear()
 
-    (copy / "index").write_text("somebody else's")
-    copy.parent.chmod(0o777)  # as a folder that others may write to
-    other = runtime._own_copy(compiled)
-    assert other != copy and (other / "index").read_text() == "machine code"
+
+def test_a_library_is_compiled_once_and_again_when_its_sources_change(
+    own_sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level = build.usable_levels()[-1]
+    path = library_module._path_of(level)
+    assert path.exists() and path.parent == own_sources / "built"
+    assert f"compiling CPU kernels for {level} into {own_sources / 'built'}" in capsys.readouterr().err
+    assert library_module._path_of(level) == path and capsys.readouterr().err == ""
+    with (own_sources / "vec.h").open("a") as header:
+        header.write("// changed")
+    build._digest.cache_clear()
+    assert library_module._path_of(level) != path and not path.exists()
+
+
+def test_a_library_goes_to_the_users_cache_where_the_package_cannot_be_written_to(
+    own_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != own_sources and access(path, mode))
+    path = library_module._path_of("plain")
+    assert path.exists() and path.parent == tmp_path / "cache" / "kernels"
+    assert library_module._path_of("plain") == path
+
+
+def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(build.NoCompilerError, match="install g\\+\\+, or `pip install ziglang`"):
+        build.compile_library("plain", tmp_path)

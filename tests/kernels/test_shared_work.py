@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-from numba import njit, prange, set_num_threads
+import torch
 
-from kernels.cpu.runtime import num_threads
-from kernels.cpu.shared_work import counters, shared, wait
+from kernels.cpu.library import library
 
 PHASES = 7
 
 
-@njit(nogil=True)
-def _count(item: Any, end: Any, phase: Any, times: Any, early: Any, num_items: Any, delay: Any) -> None:
-    if phase > 0:
-        for i in range(num_items):
-            early[0] += times[phase - 1, i] != 1
-    turns = 1.0
-    for _ in range(delay):
-        turns = turns * 1.0000001 + 1e-9
-    times[phase, item] += 1 if turns > 0.0 and item < end <= num_items else 100
+def count(threads: int, num_items: int, late: int = -1, looks: int = 0) -> tuple[torch.Tensor, int]:
+    """How often each item of each phase was done, and how many came too early."""
+    times = torch.zeros(PHASES, num_items, dtype=torch.int64)
+    return times, library().count_phases(times.data_ptr(), PHASES, num_items, threads, late, looks)
 
 
-_count_shared = shared(_count)
-
-
-@njit(nogil=True, parallel=True)
-def _run(threads: Any, num_items: Any, slow: Any, late: Any, times: Any, early: Any) -> None:
-    counts = counters(threads, times.shape[0])
-    for thread in prange(threads):
-        turns = 1.0
-        if thread == late:
-            for _ in range(slow):
-                turns = turns * 1.0000001 + 1e-9
-        for phase in range(times.shape[0]):
-            delay = slow if thread == slow % threads and phase == 1 and turns > 0.0 else 0
-            _count_shared((counts, thread, threads), phase, num_items, (phase, times, early, num_items, delay))
-            wait((counts, thread, threads), phase, num_items)
-
-
-@pytest.mark.parametrize("slow", [0, 3_000_000], ids=["all the same", "one slow"])
+@pytest.mark.parametrize("looks", [0, 3_000_000], ids=["all the same", "one slow"])
 @pytest.mark.parametrize("num_items", [0, 1, 2, 17, 400])
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_every_item_is_done_once_and_after_the_phase_before_it(threads: int, num_items: int, slow: int) -> None:
-    """8 threads are more than there are threads: some run after others are through."""
-    set_num_threads(num_threads())
+def test_every_item_is_done_once_and_after_the_phase_before_it(threads: int, num_items: int, looks: int) -> None:
+    """8 threads are more than there are cores: some begin after others are through."""
     for late in (0, threads - 1):
-        times, early = np.zeros((PHASES, num_items), dtype=np.int64), np.zeros(1, dtype=np.int64)
-        _run(threads, num_items, slow if num_items in (1, 17) else 0, late, times, early)
-        assert (times == 1).all() and early[0] == 0
+        times, wrong = count(threads, num_items, late, looks if num_items in (1, 17) else 0)
+        assert (times == 1).all() and wrong == 0
+
+
+def test_several_callers_at_once_each_get_their_work_done() -> None:
+    def often(number: int) -> bool:
+        results = [count(2 + number % 3, 17) for _ in range(200)]
+        return all(bool((times == 1).all()) and wrong == 0 for times, wrong in results)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(often, range(4)))
+
+
+def test_a_forked_process_has_helpers_of_its_own() -> None:
+    count(3, 17)
+    child = os.fork()
+    if child == 0:
+        times, wrong = count(3, 17)
+        os._exit(0 if (times == 1).all() and wrong == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

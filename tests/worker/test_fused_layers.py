@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu.layers import layer_stack, layer_threads
+from kernels.cpu.layers import layer_stack
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
@@ -21,7 +21,7 @@ FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-
 
 
 # What weights are kept in, and what is computed in.
-KINDS = [("float", "float32"), ("int8", "float32"), ("int8", "bfloat16")]
+KINDS = [("float", "float32"), ("float", "bfloat16"), ("int8", "float32"), ("int8", "bfloat16")]
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +73,11 @@ def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
 ) -> None:
     model, calls = load(make_family("llama-yarn", tmp_path / "model"), weights, dtype), []
 
-    def run_layers(*arguments: Any) -> None:
-        calls.append((int(arguments[3]["rows"][0]), *arguments[4:6]))
-        compiled(*arguments)
+    def run_layers(layers: Any, step: Any, stages: range) -> None:
+        calls.append((int(step["rows"][0]), stages.start, stages.stop))
+        compiled(layers, step, stages)
 
-    compiled = layer_threads.run_layers
+    compiled = layer_stack.run_layers
     monkeypatch.setattr(layer_stack, "run_layers", run_layers)
     stepper = Stepper(model, [random.Random(1).choices(range(VOCAB_SIZE), k=91)])
     whole, after = stepper.step({0: (0, 90)})[0], stepper.step({0: (90, 91)})[0]
@@ -99,7 +99,3 @@ def test_of_a_prompt_only_rows_that_are_asked_for_go_behind_the_last_attention(
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*FUSED}))
 def test_layers_that_compute_something_else_are_not_fused(name: str, weights: str, tmp_path: Path) -> None:
     assert not load(make_family(name, tmp_path / "model"), weights).is_fused
-
-
-def test_rows_that_would_have_to_be_converted_are_not_fused(tmp_path: Path) -> None:
-    assert not load(make_family("mistral", tmp_path / "model"), dtype="bfloat16").is_fused

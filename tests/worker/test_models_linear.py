@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.cpu.vectors import processor
+from kernels.cpu.library import library
 from worker_svc.models.dense import dense
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.packed_linear import PackedLinear
 
-HAS_PAIRS = pytest.mark.skipif(not processor.HAS_PAIRS, reason="this processor has no products of bfloat16 pairs")
+HAS_PAIRS = pytest.mark.skipif(not library().has_pairs, reason="this processor has no products of bfloat16 pairs")
 
 
 @pytest.mark.parametrize("has_pairs", [False, pytest.param(True, marks=HAS_PAIRS)])
@@ -21,7 +21,7 @@ def test_rows_are_bit_equal_for_every_number_of_rows(
     dtype: torch.dtype, out_features: int, in_features: int, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every type, with and without instructions for bfloat16, as `dense` chooses unasked."""
-    monkeypatch.setattr(processor, "HAS_PAIRS", has_pairs)
+    monkeypatch.setattr(library(), "has_pairs", has_pairs)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (
         torch.randn(shape, generator=generator).to(dtype)

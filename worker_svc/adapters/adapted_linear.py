@@ -33,7 +33,7 @@ class AdaptedLinear:
     ) -> None:
         """`like`: of the model's type, on its device; `is_host`: that is a CPU."""
         if is_host:  # whichever is here: the other's compiler is not
-            from kernels.cpu.rows.lora import lora_expand, lora_shrink, num_segments
+            from kernels.cpu.lora import lora_expand, lora_shrink, num_segments
         else:
             from kernels.gpu.lora import lora_expand, lora_shrink, num_segments
         self._base, self._step, self._shrink, self._expand = base, step, lora_shrink, lora_expand

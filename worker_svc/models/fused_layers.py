@@ -16,6 +16,8 @@ from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import RmsNorm
 from worker_svc.models.packed_linear import PackedLinear
 
+NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
+
 
 class FusedLayers:
     """What the layers compute one after the other, bit for bit."""
@@ -79,7 +81,7 @@ class FusedLayers:
             and not style.has_head_norms
             and not style.names.attention_post_norm
             and not style.names.mlp_post_norm
-            and all(_are_compiled(layer, config.dtype) for layer in layers)
+            and all(len(_products(layer)) == NUM_PRODUCTS for layer in layers)
         )
 
     def __call__(
@@ -105,13 +107,7 @@ class FusedLayers:
 
 
 def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear | Int4Linear]:
-    """The products of a layer that have a compiled form; it has four: into and out of attention and of the MLP."""
+    """The products of a layer that have a compiled form."""
     assert isinstance(layer.mlp, Mlp)
     products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
     return [product for product in products if isinstance(product, PackedLinear | Int8Linear | Int4Linear)]
-
-
-def _are_compiled(layer: DecoderLayer, dtype: torch.dtype) -> bool:
-    """Whether rows of this type meet no product for which they would have to be converted."""
-    kinds = [type(product) for product in _products(layer)]
-    return kinds == [Int8Linear] * 4 or (len(kinds) == 4 and dtype == torch.float32)

@@ -48,6 +48,6 @@ class Int4Linear:
     @staticmethod
     def is_packed(packed: torch.Tensor, out_features: int, in_features: int) -> bool:
         """Whether `pack` gives such a tensor for a weight of this size."""
-        from kernels.cpu.products.int4_linear import is_weight
+        from kernels.cpu.products.layer_product import is_int4_weight
 
-        return is_weight(packed, out_features, in_features)
+        return is_int4_weight(packed, out_features, in_features)

@@ -29,26 +29,24 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, memory: HugePages | None = None) -> None:
-        from kernels.cpu.products.matmul import (
-            matmul,  # here, so that a worker with a GPU waits for no compiler of CPU code
-        )
+        # Here, so that a worker with a GPU waits for no compiler of CPU code.
+        from kernels.cpu.library import library
+        from kernels.cpu.products.layer_product import Product
         from kernels.cpu.products.packed_weight import pack, pack_pairs
-        from kernels.cpu.vectors.processor import HAS_PAIRS
 
-        self._matmul = matmul
-        self._has_pairs = HAS_PAIRS and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-        packed = pack_pairs(weight) if self._has_pairs else pack(weight)
+        has_pairs = library().has_pairs and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+        packed = pack_pairs(weight) if has_pairs else pack(weight)
         self._packed = packed if memory is None else memory.keep(packed)
         self._bias = None if bias is None else bias.float()
         self._out_features = weight.shape[0]
+        self._product = Product.of_floats(self._packed, self._bias, *weight.shape)
         self.weight_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `Linear`."""
-        out = x.new_empty(x.shape[0], self._out_features, dtype=torch.float32)
-        rows = x.contiguous().view(torch.float32) if self._has_pairs else x.float()
-        self._matmul(out, rows, self._packed, self._bias)
-        return out.to(x.dtype)
+        out = x.new_empty(x.shape[0], self._out_features)
+        self._product.multiply(out, x)
+        return out
 
     def compiled(self, in_features: int) -> Product:
         """What compiled code needs to multiply by this weight. Raises ValueError where it has not so many inputs."""

@@ -4,7 +4,7 @@
     residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
 
 The kernels are those of the single operations, bit for bit. What is saved is the way from Python to each of them, and
-that of the threads into and out of a parallel loop for each: `layer_threads`.
+that of the threads into and out of each. The code: native/layers.cpp.
 """
 
 from __future__ import annotations
@@ -16,16 +16,41 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from kernels.cpu.layers.layer_threads import LAYER, STEP, run_layers
+from kernels.cpu.elements import element_of, stored_element_of
 from kernels.cpu.layers.layer_workspace import LayerWorkspace, LayerWorkspaces, StackShape
-from kernels.cpu.products.int8_linear import OUTPUTS_OF_ITEM
-from kernels.cpu.products.layer_product import Product
-from kernels.cpu.rows.rotary import check_positions
-from kernels.cpu.runtime import num_threads
-from kernels.cpu.vectors import cache_prefetch
-from kernels.cpu.vectors.numbers import element_of, stored_element_of
+from kernels.cpu.library import library, num_threads
+from kernels.cpu.products.layer_product import PRODUCT, Product
+from kernels.cpu.rows import check_positions
 
 _ROWS_WORTH_A_CUT = 16  # left out behind the last attention; a second call of compiled code costs more than fewer
+_ADDRESS = _COUNT = np.int64
+LAYER = np.dtype(  # `Layer` of native/layers.cpp
+    [
+        ("input_norm", _ADDRESS),
+        ("qkv", PRODUCT),
+        ("cos_sin", _ADDRESS),
+        ("num_turned", _COUNT),  # elements of a head
+        ("key_cache", _ADDRESS),
+        ("value_cache", _ADDRESS),
+        ("window", _COUNT),
+        ("attention_scale", np.float64),
+        ("attention_out", PRODUCT),
+        ("mlp_norm", _ADDRESS),
+        ("mlp_in", PRODUCT),
+        ("mlp_out", PRODUCT),
+    ]
+)
+# `Step`, of a pass: sizes, the step's tensors and a workspace between operations.
+STEP = np.dtype(
+    [
+        *[(name, _COUNT) for name in ("rows", "num_sequences", "tables_stride", "element", "stored_element")],
+        *[(name, _COUNT) for name in ("hidden", "num_heads", "num_kv_heads", "head_size", "num_blocks", "block_size")],
+        *[(name, _ADDRESS) for name in ("positions", "slots", "block_tables", "seq_lens", "query_starts")],
+        *[(name, _ADDRESS) for name in ("update", "residual", "normed", "qkv", "attended", "inner", "activated")],
+        ("workspace", _ADDRESS),
+        *[(name, np.float64) for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap")],
+    ]
+)
 _STEP_FIELDS = STEP.names or ()
 
 
@@ -60,7 +85,6 @@ class LayerStack:
 
     def __init__(self, shape: StackShape, layers: Sequence[LayerWeights]) -> None:
         self._shape, self._kept = shape, list(layers)
-        self._zeros = torch.zeros(OUTPUTS_OF_ITEM)  # what int8 products take for a bias where there is none
         self._layers = np.zeros(len(layers), dtype=LAYER)
         self._num_angles = min(layer.cos_sin.shape[0] for layer in layers)
         for record, layer in zip(self._layers, layers, strict=True):
@@ -69,10 +93,10 @@ class LayerStack:
                 record[name] = getattr(layer, name).record
             for name in ("input_norm", "mlp_norm", "cos_sin"):
                 record[name] = getattr(layer, name).data_ptr()
-            record["max_positions"], record["num_turned"] = layer.cos_sin.shape
+            record["num_turned"] = layer.cos_sin.shape[1]
             record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
-        alike = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
-        self._fields = alike | {"zeros": self._zeros.data_ptr()}  # of `STEP`, the same in all passes
+        # Of `STEP`, the same in all passes.
+        self._fields = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
         self._workspaces = LayerWorkspaces(shape)
         # The caches of the call before, of which the first and the last stand for all, and records of layers with them.
         self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], np.ndarray] | None = None
@@ -117,8 +141,8 @@ class LayerStack:
         """Stages of `run_layers`; between: residual, update and attended of the rows that they compute."""
         residual, update, attended = between
         fields = self._fields | workspace.addresses
-        fields |= {"rows": residual.shape[0], "element_bytes": residual.element_size()}
-        fields["prefetch_bytes"] = cache_prefetch.BUDGET_BYTES
+        fields |= {"rows": residual.shape[0], "element": element_of(residual, self._kept[0].input_norm)}
+        fields["stored_element"] = stored_element_of(*cache)
         fields |= {"num_blocks": cache[0].shape[0], "block_size": cache[0].shape[2]}
         fields |= {"num_sequences": step.seq_lens.shape[0], "tables_stride": step.block_tables.stride(0)}
         given = {"update": update, "residual": residual, "attended": attended}
@@ -126,15 +150,9 @@ class LayerStack:
         given |= {"block_tables": step.block_tables, "seq_lens": step.seq_lens, "query_starts": step.query_starts}
         for name, tensor in given.items():
             fields[name] = tensor.data_ptr()
-        run_layers(
-            element_of(residual, self._kept[0].input_norm),
-            stored_element_of(*cache),
-            layers,
-            np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP),  # at once: field by field is slow
-            stages.start,
-            stages.stop,
-            num_threads(),
-        )
+        # All fields at once: one by one is slow.
+        record = np.array([tuple([fields[name] for name in _STEP_FIELDS])], dtype=STEP)
+        run_layers(layers, record, stages)
 
     def _with_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
         """Records of the layers with the addresses of these caches; not to be written to. Weak references tell whether
@@ -156,7 +174,7 @@ class LayerStack:
             raise ValueError(f"{tuple(residual.shape)} are not rows of {shape.hidden}")
         if len(step.positions) != rows or len(step.slot_mapping) != rows:
             raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
-        check_positions(step.positions.data_ptr(), rows, self._num_angles)
+        check_positions(step.positions, self._num_angles)
 
     def _check_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         shape = self._shape
@@ -165,6 +183,12 @@ class LayerStack:
         cache_shape = caches[0][0].shape
         if cache_shape[1::2] != (shape.num_kv_heads, shape.head_size):
             raise ValueError(f"caches {tuple(cache_shape)} are not of {shape.num_kv_heads} heads of {shape.head_size}")
+
+
+def run_layers(layers: np.ndarray, step: np.ndarray, stages: range) -> None:
+    """Stages of a step, the one record of `STEP`, through layers, records of `LAYER`: stage i is all that lies between
+    attention i - 1 and i, and this; the last, behind all attentions, has the number of layers."""
+    library().run_layers(layers.ctypes.data, len(layers), step.ctypes.data, stages.start, stages.stop, num_threads())
 
 
 def _check(shape: StackShape, layer: LayerWeights) -> None:
@@ -177,8 +201,8 @@ def _check(shape: StackShape, layer: LayerWeights) -> None:
     }
     for name, size in expected.items():
         product = getattr(layer, name)
-        if layer.input_norm.dtype != torch.float32 and not product.is_int8:
-            raise ValueError(f"{name} is for rows of float32, not {layer.input_norm.dtype}")
+        if not product.is_for(layer.input_norm.dtype):
+            raise ValueError(f"{name} is for rows of bfloat16, not {layer.input_norm.dtype}")
         if (product.out_features, product.in_features) != size:
             raise ValueError(f"{name} is {product.out_features} x {product.in_features}, not {size[0]} x {size[1]}")
     for name in ("input_norm", "mlp_norm"):

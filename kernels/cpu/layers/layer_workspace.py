@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.layers.layer_threads import MLP_ROWS
-from kernels.cpu.products.int8_rows import workspace_bytes
-
+MLP_ROWS = 256  # as many as an MLP takes at a time (native/layers.cpp)
+_BYTES_OF_GROUP = 40
 _KEPT_ROWS = 256  # those of a prompt need memory that other steps can use: 26 MB for 2,048 of SmolLM2-135M
 
 
@@ -35,7 +34,7 @@ class LayerWorkspace:
 
     Attributes:
         attended: [rows, heads], what attention gives.
-        addresses: of the fields of `layer_threads.STEP` that lie in this workspace.
+        addresses: of the fields of `layer_stack.STEP` that lie in this workspace.
     """
 
     def __init__(self, shape: StackShape, rows: int, dtype: torch.dtype) -> None:
@@ -48,9 +47,8 @@ class LayerWorkspace:
             "qkv": torch.empty(rows, heads + 2 * shape.num_kv_heads * shape.head_size, dtype=dtype),
             "inner": torch.empty(mlp_rows, 2 * shape.intermediate, dtype=dtype),
             "activated": torch.empty(mlp_rows, shape.intermediate, dtype=dtype),
-            "workspace": torch.empty(
-                workspace_bytes(rows, widest), dtype=torch.uint8
-            ),  # quantised rows of any of the products
+            # Rows of any of the products as float32, or quantised, which takes less but for a group's last inputs.
+            "workspace": torch.empty(rows * (4 * widest + _BYTES_OF_GROUP), dtype=torch.uint8),
         }
         self.addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 

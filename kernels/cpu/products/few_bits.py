@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.vectors.float_tile import PANEL
-
+PANEL = 48  # outputs that lie side by side in every packed weight but those of int8
 GROUP = 32  # inputs that share a scale
 STEP = 8  # inputs of which one word has 4 bits each
 

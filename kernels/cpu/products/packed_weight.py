@@ -12,26 +12,20 @@ For rows of bfloat16 and a processor that multiplies pairs of such numbers, two 
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 
-from kernels.cpu.products.few_bits import FORMATS, GROUP
+from kernels.cpu.products.few_bits import FORMATS, GROUP, PANEL
 from kernels.cpu.products.few_bits_fit import pack_few_bits
-from kernels.cpu.vectors.float_tile import PANEL
-from kernels.cpu.vectors.numbers import FLOAT32
 
-ELEMENTS = {
-    torch.float32: FLOAT32,
-    torch.bfloat16: np.uint16(0),
-    torch.uint8: np.uint8(0),
-    torch.int8: np.int8(0),
-    torch.int32: np.int32(0),
+# `Kind` of native/products.h, by the type of a packed tensor.
+KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int32: 4,
+    torch.uint32: 5,
 }
-
-
-_PAIRS = np.uint32(0)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -72,12 +66,10 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
     return num_panels, in_features // GROUP, few.record_bytes // dtype.itemsize
 
 
-def element_of_packed(packed: torch.Tensor) -> Any:
-    """The number whose type says in a kernel how a weight is packed. Raises TypeError for what `pack` never gives."""
-    if packed.dtype == torch.uint32:
-        return _PAIRS
+def kind_of_packed(packed: torch.Tensor) -> int:
+    """How the library calls the way in which a weight is packed. Raises TypeError for what `pack` never gives."""
     try:
-        return ELEMENTS[packed.dtype]
+        return KINDS[packed.dtype]
     except KeyError:
         raise TypeError(f"no weight is packed as {packed.dtype}") from None
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kernels.cpu.vectors.numbers import bits_of, float64_of_bits
+from kernels.cpu.sampling.numbers import bits_of, float64_of_bits
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH = 0.693147180369123816490  # the upper 32 bits, so that n * _LN2_HIGH is exact

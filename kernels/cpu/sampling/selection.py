@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu.vectors.numbers import bits_of
+from kernels.cpu.sampling.numbers import bits_of
 
 _LOW = np.int64(0xFFFFFFFF)
 

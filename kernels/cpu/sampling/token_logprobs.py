@@ -9,7 +9,7 @@ import torch
 from numba import njit, prange
 
 from kernels.cpu.runtime import num_threads
-from kernels.cpu.vectors.numbers import exp
+from kernels.cpu.sampling.numbers import exp
 from kernels.oracles.reference_sampling import CHUNK_SIZE
 
 

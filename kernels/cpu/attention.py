@@ -1,0 +1,63 @@
+"""Paged attention on a CPU: formula and arguments as in `kernels.oracles.reference.paged_attention`.
+
+The code, and what is promised of a row's bits: native/attention.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+
+from kernels.cpu.elements import element_of, stored_element_of
+from kernels.cpu.library import library, num_threads
+
+_ATTENTION = struct.Struct("=6q7q7q2f")  # `Attention` of native/attention.h
+
+
+def paged_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None = None,
+    sliding_window: int = 0,
+    logit_soft_cap: float = 0.0,
+) -> None:
+    """See `kernels.oracles.reference.paged_attention`. `out` may be strided in its first dimension.
+
+    out and query are float32 or bfloat16; the caches are either of them, or float16, whatever is computed in.
+    """
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    if num_heads % num_kv_heads or query.shape[2] != key_cache.shape[3]:
+        raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
+    passed = _ATTENTION.pack(
+        element_of(out, query),
+        out.data_ptr(),
+        out.stride(0),
+        query.data_ptr(),
+        query.stride(0),
+        num_heads,
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        stored_element_of(key_cache, value_cache),
+        *key_cache.shape,
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        seq_lens.data_ptr(),
+        query_starts.data_ptr(),
+        seq_lens.shape[0],
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        sliding_window,
+        scale,
+        logit_soft_cap,
+    )
+    library().paged_attention(ctypes.create_string_buffer(passed, len(passed)), num_threads())

@@ -1,0 +1,511 @@
+// Paged attention: formula and arguments as in `kernels.oracles.reference.paged_attention`.
+//
+// Kwon et al. 2023 (arXiv:2309.06180) for the paged cache; Milakov and Gimelshein 2018 (arXiv:1805.02867) for the
+// softmax that is computed tile by tile with a running maximum and sum. An item is a tile of query tokens and a
+// key/value head; the query heads of the group make its rows:
+//
+//     rows [tokens x group]  q -------- . K^T of 64 keys ---> scores [rows, 64] --- softmax, running m, l ---> p
+//                                                             acc [rows, head] <--- rescaled, + p . V of 64 keys
+//
+// A tile meets its keys in phases: what all its sequences have in common, once, then what each has of its own:
+//
+//     keys   0 ........... shared ........ seq_len
+//     s      | phase 0: read  |  phase 1  |
+//     s + 1  | once, by all   |  phase 2      |
+//     s + 2  | of them        |  phase 3 |
+//
+// Few rows take keys and values from where they lie in the cache: 16 keys by 16 elements are loaded, transposed in
+// registers and multiplied. Blocks lie anywhere, so the processor does not see the next ones coming; what is read two
+// runs of 16 keys later is prefetched. Many rows share a copy of a tile: keys transposed, values as float32.
+//
+// Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
+// keys. Masked keys add exact zeros. So a row's result does not depend on the rows beside it, nor on whether its token
+// is computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
+#include "attention.h"
+
+namespace {
+
+const i64 KEYS = 64;  // of a tile
+const i64 RUN = 16;   // keys that lie one after the other in the cache, where blocks are multiples of it
+const i64 RUNS = KEYS / RUN;
+const i64 QUERY_TILE = 32;   // tokens of a prompt; more leaves the threads of short prompts too few
+const i64 SHARED_TILE = 16;  // sequences over a common prefix
+const int ROWS = 4;          // multiplied at once: 4 x 4 sums and 4 vectors of keys or values
+const int COLUMNS = HAS_WIDE_REGISTERS ? 4 : 1;
+const i64 FEW_ROWS = 8;           // so many are quicker without a copy, though each four of them read anew
+const float NO_MAXIMUM = -1e30f;  // of a row that has met no key: finite, as what is subtracted from scores
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+// How many of the first `limit` keys of two sequences lie in the same blocks, in whole key tiles.
+i64 common_keys(const int32_t *table, const int32_t *other, i64 limit, i64 block_size) {
+    i64 keys = 0;
+    for (limit = limit / KEYS * KEYS; keys < limit && table[keys / block_size] == other[keys / block_size];)
+        keys += block_size;
+    return smaller(keys, limit) / KEYS * KEYS;
+}
+
+i64 query_len(const Attention &a, i64 s) { return a.query_starts[s + 1] - a.query_starts[s]; }
+
+// How many sequences from s on are decoded together, and the keys that they share.
+i64 members_of(const Attention &a, i64 s, i64 &shared) {
+    i64 members = 1;
+    shared = a.seq_lens[s];
+    // With a window each sequence has a first key of its own.
+    while (query_len(a, s) == 1 && a.window == 0 && members < SHARED_TILE && s + members < a.num_sequences) {
+        i64 other = s + members;
+        if (query_len(a, other) != 1) break;
+        i64 common = common_keys(a.block_tables + s * a.tables_stride, a.block_tables + other * a.tables_stride,
+                                 smaller(shared, a.seq_lens[other]), a.cache.block_size);
+        // One more sequence, but not at the price of most of what the others share.
+        if (common == 0 || (members > 1 && 2 * common < shared)) break;
+        members++, shared = common;
+    }
+    return members;
+}
+
+// The position, within its sequence, of a tile's token.
+i64 position_of(const Attention &a, const QueryTile &tile, i64 row) {
+    i64 s = tile.sequence;
+    if (tile.num_sequences > 1) return a.seq_lens[s + row] - 1;
+    return a.seq_lens[s] - (a.query_starts[s + 1] - tile.token) + row;
+}
+
+struct Keys {
+    i64 sequence, first, end;
+};
+Keys keys_of(const Attention &a, const QueryTile &tile, i64 phase) {
+    i64 s = tile.sequence;
+    if (phase == 0) return {s, 0, tile.shared_keys};
+    if (tile.num_sequences > 1) return {s + phase - 1, tile.shared_keys, a.seq_lens[s + phase - 1]};
+    i64 position = position_of(a, tile, 0);
+    return {s, a.window ? larger(0, position + 1 - a.window) / KEYS * KEYS : 0, position + tile.count};
+}
+
+// ---- where keys and values lie --------------------------------------------------------------------------------------
+template <class S>
+struct Place {         // of a tile of keys of a sequence and one head
+    i64 first, end;    // which keys
+    i64 starts[RUNS];  // elements before each run
+    const S *keys, *values;
+    i64 num_runs() const { return (end - first + RUN - 1) / RUN; }
+};
+
+template <class S>
+Place<S> find(const Attention &a, i64 head, Keys keys) {
+    const Cache &c = a.cache;
+    Place<S> place = {keys.first, smaller(keys.end, keys.first + KEYS), {}, (const S *)c.keys, (const S *)c.values};
+    const int32_t *table = a.block_tables + keys.sequence * a.tables_stride;
+    for (i64 run = 0; run < place.num_runs(); run++) {
+        i64 key = keys.first + run * RUN;
+        place.starts[run] =
+            ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
+    }
+    return place;
+}
+
+// What is read `RUNS_AHEAD` runs after a run of keys or values: of the same, or of what comes after it.
+const i64 RUNS_AHEAD = 2;
+template <class S>
+const S *ahead_of(i64 run, i64 count, const S *here, const i64 *starts, const S *after, const i64 *starts_after) {
+    run += RUNS_AHEAD;
+    return run < count ? here + starts[run] : after + starts_after[(run - count) % RUNS];
+}
+
+// ---- few rows: keys and values in place -----------------------------------------------------------------------------
+// scores [NUM, 64] = q [NUM, size] . K^T, for COUNT runs of 16 keys whose sums take turns.
+template <int NUM, int COUNT, class S>
+void score_runs(const float *q, i64 size, const S *const *keys, const S *const *soon, float *scores) {
+    F sums[COUNT][NUM];
+#pragma GCC unroll 2
+    for (int run = 0; run < COUNT; run++)
+#pragma GCC unroll 4
+        for (int r = 0; r < NUM; r++) sums[run][r] = splat(0.0f);
+    for (i64 d = 0; d < size; d += LANES) {
+#pragma GCC unroll 2
+        for (int run = 0; run < COUNT; run++) {
+            for (i64 i = 0; i < LANES * LANES * (i64)sizeof(S); i += CACHE_LINE) prefetch(at(soon[run] + d * RUN, i));
+            F lines[LANES];
+#pragma GCC unroll 16
+            for (int key = 0; key < RUN; key++) lines[key] = load(keys[run] + key * size + d);
+            transpose(lines);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 4
+                for (int r = 0; r < NUM; r++)
+                    sums[run][r] = fma(splat_at(q + r * size + d + i), lines[i], sums[run][r]);
+        }
+    }
+#pragma GCC unroll 2
+    for (int run = 0; run < COUNT; run++)
+#pragma GCC unroll 4
+        for (int r = 0; r < NUM; r++) store(scores + r * KEYS + run * RUN, sums[run][r]);
+}
+
+template <int NUM, class S>
+void score_in_place(const float *q, i64 size, const Place<S> &here, const S *after, const i64 *starts_after,
+                    float *scores) {
+    i64 count = here.num_runs(), run = 0;
+    const S *keys[2], *soon[2];
+    auto look = [&](i64 number, int i) {
+        keys[i] = here.keys + here.starts[number],
+        soon[i] = ahead_of(number, count, here.keys, here.starts, after, starts_after);
+    };
+    for (; run + 2 <= count; run += 2) {
+        look(run, 0), look(run + 1, 1);
+        score_runs<NUM, 2>(q, size, keys, soon, scores + run * RUN);
+    }
+    if (run < count) {
+        look(run, 0);
+        score_runs<NUM, 1>(q, size, keys, soon, scores + run * RUN);
+    }
+}
+
+// acc [NUM, 16 WIDTH] += p [NUM, keys] . V in some columns.
+template <int NUM, int WIDTH, class S>
+void add_values(const float *p, const Place<S> &here, i64 size, i64 column, i64 num_keys, float *acc, const S *after,
+                const i64 *starts_after) {
+    F sums[NUM][WIDTH];
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) sums[r][v] = load(acc + r * size + column + v * LANES);
+    i64 count = (num_keys + RUN - 1) / RUN;
+    for (i64 run = 0; run < count; run++) {
+        const S *line = here.values + here.starts[run] + column,
+                *soon = ahead_of(run, count, here.values, here.starts, after, starts_after) + column;
+        i64 end = smaller(num_keys, (run + 1) * RUN);
+        for (i64 key = run * RUN; key < end; key++, line += size, soon += size) {
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDTH * LANES * (int)sizeof(S); i += CACHE_LINE) prefetch(at(soon, i));
+            F values[WIDTH];
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++) values[v] = load(line + v * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < NUM; r++) {
+                F weight = splat_at(p + r * KEYS + key);
+#pragma GCC unroll 4
+                for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(weight, values[v], sums[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) store(acc + r * size + column + v * LANES, sums[r][v]);
+}
+
+template <int NUM, class S>
+void add_in_place(const float *p, const Place<S> &here, i64 size, i64 num_keys, float *acc, const S *after,
+                  const i64 *starts_after) {
+    i64 column = 0;
+    for (; column + COLUMNS * LANES <= size; column += COLUMNS * LANES)
+        add_values<NUM, COLUMNS>(p, here, size, column, num_keys, acc, after, starts_after);
+    for (; column < size; column += LANES)
+        add_values<NUM, 1>(p, here, size, column, num_keys, acc, after, starts_after);
+}
+
+// ---- many rows: a copy of keys and values ---------------------------------------------------------------------------
+// values [64, padded], the tile's lines one after the other, filled up with zeros.
+template <class S>
+void copy_lines(const Attention &a, const S *cache, i64 head, Keys keys, i64 padded, float *lines) {
+    const Cache &c = a.cache;
+    const int32_t *table = a.block_tables + keys.sequence * a.tables_stride;
+    i64 end = smaller(keys.end, keys.first + KEYS);
+    for (i64 key = keys.first; key < end; key++, lines += padded) {
+        const S *from =
+            cache +
+            ((table[key / c.block_size] * c.num_kv_heads + head) * c.block_size + key % c.block_size) * c.head_size;
+        each_vector(c.head_size, [&](i64 d, i64 count) INLINED { store(lines + d, load_some(from + d, count)); });
+    }
+}
+
+// keys [padded, 64] of lines [64, padded], of which `count` are there.
+void turn_lines(const float *lines, i64 count, i64 padded, float *keys) {
+    for (i64 first = 0; first < count; first += RUN)
+        for (i64 d = 0; d < padded; d += LANES) {
+            F block[LANES];
+            for (i64 i = 0; i < RUN; i++) block[i] = load(lines + (first + i) * padded + d);
+            transpose(block);
+            for (i64 i = 0; i < LANES; i++) store(keys + (d + i) * KEYS + first, block[i]);
+        }
+}
+
+// c [NUM, 16 WIDTH] = s + a [NUM, depth] . b [depth, 16 WIDTH]; sums run over depth.
+template <int NUM, int WIDTH>
+void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, const float *s, float *c, i64 c_stride,
+                 i64 depth) {
+    F sums[NUM][WIDTH];
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) sums[r][v] = s ? load(s + r * c_stride + v * LANES) : splat(0.0f);
+    for (i64 k = 0; k < depth; k++, b += b_stride) {
+        F values[WIDTH];
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) values[v] = load(b + v * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < NUM; r++) {
+            F factor = splat_at(a + r * a_stride + k);
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(factor, values[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
+}
+template <int NUM>
+void add_products(const float *a, i64 a_stride, const float *b, i64 b_stride, bool goes_on, float *c, i64 c_stride,
+                  i64 depth, i64 width) {
+    i64 column = 0;
+    for (; column + COLUMNS * LANES <= width; column += COLUMNS * LANES)
+        add_product<NUM, COLUMNS>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride,
+                                  depth);
+    for (; column < width; column += LANES)
+        add_product<NUM, 1>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
+}
+
+// `run` with the number of rows, 1 to 4, as a constant.
+template <int NUM>
+struct Number {
+    static const int value = NUM;
+};
+template <class Do>
+void with_rows(i64 rows, Do run) {
+    if (rows == 4) run(Number<4>());
+    else if (rows == 3) run(Number<3>());
+    else if (rows == 2) run(Number<2>());
+    else run(Number<1>());
+}
+
+// ---- softmax --------------------------------------------------------------------------------------------------------
+// Of a row's 64 scores those of keys after its token, or before its window, become -inf; the others get soft cap and
+// ALiBi. `distance` is the first key's position minus the token's.
+void mask(float *scores, i64 distance, float slope, i64 window, float cap) {
+    i64 start = window ? larger(0, 1 - window - distance) : 0, end = smaller(KEYS, 1 - distance);
+    bool is_changed = cap > 0 || slope != 0;
+    if (!is_changed && start <= 0 && end >= KEYS) return;
+    for (i64 i = 0; i < KEYS; i += LANES) {
+        F score = load(scores + i);
+        I keys = lanes_from((int32_t)i);
+        if (cap > 0) score = splat(cap) * tanh_of(score / splat(cap));
+        if (slope != 0) score = fma(splat(slope), to_float(keys + splat((int32_t)distance)), score);
+        store(scores + i,
+              where_within(keys, splat((int32_t)start), splat((int32_t)end), score, splat(-__builtin_inff())));
+    }
+}
+
+struct Running {
+    float maximum, sum;
+};
+
+// A row's 64 scores become their weights e^(score - maximum), 0 where hidden; what the row has added up so far is
+// scaled to a new maximum.
+void weigh(float *scores, Running &running, float *acc, i64 width) {
+    F s[RUNS];
+    for (i64 i = 0; i < RUNS; i++) s[i] = load(scores + i * LANES);
+    float most = largest_of_lanes(max(max(s[0], s[1]), max(s[2], s[3])));
+    if (most > running.maximum) {
+        float lanes[LANES];
+        store(lanes, exp_of(splat(running.maximum - most)));
+        F shrink = splat(lanes[0]);
+        running.sum *= lanes[0], running.maximum = most;
+        for (i64 d = 0; d < width; d += LANES) store(acc + d, load(acc + d) * shrink);
+    }
+    F maximum = splat(running.maximum);
+    for (i64 i = 0; i < RUNS; i++) s[i] = exp_of(s[i] - maximum), store(scores + i * LANES, s[i]);
+    running.sum += sum_of_lanes((s[0] + s[1]) + (s[2] + s[3]));
+}
+
+// ---- an item --------------------------------------------------------------------------------------------------------
+struct Rows {  // of an item
+    float *q, *acc, *scores, *lines, *keys;
+    Running *running;
+    i64 *positions;
+    i64 count, padded;
+};
+
+Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded) {
+    i64 count = tile.count * group;
+    char *memory = (char *)scratch(
+        OF_ITEM, (2 * count * padded + ROWS * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(sizeof(Running) + 8));
+    auto take = [&](i64 numbers) {
+        float *place = (float *)memory;
+        memory += numbers * 4;
+        return place;
+    };
+    Rows rows = {take(count * padded),
+                 take(count * padded),
+                 take(ROWS * KEYS),
+                 take(KEYS * padded),
+                 take(KEYS * padded),
+                 0,
+                 0,
+                 count,
+                 padded};
+    rows.positions = (i64 *)memory, rows.running = (Running *)(rows.positions + count);
+    memset(rows.acc, 0, count * padded * 4);
+    for (i64 row = 0; row < count; row++)
+        rows.positions[row] = position_of(a, tile, row / group), rows.running[row] = {NO_MAXIMUM, 0.0f};
+    return rows;
+}
+
+// Element `d` of the head of a row lies at this distance.
+i64 place_of(i64 stride, i64 size, const QueryTile &tile, i64 head, i64 group, i64 row) {
+    return (tile.token + row / group) * stride + (head * group + row % group) * size;
+}
+
+template <class T>
+void read_query(const Attention &a, const QueryTile &tile, i64 head, i64 group, Rows &rows) {
+    for (i64 row = 0; row < rows.count; row++) {
+        const T *from = (const T *)a.query + place_of(a.query_stride, a.cache.head_size, tile, head, group, row);
+        each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
+            store(rows.q + row * rows.padded + d, load_some(from + d, count) * splat(a.scale));
+        });
+    }
+}
+template <class T>
+void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, const Rows &rows) {
+    for (i64 row = 0; row < rows.count; row++) {
+        T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, head, group, row);
+        F share = splat(1.0f / rows.running[row].sum);  // NaN where all scores are -inf
+        each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
+            store_some(to + d, load(rows.acc + row * rows.padded + d) * share, count);
+        });
+    }
+}
+
+template <class S>
+struct Walk {
+    const Attention &a;
+    const QueryTile *tiles;
+    i64 group, padded;
+    bool may_stay;
+
+    // Where the keys lie that come after these: of this phase, of this item's next, or of the next item; or these.
+    Place<S> next_place(i64 item, i64 end, i64 phase, Keys keys, const Place<S> &here) const {
+        i64 heads = a.cache.num_kv_heads;
+        const QueryTile &tile = tiles[item / heads];
+        if (keys.first + KEYS < keys.end) return find<S>(a, item % heads, {keys.sequence, keys.first + KEYS, keys.end});
+        if (phase < tile.num_sequences) return find<S>(a, item % heads, keys_of(a, tile, phase + 1));
+        if (item + 1 >= end) return here;
+        const QueryTile &other = tiles[(item + 1) / heads];
+        return find<S>(a, (item + 1) % heads, keys_of(a, other, other.shared_keys ? 0 : 1));
+    }
+
+    void item(i64 number, i64 end) const {
+        i64 heads = a.cache.num_kv_heads, head = number % heads;
+        const QueryTile &tile = tiles[number / heads];
+        Rows rows = make_rows(a, tile, group, padded);
+        if (a.element == FLOAT32) read_query<float>(a, tile, head, group, rows);
+        else read_query<Bfloat16>(a, tile, head, group, rows);
+        for (i64 phase = tile.shared_keys ? 0 : 1; phase <= tile.num_sequences; phase++) {
+            Keys keys = keys_of(a, tile, phase);
+            i64 first_row = 0, end_row = rows.count;
+            if (phase && tile.num_sequences > 1) first_row = (phase - 1) * group, end_row = phase * group;
+            for (; keys.first < keys.end; keys.first += KEYS) {
+                if (may_stay && end_row - first_row <= FEW_ROWS) {
+                    Place<S> here = find<S>(a, head, keys);
+                    meet_in_place(rows, head, first_row, end_row, here, next_place(number, end, phase, keys, here));
+                } else {
+                    meet_copy(rows, head, first_row, end_row, keys);
+                }
+            }
+        }
+        if (a.element == FLOAT32) write_out<float>(a, tile, head, group, rows);
+        else write_out<Bfloat16>(a, tile, head, group, rows);
+    }
+
+    // Up to the last key that any of these rows sees: weights of others are 0, and would add nothing.
+    static i64 keys_seen(const Rows &rows, i64 row, i64 count, i64 first, i64 end) {
+        return smaller(end, rows.positions[row + count - 1] + 1) - first;
+    }
+
+    void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key) const {
+        for (i64 r = 0; r < count; r++) {
+            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f,
+                  *scores = rows.scores + r * KEYS;
+            mask(scores, first_key - rows.positions[row + r], slope, a.window, a.soft_cap);
+            weigh(scores, rows.running[row + r], rows.acc + (row + r) * padded, padded);
+        }
+    }
+
+    void meet_in_place(Rows &rows, i64 head, i64 first_row, i64 end_row, const Place<S> &here,
+                       const Place<S> &next) const {
+        for (i64 row = first_row; row < end_row; row += ROWS) {
+            i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, here.first, here.end);
+            if (num_keys <= 0) continue;
+            const Place<S> &after = row + ROWS < end_row ? here : next;
+            with_rows(count, [&](auto number) {
+                const int NUM = decltype(number)::value;
+                score_in_place<NUM>(rows.q + row * padded, padded, here, here.values, here.starts, rows.scores);
+                weigh_rows(rows, head, row, count, here.first);
+                add_in_place<NUM>(rows.scores, here, padded, num_keys, rows.acc + row * padded, after.keys,
+                                  after.starts);
+            });
+        }
+    }
+
+    void meet_copy(Rows &rows, i64 head, i64 first_row, i64 end_row, Keys keys) const {
+        i64 end = smaller(keys.end, keys.first + KEYS);
+        copy_lines<S>(a, (const S *)a.cache.keys, head, keys, padded, rows.lines);
+        turn_lines(rows.lines, end - keys.first, padded, rows.keys);
+        copy_lines<S>(a, (const S *)a.cache.values, head, keys, padded, rows.lines);
+        for (i64 row = first_row; row < end_row; row += ROWS) {
+            i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, keys.first, end);
+            if (num_keys <= 0) continue;
+            with_rows(count, [&](auto number) {
+                const int NUM = decltype(number)::value;
+                i64 width = (num_keys + LANES - 1) / LANES * LANES;
+                add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, rows.scores, KEYS,
+                                  a.cache.head_size, width);
+                weigh_rows(rows, head, row, count, keys.first);
+                add_products<NUM>(rows.scores, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
+                                  num_keys, padded);
+            });
+        }
+    }
+};
+
+template <class S>
+void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles) {
+    i64 padded = (a.cache.head_size + LANES - 1) / LANES * LANES;
+    Walk<S> walk = {a, tiles, a.num_heads / a.cache.num_kv_heads, padded,
+                    padded == a.cache.head_size && a.cache.block_size % RUN == 0};
+    share(team, num_tiles * a.cache.num_kv_heads, [&](i64 item, i64 end) { walk.item(item, end); });
+}
+
+}  // namespace
+
+i64 most_tiles(const Attention &a) {
+    i64 count = 0;
+    for (i64 s = 0; s < a.num_sequences; s++) count += (query_len(a, s) + QUERY_TILE - 1) / QUERY_TILE;
+    return count;
+}
+
+i64 cut_tiles(const Attention &a, QueryTile *tiles) {
+    i64 count = 0;
+    for (i64 s = 0, members; s < a.num_sequences; s += members) {
+        i64 shared, length = query_len(a, s);
+        members = members_of(a, s, shared);
+        if (members > 1) length = members;
+        for (i64 first = 0; first < length; first += QUERY_TILE)
+            tiles[count++] = {s, members, a.query_starts[s] + first, smaller(QUERY_TILE, length - first),
+                              members > 1 ? shared : 0};
+    }
+    return count;
+}
+
+void attend(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles) {
+    if (a.cache.element == FLOAT32) attend_to<float>(team, a, tiles, num_tiles);
+    else if (a.cache.element == BFLOAT16) attend_to<Bfloat16>(team, a, tiles, num_tiles);
+    else attend_to<Float16>(team, a, tiles, num_tiles);
+}
+
+EXPORT void octavo_paged_attention(const Attention *attention, i64 threads) {
+    QueryTile *tiles = (QueryTile *)scratch(OF_CALL, most_tiles(*attention) * (i64)sizeof(QueryTile));
+    i64 num_tiles = cut_tiles(*attention, tiles);
+    in_parallel(smaller(threads, num_tiles * attention->cache.num_kv_heads), 1,
+                [&](Team &team) { attend(team, *attention, tiles, num_tiles); });
+}

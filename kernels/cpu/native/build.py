@@ -1,0 +1,150 @@
+"""Compiles the library of CPU kernels for levels of instructions: `python kernels/cpu/native/build.py [--all]`.
+
+Needs nothing but the standard library and a compiler of C++17: $CXX, g++, clang++ or c++, else `ziglang` from pip. A
+file is named after its level and a hash of all that goes into it, so a change of the sources makes another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+BUILT = SOURCES / "built"
+# No library of C++ and nothing that would change a bit: sums are fused where the source says so, and nowhere else.
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instructions that a library may use: what a processor has to have, as Linux calls it, and compiler flags."""
+
+    needs: frozenset[str]
+    flags: list[str]
+
+
+_AVX2 = ["avx2", "fma", "f16c"]
+_AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]
+
+
+def _level(names: list[str]) -> Level:
+    of_linux = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+    return Level(frozenset(of_linux.get(name, name) for name in names), [f"-m{name}" for name in names])
+
+
+# The most capable last; a processor takes the last that it has all of.
+LEVELS = {
+    "plain": Level(frozenset(), ["-O1", "-Wno-psabi"]),  # with -O2 a minute in place of ten seconds
+    "avx2": _level(_AVX2),
+    "avx2-vnni": _level([*_AVX2, "avxvnni"]),
+    "avx512": _level(_AVX512),
+    "avx512-vnni": _level([*_AVX512, "avx512vnni"]),
+    "avx512-bf16": _level([*_AVX512, "avx512vnni", "avx512bf16"]),
+}
+
+
+class NoCompilerError(RuntimeError):
+    """There is no compiler of C++, and no library that was compiled before."""
+
+
+@cache
+def processor_features() -> frozenset[str]:
+    """What Linux says that this processor has; nothing where it is no x86-64."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def usable_levels() -> list[str]:
+    """Those that this processor has all of."""
+    return [name for name, level in LEVELS.items() if level.needs <= processor_features()]
+
+
+@cache
+def _digest() -> str:
+    files = sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), Path(__file__)])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def file_name(level: str, *, is_sanitized: bool = False) -> str:
+    """Of a library: for which processors, and of which sources."""
+    kind = "-sanitized" if is_sanitized else ""
+    return f"octavo-{platform.machine()}-{level}{kind}-{_digest()}.so"
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler. Raises NoCompilerError."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise NoCompilerError(
+        "CPU kernels have to be compiled, and there is no C++ compiler: install g++, or `pip install ziglang`"
+    )
+
+
+def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> Path:
+    """Compiles the library of a level into `folder`; its path. Raises NoCompilerError, or RuntimeError with what the
+    compiler says."""
+    command, flags = compiler(), [*FLAGS, *LEVELS[level].flags, *(SANITIZED if is_sanitized else [])]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+        objects = [f"{scratch}/{path.stem}.o" for path in sources]
+        commands = [[*command, *flags, "-c", str(path), "-o", out] for path, out in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(_run, commands))
+        library = f"{scratch}/library.so"
+        if command[-2:] == ["ziglang", "c++"]:
+            command = [*command[:-1], "cc"]  # as C++ it would first compile C++'s library, of which nothing is used
+        linked = ["-shared", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs" if not is_sanitized else "-Wl,-z,lazy"]
+        _run([*command, *flags, *linked, *objects, "-o", library, "-lm"])
+        path = folder / file_name(level, is_sanitized=is_sanitized)
+        Path(library).rename(path)  # at once: another process finds all of it or nothing
+    for other in folder.glob(f"octavo-{platform.machine()}-{level}-" + "?" * 16 + ".so"):
+        if other != path and not is_sanitized:
+            other.unlink(missing_ok=True)  # of earlier sources
+    return path
+
+
+def _run(command: list[str]) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{ended.stderr}")
+
+
+def main() -> None:
+    """Compiles what is not there yet."""
+    parser = argparse.ArgumentParser(prog="kernels/cpu/native/build.py")
+    parser.add_argument("--all", action="store_true", help="for every kind of processor, not for this one alone")
+    parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
+    parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
+    options = parser.parse_args()
+    all_levels = list(LEVELS) if platform.machine() == "x86_64" else ["plain"]
+    for level in all_levels if options.all else usable_levels()[-1:]:
+        if not (options.into / file_name(level, is_sanitized=options.sanitize)).exists():
+            start = time.perf_counter()
+            compile_library(level, options.into, is_sanitized=options.sanitize)
+            print(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

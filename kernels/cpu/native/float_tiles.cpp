@@ -1,0 +1,110 @@
+// Products with weights kept as float32, bfloat16 or pairs of bfloat16: tiles of rows whose sums stay in registers
+// while a panel streams by.
+//
+//     packed [panels, in, 48]           float32 or bfloat16
+//     packed [panels, in / 2, 48, 2]    pairs: two inputs of an output side by side, as one instruction multiplies them
+//
+// A processor with 32 registers of 16 numbers takes 8 rows by the panel's 48 columns at a time. One with 16 registers
+// of 8 has no place for that: it takes 6 rows by 16 columns, three times. Every sum runs over the inputs in order, one
+// fused multiply-add after the other, whatever tile it is in.
+#include "products.h"
+
+namespace {
+
+const i64 MOST_ROWS = HAS_WIDE_REGISTERS ? 8 : 6;
+const i64 DEPTH =
+    2048;  // of a panel that all rows are multiplied by before the next: it stays in the second cache level
+const i64 SOON_BYTES = 4096;  // how far one row asks ahead of what it reads
+
+struct Float32Weight {
+    enum { LINE = PANEL * 4, VECTOR = LANES * 4, INPUTS = 1 };
+    static F read(const char *w) { return load((const float *)w); }
+    static F add(F x, F w, F sum) { return fma(x, w, sum); }
+};
+struct Bfloat16Weight {
+    enum { LINE = PANEL * 2, VECTOR = LANES * 2, INPUTS = 1 };
+    static F read(const char *w) { return load((const Bfloat16 *)w); }
+    static F add(F x, F w, F sum) { return fma(x, w, sum); }
+};
+struct PairWeight {
+    enum { LINE = PANEL * 4, VECTOR = LANES * 4, INPUTS = 2 };
+    static F read(const char *w) { return load((const float *)w); }
+    static F add(F x, F w, F sum) { return dot_pairs(x, w, sum); }
+};
+
+// C [ROWS, 16 COLUMNS] = S + x . W over `depth` lines of the panel; what lies `ahead` bytes behind is prefetched.
+template <class Weight, int ROWS, int COLUMNS>
+void tile(const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c, i64 c_stride,
+          i64 ahead) {
+    F sums[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < COLUMNS; v++) sums[r][v] = load(s + r * s_stride + v * LANES);
+    for (i64 k = 0; k < depth; k++, w += Weight::LINE, x += 4) {
+        F weights[COLUMNS];
+#pragma GCC unroll 3
+        for (int v = 0; v < COLUMNS; v++) weights[v] = Weight::read(w + v * Weight::VECTOR);
+#pragma GCC unroll 3
+        for (int i = 0; i < COLUMNS * Weight::VECTOR; i += CACHE_LINE) prefetch(w + ahead + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            F factor = splat_at((const float *)(x + r * x_stride));
+#pragma GCC unroll 3
+            for (int v = 0; v < COLUMNS; v++) sums[r][v] = Weight::add(factor, weights[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < COLUMNS; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
+}
+
+// The same for up to `ROWS` rows, by the tile that is made for their number.
+template <class Weight, int ROWS, int COLUMNS>
+void tile_of(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
+             i64 c_stride, i64 ahead) {
+    if (rows == ROWS) tile<Weight, ROWS, COLUMNS>(x, x_stride, w, depth, s, s_stride, c, c_stride, ahead);
+    else if constexpr (ROWS > 1)
+        tile_of<Weight, ROWS - 1, COLUMNS>(rows, x, x_stride, w, depth, s, s_stride, c, c_stride, ahead);
+}
+
+template <class Weight>
+void stream(i64 rows, const char *x, i64 x_stride, const char *w, i64 depth, const float *s, i64 s_stride, float *c,
+            i64 c_stride, i64 ahead) {
+    for (i64 row = 0; row < rows; row += MOST_ROWS) {
+        i64 count = smaller(rows - row, MOST_ROWS);
+        const char *from = x + row * x_stride;
+        const float *start = s + row * s_stride;
+        float *to = c + row * c_stride;
+        if (HAS_WIDE_REGISTERS || count <= 2) {
+            tile_of<Weight, HAS_WIDE_REGISTERS ? 8 : 2, VECTORS>(count, from, x_stride, w, depth, start, s_stride, to,
+                                                                 c_stride, ahead);
+        } else {
+            for (int v = 0; v < VECTORS; v++)
+                tile_of<Weight, MOST_ROWS, 1>(count, from, x_stride, w + v * Weight::VECTOR, depth, start + v * LANES,
+                                              s_stride, to + v * LANES, c_stride, ahead);
+        }
+    }
+}
+
+template <class Weight>
+void add_panel(const PanelWork &work) {
+    i64 lines = work.depth / Weight::INPUTS, bytes = lines * Weight::LINE;
+    // One tile reads memory as fast as it comes, and goes on into the next panel; more find the panel in the cache.
+    i64 ahead = work.rows <= MOST_ROWS && work.start_stride == 0 ? SOON_BYTES : work.has_next ? bytes : 0;
+    for (i64 k = 0; k < lines || k == 0; k += DEPTH) {
+        i64 count = smaller(lines - k, DEPTH);
+        const float *s = k ? work.sums : work.start;
+        stream<Weight>(work.rows, work.x + k * 4, work.x_stride, work.weight + k * Weight::LINE, count, s,
+                       k ? work.sums_stride : work.start_stride, work.sums, work.sums_stride, ahead);
+    }
+}
+
+}  // namespace
+
+void add_floats(i64 kind, const PanelWork &work) {
+    if (kind == WEIGHT_FLOAT32) add_panel<Float32Weight>(work);
+    else if (kind == WEIGHT_BFLOAT16) add_panel<Bfloat16Weight>(work);
+    else if (HAS_PAIRS) add_panel<PairWeight>(work);
+}

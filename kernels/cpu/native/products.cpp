@@ -1,0 +1,107 @@
+// out = x W^T + bias, with W packed once; for one row as for thousands.
+//
+// A panel of 48 outputs is what a thread multiplies at a time: by some rows whose inputs stay in the second cache
+// level. Every sum starts with the bias and runs over the inputs in order, one fused multiply-add after the other;
+// those of quantised rows are exact within a group, and groups are added in order. So a row's result depends neither on
+// the other rows nor on the number of threads nor on how the weight is kept: bit for bit. Sums are float32, and rounded
+// once where rows are bfloat16.
+#include "products.h"
+
+namespace {
+
+const i64 ROWS_BYTES = 512 << 10;  // of x that are multiplied before the next: they stay in the second cache level
+
+bool is_quantized(i64 kind) { return kind >= INT8; }
+bool takes_float32(i64 kind) { return kind < WEIGHT_PAIRS; }
+
+// Bytes from a row to the next as kernels take them.
+i64 prepared_bytes(const Product &product, i64 element) {
+    if (is_quantized(product.kind)) return groups_of(product.num_in) * (i64)sizeof(Group);
+    return takes_float32(product.kind) && element == BFLOAT16 ? product.num_in * 4 : 0;  // 0: as they are
+}
+
+void prepare_row(const Product &product, i64 element, const void *x, void *to) {
+    if (is_quantized(product.kind)) return quantize_row(element, x, product.num_in, (Group *)to);
+    each_vector(product.num_in, [&](i64 i, i64 count) INLINED {
+        store_some((float *)to + i, load_some((const Bfloat16 *)x + i, count), count);
+    });
+}
+
+// One panel and some rows.
+struct FloatItem {
+    const Product &product;
+    i64 element;
+    char *out;
+    i64 out_stride;
+    const char *x;
+    i64 x_stride, rows, rows_at_once, num_panels;
+
+    void operator()(i64 item, i64 end) const {
+        i64 row = item / num_panels * rows_at_once, panel = item % num_panels, column = panel * PANEL;
+        i64 count = smaller(rows - row, rows_at_once);
+        i64 width = smaller(product.num_out - column, PANEL);
+        float start[PANEL] = {};
+        if (product.bias) memcpy(start, product.bias + column, width * 4);
+        bool is_direct = width == PANEL && element == FLOAT32;
+        char *to = out + (row * out_stride + column) * element_bytes(element);
+        float *sums = is_direct ? (float *)to : (float *)scratch(OF_ITEM, count * PANEL * 4);
+        PanelWork work = {x + row * x_stride,
+                          x_stride,
+                          count,
+                          product.num_in,
+                          product.weight + panel * panel_bytes(product.kind, product.num_in),
+                          start,
+                          sums,
+                          is_direct ? out_stride : (i64)PANEL,
+                          panel + 1 < num_panels && item + 1 < end};
+        bool is_few_bits = product.kind >= WEIGHT_4_BITS_AND_MINIMUM && product.kind <= WEIGHT_4_BITS;
+        if (is_few_bits) add_few_bits(product.kind, work);
+        else add_floats(product.kind, work);
+        if (!is_direct) write_sums(sums, count, width, element, to, out_stride);
+    }
+};
+
+}  // namespace
+
+void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, i64 out_stride) {
+    for (i64 row = 0; row < rows; row++)
+        each_vector(width, [&](i64 i, i64 count) INLINED {
+            F values = load(sums + row * PANEL + i);
+            if (element == FLOAT32) store_some((float *)out + row * out_stride + i, values, count);
+            else store_some((Bfloat16 *)out + row * out_stride + i, values, count);
+        });
+}
+
+i64 workspace_bytes(const Product &product, i64 element, i64 rows) { return rows * prepared_bytes(product, element); }
+
+void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
+              i64 rows, char *workspace) {
+    i64 stride = x_stride * element_bytes(element), prepared = prepared_bytes(product, element),
+        size = element_bytes(element);
+    const char *from = (const char *)x;
+    share(team, prepared ? rows : 0,
+          [&](i64 row, i64) { prepare_row(product, element, from + row * stride, workspace + row * prepared); });
+    if (prepared) from = workspace, stride = prepared;
+    i64 num_panels = (product.num_out + PANEL - 1) / PANEL;
+    if (!is_quantized(product.kind)) {
+        i64 at_once = ROWS_BYTES / (4 * larger(product.num_in, 1)) / 8 * 8 + 8;
+        FloatItem item = {product, element, (char *)out, out_stride, from, stride, rows, at_once, num_panels};
+        share(team, (rows + at_once - 1) / at_once * num_panels, item);
+        return;
+    }
+    i64 num_groups = groups_of(product.num_in), bytes = panel_bytes(product.kind, product.num_in);
+    share(team, rows ? num_panels : 0, [&](i64 panel, i64 end) {
+        i64 column = panel * PANEL, count = smaller(product.num_out - column, PANEL);
+        multiply_quantized(product.kind, (const Group *)from, rows, num_groups, product.weight + panel * bytes,
+                           product.scale ? product.scale + column : 0, product.bias ? product.bias + column : 0, count,
+                           element, (char *)out + column * size, out_stride, panel + 1 < end);
+    });
+}
+
+EXPORT void octavo_multiply(const Product *product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
+                            i64 rows, i64 threads) {
+    char *workspace = (char *)scratch(OF_CALL, workspace_bytes(*product, element, rows));
+    threads = smaller(threads, (product->num_out + PANEL - 1) / PANEL);
+    in_parallel(threads, PHASES_OF_PRODUCT,
+                [&](Team &team) { multiply(team, *product, element, out, out_stride, x, x_stride, rows, workspace); });
+}

@@ -1,0 +1,71 @@
+// Products of rows with packed weights, whichever way these are kept; see products.cpp.
+#pragma once
+#include "threads.h"
+
+enum Element { FLOAT32, BFLOAT16 };  // of rows
+// How a weight is kept. Of the first five numbers say exactly what the weight is, and rows are not rounded; PAIRS are
+// of bfloat16, for rows of bfloat16; of the rest rows are quantised as they come.
+enum Kind {
+    WEIGHT_FLOAT32,
+    WEIGHT_BFLOAT16,
+    WEIGHT_4_BITS_AND_MINIMUM,
+    WEIGHT_8_BITS,
+    WEIGHT_4_BITS,
+    WEIGHT_PAIRS,
+    INT8,
+    INT4_AND_MINIMUM,
+    INT4
+};
+
+const i64 PANEL = 48;  // outputs of a panel, which a thread multiplies at a time
+const i64 VECTORS = PANEL / LANES;
+const i64 GROUP = 32;  // inputs that share a scale
+
+struct Product {
+    i64 kind;
+    const char *weight;
+    const float *scale;  // of INT8, one an output
+    const float *bias;   // or 0
+    i64 num_in, num_out;
+};
+
+INLINE i64 element_bytes(i64 element) { return element == FLOAT32 ? 4 : 2; }
+
+enum { PHASES_OF_PRODUCT = 2 };
+// Bytes that `multiply` needs for so many rows.
+i64 workspace_bytes(const Product &product, i64 element, i64 rows);
+// out [rows, num_out] = x [rows, num_in] W^T + bias, by all threads of a team; strides in elements.
+void multiply(Team &team, const Product &product, i64 element, void *out, i64 out_stride, const void *x, i64 x_stride,
+              i64 rows, char *workspace);
+
+// What a thread does with a panel: sums[r, c] = start[c] + sum_k x[r, k] W[48 panel + c, k], in float32. Strides in
+// bytes for x, in numbers for sums and start, which may be a line for each row; `has_next`: the panel behind is likely
+// to come next.
+struct PanelWork {
+    const char *x;
+    i64 x_stride, rows, depth;
+    const char *weight;  // of the panel
+    const float *start;
+    float *sums;
+    i64 sums_stride;
+    bool has_next;
+    i64 start_stride = 0;
+};
+i64 panel_bytes(i64 kind, i64 depth);
+void add_floats(i64 kind, const PanelWork &work);
+void add_few_bits(i64 kind, const PanelWork &work);
+
+// Quantised rows: of each group of 32 inputs the numbers, in the order of `int8_weight.QUAD_ORDER`, what they are
+// scaled by, and -128 times their sum.
+struct Group {
+    int8_t numbers[GROUP];
+    float scale;
+    int32_t start;
+};
+INLINE i64 groups_of(i64 num_in) { return (num_in + GROUP - 1) / GROUP; }
+void quantize_row(i64 element, const void *x, i64 size, Group *groups);
+// A panel of quantised weights by all rows; `count` of its outputs exist. scale: of INT8.
+void multiply_quantized(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                        const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next);
+// Sums [rows, 48] to the first `width` columns of out.
+void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, i64 out_stride);

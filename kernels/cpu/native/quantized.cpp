@@ -1,0 +1,264 @@
+// Products of quantised rows: by weights of eight bits (kernels/int8_weight.py) and of four
+// (kernels/cpu/products/few_bits.py).
+//
+//     8 bits   total[r, o] += scale[r, g] * (sum_i w[o, i] q[r, i] - 128 sum_i q[r, i])     w = q of the weight + 128
+//              out[r, o] = total[r, o] * scale[o] + bias[o]
+//     4 bits   total[r, o] += scale[r, g] * (d[o, g] sum_i w[o, i] q[r, i] + m[o, g] sum_i q[r, i])       w = 0 .. 15
+//
+// over the groups g of 32 inputs. The instruction for four products and their sum takes one factor unsigned, hence the
+// 128; what it adds too much is known when a row is quantised, and sums start from there. A format of 4 bits without
+// minima has m = -8 d. Sums within a group are exact, and groups are added in order, each by one fused multiply-add,
+// whatever the number of rows.
+//
+// A row is quantised group by group: scale = max |x| / 127, q = round(x / scale). A group that holds NaN or an infinity
+// gets the scale NaN, and with it everything that is computed of the row. One whose numbers are all below 1e-30 counts
+// as zeros: 127 / max has to be finite.
+#include "products.h"
+
+namespace {
+
+const i64 ROWS = 4, QUADS = GROUP / 4, BYTES_OF_GROUP = GROUP * LANES;
+const i64 WIDE_ROWS = 8;  // from which three panels of 16 are multiplied at once; fewer go through one after the other
+const i64 SOON_BYTES = 4096;               // how far tiles of fewer rows ask ahead of what they read
+const int32_t INFINITY_BITS = 0x7f800000;  // those of NaN are larger
+
+// 1 to 4 rows by COLUMNS panels of 16 outputs, from the first group to the number that is written. Where there are few
+// sums each is begun several times, or every product would wait for the last.
+template <int NUM, int COLUMNS, class T>
+void tile_of_bytes(const Group *groups, i64 stride, i64 num_groups, const char *weight, i64 panel_stride,
+                   const float *scale, const float *bias, T *out, i64 out_stride, const char *next, i64 next_lines) {
+    const int CHAINS = NUM * COLUMNS >= 8 ? 1 : NUM * COLUMNS >= 3 ? 2 : NUM * COLUMNS == 2 ? 4 : 8;
+    F totals[NUM][COLUMNS];
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+        for (int p = 0; p < COLUMNS; p++) totals[r][p] = splat(0.0f);
+    for (i64 g = 0; g < num_groups; g++, weight += BYTES_OF_GROUP) {
+        if (NUM == ROWS) {
+            for (i64 i = 0; i < next_lines; i++) prefetch_second_level(next + (g * next_lines + i) * CACHE_LINE);
+        } else {
+#pragma GCC unroll 3
+            for (int p = 0; p < COLUMNS; p++)
+#pragma GCC unroll 8
+                for (int i = 0; i < QUADS; i++) prefetch(weight + p * panel_stride + SOON_BYTES + i * CACHE_LINE);
+        }
+        I sums[NUM][COLUMNS][CHAINS];
+#pragma GCC unroll 4
+        for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+            for (int p = 0; p < COLUMNS; p++)
+#pragma GCC unroll 8
+                for (int c = 0; c < CHAINS; c++) sums[r][p][c] = splat(c ? 0 : groups[r * stride + g].start);
+#pragma GCC unroll 8
+        for (int quad = 0; quad < QUADS; quad++) {
+            I weights[COLUMNS];
+#pragma GCC unroll 3
+            for (int p = 0; p < COLUMNS; p++)
+                weights[p] = load((const int32_t *)(weight + p * panel_stride + quad * CACHE_LINE));
+#pragma GCC unroll 4
+            for (int r = 0; r < NUM; r++) {
+                I inputs = splat_at(groups[r * stride + g].numbers + quad * 4);
+#pragma GCC unroll 3
+                for (int p = 0; p < COLUMNS; p++)
+                    sums[r][p][quad % CHAINS] = dot_bytes(sums[r][p][quad % CHAINS], weights[p], inputs);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+            for (int p = 0; p < COLUMNS; p++) {
+                I sum = sums[r][p][0];
+#pragma GCC unroll 8
+                for (int c = 1; c < CHAINS; c++) sum = sum + sums[r][p][c];
+                totals[r][p] = fma(to_float(sum), splat_at(&groups[r * stride + g].scale), totals[r][p]);
+            }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+        for (int p = 0; p < COLUMNS; p++)
+            store(out + r * out_stride + p * LANES, fma(totals[r][p], load(scale + p * LANES), load(bias + p * LANES)));
+}
+
+// 1 to 4 rows by a panel of 48 outputs of four bits. A word of 8 inputs has those of even number in the lower halves of
+// its bytes and those of odd number in the upper.
+template <int NUM, bool HAS_MINIMUM>
+void tile_of_halves(const Group *groups, i64 stride, i64 num_groups, const char *record, const float *bias, float *out,
+                    i64 out_stride, const char *next, i64 next_lines) {
+    const int RECORD = PANEL * 2 * (1 + HAS_MINIMUM) + PANEL * GROUP / 2;
+    const int CHAINS = NUM >= 2 ? 1 : 2;
+    F totals[NUM][VECTORS];
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(bias + v * LANES);
+    for (i64 g = 0; g < num_groups; g++, record += RECORD) {
+        if (NUM == ROWS) {
+            for (i64 i = 0; i < next_lines; i++) prefetch_second_level(next + (g * next_lines + i) * CACHE_LINE);
+        } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < RECORD; i += CACHE_LINE) prefetch(record + SOON_BYTES + i);
+        }
+        I sums[NUM][VECTORS][CHAINS];
+#pragma GCC unroll 4
+        for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 2
+                for (int c = 0; c < CHAINS; c++) sums[r][v][c] = splat(0);
+        const char *words = record + RECORD - PANEL * GROUP / 2;
+#pragma GCC unroll 8
+        for (int quad = 0; quad < QUADS; quad++) {
+            I weights[VECTORS];
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++) {
+                I pair = load((const int32_t *)words + quad / 2 * PANEL + v * LANES);
+                weights[v] = (quad % 2 ? shift_right<4>(pair) : pair) & splat(0x0f0f0f0f);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < NUM; r++) {
+                I inputs = splat_at(groups[r * stride + g].numbers + quad * 4);
+#pragma GCC unroll 3
+                for (int v = 0; v < VECTORS; v++)
+                    sums[r][v][quad % CHAINS] = dot_bytes(sums[r][v][quad % CHAINS], weights[v], inputs);
+            }
+        }
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) {
+            F scales = load((const Float16 *)record + v * LANES);
+            // Over -128, as `start` is so much too large.
+            F minima = HAS_MINIMUM ? load((const Float16 *)record + PANEL + v * LANES) * splat(-1.0f / 128)
+                                   : scales * splat(8.0f / 128);
+#pragma GCC unroll 4
+            for (int r = 0; r < NUM; r++) {
+                const Group &group = groups[r * stride + g];
+                I sum = sums[r][v][0];
+                if (CHAINS == 2) sum = sum + sums[r][v][CHAINS - 1];
+                F value = fma(minima, splat((float)group.start), to_float(sum) * scales);
+                totals[r][v] = fma(value, splat_at(&group.scale), totals[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < NUM; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * LANES, totals[r][v]);
+}
+
+template <int NUM, int COLUMNS, class T, class... Rest>
+void tile_of_rows(i64 rows, Rest... rest) {
+    if (rows == NUM) tile_of_bytes<NUM, COLUMNS, T>(rest...);
+    else if constexpr (NUM > 1) tile_of_rows<NUM - 1, COLUMNS, T>(rows, rest...);
+}
+template <int NUM, bool HAS_MINIMUM, class... Rest>
+void halves_of_rows(i64 rows, Rest... rest) {
+    if (rows == NUM) tile_of_halves<NUM, HAS_MINIMUM>(rest...);
+    else if constexpr (NUM > 1) halves_of_rows<NUM - 1, HAS_MINIMUM>(rows, rest...);
+}
+
+// What all tiles of a panel prefetch together of the next `bytes`: so many lines a group.
+i64 lines_a_group(i64 bytes, i64 rows, i64 num_groups) {
+    i64 turns = (rows < ROWS ? 1 : rows / ROWS) * num_groups;
+    return (bytes / CACHE_LINE + turns - 1) / turns;
+}
+
+template <int COLUMNS, class T>
+void rows_by_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                   const float *bias, T *out, i64 out_stride, bool has_next) {
+    i64 stride = num_groups * BYTES_OF_GROUP, lines = has_next ? lines_a_group(COLUMNS * stride, rows, num_groups) : 0;
+    const char *next = weight + COLUMNS * stride, *end = next + COLUMNS * stride;
+    for (i64 row = 0; row < rows; row += ROWS) {
+        i64 count = smaller(rows - row, ROWS);
+        tile_of_rows<ROWS, COLUMNS, T>(count, groups + row * num_groups, num_groups, num_groups, weight, stride, scale,
+                                       bias, out + row * out_stride, out_stride, next, next < end ? lines : 0);
+        next += num_groups * lines * CACHE_LINE;
+    }
+}
+
+template <class T>
+void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                    const float *bias, i64 count, T *out, i64 out_stride, bool has_next) {
+    const float zeros[PANEL] = {};
+    if (HAS_WIDE_REGISTERS && rows >= WIDE_ROWS && count == PANEL)
+        return rows_by_bytes<VECTORS>(groups, rows, num_groups, weight, scale, bias ? bias : zeros, out, out_stride,
+                                      has_next);
+    for (i64 first = 0; first < count;
+         first += LANES, weight += num_groups * BYTES_OF_GROUP) {  // one stream of memory a thread
+        bool is_followed = first + LANES < count || has_next;
+        if (first + LANES <= count) {
+            rows_by_bytes<1>(groups, rows, num_groups, weight, scale + first, bias ? bias + first : zeros, out + first,
+                             out_stride, is_followed);
+            continue;
+        }
+        i64 left = count - first;  // nothing past the outputs is read or written
+        float line[2][LANES] = {};
+        memcpy(line[0], scale + first, left * 4);
+        if (bias) memcpy(line[1], bias + first, left * 4);
+        T *whole = (T *)scratch(OF_PANEL, rows * LANES * sizeof(T));
+        rows_by_bytes<1>(groups, rows, num_groups, weight, line[0], line[1], whole, (i64)LANES, is_followed);
+        for (i64 row = 0; row < rows; row++)
+            memcpy(out + row * out_stride + first, whole + row * LANES, left * sizeof(T));
+    }
+}
+
+template <bool HAS_MINIMUM>
+void rows_by_halves(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *bias, float *out,
+                    i64 out_stride, i64 bytes, bool has_next) {
+    i64 lines = has_next ? lines_a_group(bytes, rows, num_groups) : 0;
+    const char *next = weight + bytes, *end = next + bytes;
+    for (i64 row = 0; row < rows; row += ROWS) {
+        i64 count = smaller(rows - row, ROWS);
+        halves_of_rows<ROWS, HAS_MINIMUM>(count, groups + row * num_groups, num_groups, num_groups, weight, bias,
+                                          out + row * out_stride, out_stride, next, next < end ? lines : 0);
+        next += num_groups * lines * CACHE_LINE;
+    }
+}
+
+void multiply_halves(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *bias,
+                     i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
+    float start[PANEL] = {};
+    if (bias) memcpy(start, bias, count * 4);
+    bool is_whole = count == PANEL && element == FLOAT32;
+    float *to = is_whole ? (float *)out : (float *)scratch(OF_PANEL, rows * PANEL * 4);
+    i64 stride = is_whole ? out_stride : (i64)PANEL, bytes = panel_bytes(kind, num_groups * GROUP);
+    if (kind == INT4) rows_by_halves<false>(groups, rows, num_groups, weight, start, to, stride, bytes, has_next);
+    else rows_by_halves<true>(groups, rows, num_groups, weight, start, to, stride, bytes, has_next);
+    if (!is_whole) write_sums(to, rows, count, element, out, out_stride);
+}
+
+template <class T>
+void quantize(const T *x, i64 size, Group *group) {
+    for (i64 first = 0; first < size; first += GROUP, group++) {
+        i64 count = smaller(size - first, GROUP), low = smaller(count, LANES);
+        F values[2] = {load_some(x + first, low),
+                       count > LANES ? load_some(x + first + LANES, count - LANES) : splat(0.0f)};
+        // As integers, the bits of magnitudes are ordered as these are, NaN above all.
+        I sizes[2] = {bits_of(values[0]) & splat(0x7fffffff), bits_of(values[1]) & splat(0x7fffffff)};
+        int32_t most_bits = largest_of_lanes(larger_unsigned(sizes[0], sizes[1]));
+        float most;
+        memcpy(&most, &most_bits, 4);
+        bool is_broken = most_bits >= INFINITY_BITS, is_zero = most < 1e-30f;
+        group->scale = is_broken ? __builtin_nanf("") : is_zero ? 0.0f : most / 127.0f;
+        F factor = splat(is_broken || is_zero ? 0.0f : 127.0f / most);
+        I numbers[2] = {to_int(rounded(values[0] * factor)), to_int(rounded(values[1] * factor))};
+        store_quads(group->numbers, numbers[0]), store_quads(group->numbers + LANES, numbers[1]);
+        uint32_t sum = (uint32_t)sum_of_lanes(numbers[0] + numbers[1]);  // of NaN no matter what: it is scaled by NaN
+        group->start = (int32_t)(0 - 128 * sum);
+    }
+}
+
+}  // namespace
+
+void quantize_row(i64 element, const void *x, i64 size, Group *groups) {
+    if (element == FLOAT32) quantize((const float *)x, size, groups);
+    else quantize((const Bfloat16 *)x, size, groups);
+}
+
+void multiply_quantized(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                        const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next) {
+    if (kind != INT8)
+        multiply_halves(kind, groups, rows, num_groups, weight, bias, count, element, out, out_stride, has_next);
+    else if (element == FLOAT32)
+        multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (float *)out, out_stride, has_next);
+    else multiply_bytes(groups, rows, num_groups, weight, scale, bias, count, (Bfloat16 *)out, out_stride, has_next);
+}

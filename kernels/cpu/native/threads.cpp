@@ -1,0 +1,182 @@
+// The helpers of all parallel work: threads of this library's own, which look for work for a while and then sleep.
+//
+// `gate` says what helpers may do: its lowest bits count those inside, the next bit is set while there is work, and the
+// rest is the number of the work. A helper goes in by counting itself, and the caller shuts the gate and waits until
+// nobody is inside, so that no helper touches work that is over, however late it comes.
+#include "threads.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// Looks before a waiting thread sleeps, some 15 ns each: longer than most items take, and less than waking a thread
+// costs where a core without work is given back to a hypervisor. Helpers look as long for the next work.
+enum { LOOKS = 4000, MOST_HELPERS = 1023 };
+const i64 INSIDE = 0xffff, OPEN = 0x10000, NEXT = 0x20000;
+
+struct {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of the one caller
+    i64 gate;
+    int32_t number, sleepers;  // of the work, for those who sleep
+    int num_helpers;
+    void (*body)(Team &, void *);
+    void *argument;
+    int32_t *counters;
+    i64 counters_bytes;
+    int threads, phases;
+} pool;
+
+void look_away() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+void sleep_while(int32_t *place, int32_t value) { syscall(SYS_futex, place, FUTEX_WAIT_PRIVATE, value, 0, 0, 0); }
+
+void help_once(int thread) {
+    i64 gate = __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE);
+    do {
+        if (!(gate & OPEN)) return;
+    } while (!__atomic_compare_exchange_n(&pool.gate, &gate, gate + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    if (thread < pool.threads) {
+        Team team = {pool.counters, thread, pool.threads, pool.phases, 0};
+        pool.body(team, pool.argument);
+    }
+    __atomic_sub_fetch(&pool.gate, 1, __ATOMIC_ACQ_REL);
+}
+
+void *help(void *thread) {
+    pthread_setname_np(pthread_self(), "octavo-kernels");
+    for (int32_t seen = 0;;) {
+        for (int looks = 0; look_at(&pool.number) == seen && looks < LOOKS; looks++) look_away();
+        while (look_at(&pool.number) == seen) {
+            count_on(&pool.sleepers, 1);
+            sleep_while(&pool.number, seen);
+            count_on(&pool.sleepers, -1);
+        }
+        seen = look_at(&pool.number);
+        help_once((int)(intptr_t)thread);
+    }
+    return 0;
+}
+
+// In a child process there are no helpers any more.
+void forget_helpers() {
+    pool.lock = PTHREAD_MUTEX_INITIALIZER;
+    pool.gate = 0, pool.number = 0, pool.sleepers = 0, pool.num_helpers = 0;
+}
+
+void start_helpers(int wanted) {
+    static int is_prepared = 0;
+    if (!is_prepared) pthread_atfork(0, 0, forget_helpers), is_prepared = 1;
+    sigset_t all, before;  // signals are for threads of Python's
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.num_helpers < wanted) {
+        pthread_t helper;
+        if (pthread_create(&helper, 0, help, (void *)(intptr_t)(pool.num_helpers + 1))) break;  // with those there are
+        pthread_detach(helper);
+        pool.num_helpers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+}
+
+void run_alone(i64 phases, void (*body)(Team &, void *), void *argument) {
+    int32_t few[64] = {}, *counters = few;
+    if (counters_size(1, phases) > 64) counters = (int32_t *)calloc(counters_size(1, phases), COUNTER_BYTES);
+    Team team = {counters, 0, 1, (int)phases, 0};
+    body(team, argument);
+    if (counters != few) free(counters);
+}
+
+bool make_counters(i64 size) {
+    if (size * COUNTER_BYTES > pool.counters_bytes) {
+        int32_t *counters = (int32_t *)realloc(pool.counters, size * COUNTER_BYTES);
+        if (!counters) return false;
+        pool.counters = counters, pool.counters_bytes = size * COUNTER_BYTES;
+    }
+    memset(pool.counters, 0, size * COUNTER_BYTES);
+    return true;
+}
+
+}  // namespace
+
+void wait_for(int32_t *counter, int32_t value, int32_t *sleepers) {
+    for (int looks = 0; looks < LOOKS; looks++) {
+        if (look_at(counter) == value) return;
+        look_away();
+    }
+    count_on(sleepers, 1);
+    for (int32_t now; (now = look_at(counter)) != value;) sleep_while(counter, now);
+    count_on(sleepers, -1);
+}
+
+void wake(int32_t *counter) { syscall(SYS_futex, counter, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0); }
+
+void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *argument) {
+    if (threads > MOST_HELPERS + 1) threads = MOST_HELPERS + 1;
+    if (threads <= 1 || pthread_mutex_trylock(&pool.lock)) return run_alone(phases, body, argument);
+    start_helpers((int)threads - 1);
+    if (!make_counters(counters_size(threads, phases))) {
+        pthread_mutex_unlock(&pool.lock);
+        return run_alone(phases, body, argument);
+    }
+    pool.body = body, pool.argument = argument, pool.threads = (int)threads, pool.phases = (int)phases;
+    __atomic_add_fetch(&pool.gate, NEXT | OPEN, __ATOMIC_ACQ_REL);
+    count_on(&pool.number, 1);
+    if (look_at(&pool.sleepers)) wake(&pool.number);
+    Team team = {pool.counters, 0, (int)threads, (int)phases, 0};
+    body(team, argument);
+    __atomic_sub_fetch(&pool.gate, OPEN, __ATOMIC_ACQ_REL);
+    for (int looks = 0; __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE; looks++) {
+        if (looks < LOOKS) look_away();
+        else sched_yield();
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+void *scratch(Slot slot, i64 bytes) {
+    static thread_local struct {
+        void *memory;
+        i64 bytes;
+    } slots[NUM_SLOTS];
+    if (slots[slot].bytes < bytes) {
+        free(slots[slot].memory);
+        slots[slot].bytes = (bytes + bytes / 2 + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+        slots[slot].memory = aligned_alloc(CACHE_LINE, slots[slot].bytes);
+        if (!slots[slot].memory) {
+            static const char text[] = "octavo: there is no memory for a CPU kernel\n";
+            (void)!write(2, text, sizeof text - 1);
+            abort();
+        }
+    }
+    return slots[slot].memory;
+}
+
+// Keeps the calling thread on cores[0] and helper i on cores[i]; their ids, or 0 of one that did not come. -1: done;
+// otherwise the place of a core that may not be used.
+EXPORT i64 octavo_pin_threads(const i64 *cores, i64 *thread_ids, i64 count) {
+    i64 failed = -1;
+    int32_t arrived = 0;
+    in_parallel(count, 1, [&](Team &team) {
+        count_on(&arrived,
+                 1);  // the caller stays until all have come, or for a second or so: work would end without them
+        for (int looks = 0; look_at(&arrived) < team.threads && looks < 1000000; looks++) sched_yield();
+        cpu_set_t mask;
+        CPU_ZERO(&mask);
+        bool is_pinned = cores[team.thread] < CPU_SETSIZE;
+        if (is_pinned) CPU_SET(cores[team.thread], &mask);
+        thread_ids[team.thread] = (i64)syscall(SYS_gettid);
+        if (!is_pinned || sched_setaffinity(0, sizeof mask, &mask))
+            __atomic_store_n(&failed, (i64)team.thread, __ATOMIC_SEQ_CST);
+    });
+    return failed;
+}

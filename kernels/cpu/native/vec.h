@@ -1,0 +1,132 @@
+// Vectors of 16 numbers: what kernels are written in, whatever the processor has.
+//
+// F is sixteen float32, I sixteen int32. One AVX-512 register, two of AVX2 or, elsewhere, a plain array. Each file
+// behind this one has the same functions for one kind of processor; here is what follows from them. Products are fused
+// with sums only where `fma` says so, and sums over lanes have one order: a result has the same bits everywhere, but
+// for products of pairs of bfloat16, which only some processors have.
+//
+// An element is how a number lies in memory: float, Bfloat16 or Float16.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+typedef int64_t i64;
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+const i64 LANES = 16, CACHE_LINE = 64;
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda that is called twice
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+#if defined(__AVX512F__)
+#include "vec_avx512.h"
+#elif defined(__AVX2__)
+#include "vec_avx2.h"
+#else
+#include "vec_plain.h"
+#endif
+
+INLINE void prefetch(const void *place) { __builtin_prefetch(place, 0, 3); }
+INLINE void prefetch_second_level(const void *place) { __builtin_prefetch(place, 0, 2); }
+
+template <class T>
+INLINE const T *at(const T *start, i64 bytes) {
+    return (const T *)((const char *)start + bytes);
+}
+template <class T>
+INLINE T *at(T *start, i64 bytes) {
+    return (T *)((char *)start + bytes);
+}
+
+INLINE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 larger(i64 a, i64 b) { return a > b ? a : b; }
+
+// ---- elements -------------------------------------------------------------------------------------------------------
+// To nearest, ties to even; of finite numbers, and the NaN that x86 makes stays one.
+INLINE I rounded_to_bfloat16(F x) {
+    I bits = bits_of(x);
+    return shift_right<16>(bits + splat(0x7fff) + (shift_right<16>(bits) & splat(1)));
+}
+INLINE F load(const Bfloat16 *p) { return float_of(shift_left<16>(widen(p))); }
+INLINE void store(Bfloat16 *p, F x) { narrow(p, rounded_to_bfloat16(x)); }
+
+// The first `count` of 16 numbers, and zeros; nothing behind them is read or written.
+template <class T>
+INLINE F load_part(const T *p, i64 count) {
+    T part[LANES] = {};
+    memcpy(part, p, count * sizeof(T));
+    return load(part);
+}
+template <class T>
+INLINE void store_part(T *p, F x, i64 count) {
+    T part[LANES];
+    store(part, x);
+    memcpy(p, part, count * sizeof(T));
+}
+
+// `run(first, count)` for each 16 elements of `size`; count is 16, and less for what is left.
+template <class Do>
+INLINE void each_vector(i64 size, Do run) {
+    i64 i = 0;
+    for (; i + LANES <= size; i += LANES) run(i, (i64)LANES);
+    if (i < size) run(i, size - i);
+}
+template <class T>
+INLINE F load_some(const T *p, i64 count) {
+    return count == LANES ? load(p) : load_part(p, count);
+}
+template <class T>
+INLINE void store_some(T *p, F x, i64 count) {
+    if (count == LANES) store(p, x);
+    else store_part(p, x, count);
+}
+// As it comes back from memory where it lies as such elements.
+INLINE F rounded_as(F x, const float *) { return x; }
+INLINE F rounded_as(F x, const Bfloat16 *) { return float_of(shift_left<16>(rounded_to_bfloat16(x))); }
+
+// ---- functions ------------------------------------------------------------------------------------------------------
+// e^x = 2^n (1 + r + r^2 P(r)), n = round(x log2 e), r = x - n ln 2, P as in Cephes `expf`: within 1 ulp for x <= 0,
+// 0 below -87, e^88 above 88, NaN of NaN.
+INLINE F exp_of(F x) {
+    const F lowest = splat(-87.0f);
+    F inside = min(max(x, lowest), splat(88.0f));
+    F n = rounded(inside * splat(1.4426950408889634f));
+    F r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), inside));
+    F p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    F power = fma(p, r * r, r) + splat(1.0f);
+    F result = float_of(bits_of(power) + shift_left<23>(to_int(n)));
+    return where_less(x, lowest, splat(0.0f), where_nan(x, x, result));
+}
+// (e^2x - 1) / (e^2x + 1): off by some 1e-7, whatever the size of x.
+INLINE F tanh_of(F x) {
+    F power = exp_of(x + x);
+    return (power - splat(1.0f)) / (power + splat(1.0f));
+}
+// x / (1 + e^-x)
+INLINE F silu_of(F x) { return x / (splat(1.0f) + exp_of(splat(0.0f) - x)); }
+
+// Of 16 lanes their sum or the largest, in one order.
+INLINE float sum_of_lanes(F x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+INLINE float largest_of_lanes(F x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}

@@ -1,0 +1,108 @@
+"""What is done to each row alone: norms, activations, rotation, and its way into the cache. The code: native/rows.cpp.
+
+Signatures and formulas are those of `kernels.oracles.reference`. A row's result depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+
+from kernels.cpu.elements import element_of, stored_element_of
+from kernels.cpu.library import library, num_threads
+
+_CACHE = struct.Struct("=7q")  # `Cache` of native/rows.h
+
+
+def rms_norm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> None:
+    """See `kernels.oracles.reference.rms_norm`; all contiguous."""
+    addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr()
+    library().rms_norm(element_of(out, x, weight), *addresses, *x.shape, eps, weight_offset, num_threads())
+
+
+def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    """See `kernels.oracles.reference.silu_and_mul`; both contiguous."""
+    library().silu_and_mul(element_of(out, x), out.data_ptr(), x.data_ptr(), *out.shape, num_threads())
+
+
+def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
+    """See `kernels.oracles.reference.gelu`; both contiguous."""
+    _gelu(out, x, False, is_approximate)
+
+
+def gelu_and_mul(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
+    """See `kernels.oracles.reference.gelu_and_mul`; both contiguous."""
+    _gelu(out, x, True, is_approximate)
+
+
+def _gelu(out: torch.Tensor, x: torch.Tensor, is_gated: bool, is_approximate: bool) -> None:
+    places = out.data_ptr(), x.data_ptr(), *out.shape
+    library().gelu(element_of(out, x), *places, is_gated, is_approximate, num_threads())
+
+
+def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """See `reference.rotary`; `cos_sin` is float32; query and key may be strided in their first dimension. Raises
+    IndexError for a position without angles."""
+    check_positions(positions, cos_sin.shape[0])
+    rows, num_heads, head_size = query.shape
+    library().rotary(
+        element_of(query, key),
+        query.data_ptr(),
+        query.stride(0),
+        num_heads,
+        key.data_ptr(),
+        key.stride(0),
+        key.shape[1],
+        head_size,
+        rows,
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        cos_sin.shape[1],
+        num_threads(),
+    )
+
+
+def check_positions(positions: torch.Tensor, num_angles: int) -> None:
+    """Raises IndexError for a position beyond a table of so many: compiled code would read what lies there."""
+    if library().position_without_angles(positions.data_ptr(), positions.shape[0], num_angles) >= 0:
+        raise IndexError("a position is not within those that have angles")
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `kernels.oracles.reference.reshape_and_cache`; key and value may be strided in their first dimension."""
+    stored = stored_element_of(key_cache, value_cache)
+    cache = _CACHE.pack(key_cache.data_ptr(), value_cache.data_ptr(), stored, *key_cache.shape)
+    places = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)
+    passed = ctypes.create_string_buffer(cache, len(cache))
+    library().reshape_and_cache(element_of(key, value), *places, passed, slot_mapping.data_ptr(), slot_mapping.shape[0])
+
+
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `kernels.oracles.reference.rotary_and_cache`; one after the other."""
+    rotary(query, key, positions, cos_sin)
+    reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
