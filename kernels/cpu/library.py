@@ -117,8 +117,10 @@ def _path_of(level: str) -> Path:
 
 
 def _own_folder() -> Path:
-            print(f"compiling CPU kernels for {level} into {folder}, once: seconds", file=sys.stderr, flush=True)
-    where others may write to it, a folder of this process alone."""
+    """`kernels` in Octavo's cache (`octavo.shared.cache`, which nothing here may import).
+
+    What lies in it is run as code: where others may write to it, a folder of this process alone.
+    """
     given, of_user = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(given or Path(of_user) / "octavo") / "kernels"
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
