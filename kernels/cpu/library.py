@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,18 +102,28 @@ def _path_of(level: str) -> Path:
     """Beside the sources, or in the user's cache where nobody may write there; compiled if it is in neither."""
     if given := os.environ.get(_LIBRARY):
         return Path(given)
-    name, own = build.file_name(level), _own_folder()
-    for folder in (build.BUILT, own):
-        if (folder / name).exists():
-            return folder / name
-    parent = build.BUILT if build.BUILT.exists() else build.BUILT.parent
+    name = build.file_name(level)
+    if (build.BUILT / name).exists():
+        return build.BUILT / name
     with _compiling:
-        folder = build.BUILT if os.access(parent, os.W_OK) else own
-        print(f"compiling CPU kernels for {level} into {folder}, once: some ten seconds", file=sys.stderr, flush=True)
-        return build.compile_library(level, folder)
+        parent = build.BUILT if build.BUILT.exists() else build.BUILT.parent
+        folder = build.BUILT if os.access(parent, os.W_OK) else _own_folder()
+        if not (folder / name).exists():
+            print(
+                f"compiling CPU kernels for {level} into {folder}, once: some ten seconds", file=sys.stderr, flush=True
+            )
+            build.compile_library(level, folder)
+        return folder / name
 
 
 def _own_folder() -> Path:
-    """`kernels` in Octavo's cache (`octavo.shared.cache`, which nothing here may import)."""
+    """`kernels` in Octavo's cache (`octavo.shared.cache`, which nothing here may import).
+
+    What lies in it is run as code: where others may write to it, a folder of this process alone.
+    """
     given, of_user = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given or Path(of_user) / "octavo") / "kernels"
+    folder = Path(given or Path(of_user) / "octavo") / "kernels"
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    status = folder.stat()
+    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if is_own else Path(tempfile.mkdtemp(prefix="octavo-kernels-"))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,10 @@ def test_a_library_goes_to_the_users_cache_where_the_package_cannot_be_written_t
     path = library_module._path_of("plain")
     assert path.exists() and path.parent == tmp_path / "cache" / "kernels"
     assert library_module._path_of("plain") == path
+    path.parent.chmod(0o777)  # somebody else's code might lie there
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = library_module._path_of("plain")
+    assert other.exists() and other.parent.parent == tmp_path
 
 
 def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
