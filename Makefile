@@ -125,5 +125,5 @@ chaos: model
 	OMP_NUM_THREADS=1 TESTS_TRY=10 $(BIN)/python -m pytest -m 'chaos or without_end' --timeout 0 -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info kernels/cpu/native/built
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -173,6 +173,10 @@ def main(config: WorkerConfig) -> int:
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise StartupError("too little memory to load the model") from error
+        from kernels.cpu.native.build import NoCompilerError  # with what a worker on a GPU does without
+
+        if isinstance(error, NoCompilerError):
+            raise StartupError(str(error)) from None
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

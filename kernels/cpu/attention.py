@@ -39,6 +39,9 @@ def paged_attention(
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
     if num_heads % num_kv_heads or query.shape[2] != key_cache.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
+    for name, integers in (("block_tables", block_tables), ("seq_lens", seq_lens), ("query_starts", query_starts)):
+        if integers.dtype != torch.int32 or integers.stride(-1) != 1:
+            raise ValueError(f"{name} is {integers.dtype} of strides {integers.stride()}, not int32 line by line")
     passed = _ATTENTION.pack(
         element_of(out, query),
         out.data_ptr(),

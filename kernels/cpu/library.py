@@ -50,7 +50,12 @@ class Library:
     def __init__(self, level: str) -> None:
         self.level = level
         self.has_pairs = "avx512bf16" in " ".join(build.LEVELS[level].flags)
-        loaded = ctypes.CDLL(str(_path_of(level)))
+        try:
+            loaded = ctypes.CDLL(str(_path_of(level)))
+        except OSError:  # made for a newer C library than this machine has, as a wheel's may be
+            if os.environ.get(_LIBRARY):
+                raise
+            loaded = ctypes.CDLL(str(_compiled(level, _own_folder())))
         for name, (result, arguments) in _DECLARED.items():
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
@@ -107,13 +112,15 @@ def _path_of(level: str) -> Path:
         return build.BUILT / name
     with _compiling:
         parent = build.BUILT if build.BUILT.exists() else build.BUILT.parent
-        folder = build.BUILT if os.access(parent, os.W_OK) else _own_folder()
-        if not (folder / name).exists():
-            print(
-                f"compiling CPU kernels for {level} into {folder}, once: some ten seconds", file=sys.stderr, flush=True
-            )
-            build.compile_library(level, folder)
-        return folder / name
+        return _compiled(level, build.BUILT if os.access(parent, os.W_OK) else _own_folder())
+
+
+def _compiled(level: str, folder: Path) -> Path:
+    path = folder / build.file_name(level)
+    if not path.exists():
+        print(f"compiling CPU kernels for {level} into {folder}, once: some ten seconds", file=sys.stderr, flush=True)
+        build.compile_library(level, folder)
+    return path
 
 
 def _own_folder() -> Path:
@@ -123,7 +130,10 @@ def _own_folder() -> Path:
     """
     given, of_user = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(given or Path(of_user) / "octavo") / "kernels"
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    status = folder.stat()
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:  # there is no home, or none that can be written to
+        return Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
     is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if is_own else Path(tempfile.mkdtemp(prefix="octavo-kernels-"))

@@ -26,13 +26,21 @@ def rms_norm(
     weight_offset: float = 0.0,
 ) -> None:
     """See `kernels.oracles.reference.rms_norm`; all contiguous."""
+    if not (out.is_contiguous() and x.is_contiguous() and (residual is None or residual.is_contiguous())):
+        raise ValueError("rows of a norm are contiguous")
     addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr()
     library().rms_norm(element_of(out, x, weight), *addresses, *x.shape, eps, weight_offset, num_threads())
 
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     """See `kernels.oracles.reference.silu_and_mul`; both contiguous."""
+    _check_halves(out, x)
     library().silu_and_mul(element_of(out, x), out.data_ptr(), x.data_ptr(), *out.shape, num_threads())
+
+
+def _check_halves(out: torch.Tensor, x: torch.Tensor) -> None:
+    if x.shape != (out.shape[0], 2 * out.shape[1]) or not (out.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"x {tuple(x.shape)} is not a gate and its values for out {tuple(out.shape)}, both contiguous")
 
 
 def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
@@ -42,6 +50,7 @@ def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
 
 def gelu_and_mul(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
     """See `kernels.oracles.reference.gelu_and_mul`; both contiguous."""
+    _check_halves(out, x)
     _gelu(out, x, True, is_approximate)
 
 
@@ -86,6 +95,8 @@ def reshape_and_cache(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `kernels.oracles.reference.reshape_and_cache`; key and value may be strided in their first dimension."""
+    if slot_mapping.dtype != torch.int64 or not slot_mapping.is_contiguous():
+        raise ValueError(f"slot_mapping is {slot_mapping.dtype}, not contiguous int64")
     stored = stored_element_of(key_cache, value_cache)
     cache = _CACHE.pack(key_cache.data_ptr(), value_cache.data_ptr(), stored, *key_cache.shape)
     places = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)

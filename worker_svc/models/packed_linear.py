@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 class PackedLinear:
     """See `Linear`; on a CPU. Of bfloat16 rows the sums are float32, too, and rounded once.
 
-    One Zen 5 core, bfloat16 weights out of memory, us; oneDNN: `mkldnn._linear_pointwise` with its own packing. Where
-    it is told that there are no instructions for bfloat16 it takes 2 to 10 times as long as this from 2 rows on:
-
-        weight, rows                1      2      8     32    128    512
-        3072 x 576, oneDNN        111    116    147    338   1025   3891
-        packed                    106    106    129    283    996   3997
-        576 x 1536, oneDNN         62     64     80    169    519   1890
-        packed                     53     57     67    145    502   1857
-
     With AMX oneDNN has faster products for many rows, but gives a row other bits in some numbers of rows than in
     others: so it is not taken there either.
     """

@@ -95,7 +95,8 @@ def compiler() -> list[str]:
         if name and shutil.which(name):
             return [name]
     if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "c++"]
+        # A target that is named stands for the least of its processors; without one, for this very one.
+        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-gnu"]
     raise NoCompilerError(
         "CPU kernels have to be compiled, and there is no C++ compiler: install g++, or `pip install ziglang`"
     )
@@ -113,15 +114,18 @@ def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(_run, commands))
         library = f"{scratch}/library.so"
-        if command[-2:] == ["ziglang", "c++"]:
-            command = [*command[:-1], "cc"]  # as C++ it would first compile C++'s library, of which nothing is used
+        if "ziglang" in command:
+            command = [
+                "cc" if each == "c++" else each for each in command
+            ]  # as C++ it would first compile C++'s library, of which nothing is used
         linked = ["-shared", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs" if not is_sanitized else "-Wl,-z,lazy"]
         _run([*command, *flags, *linked, *objects, "-o", library, "-lm"])
         path = folder / file_name(level, is_sanitized=is_sanitized)
         Path(library).rename(path)  # at once: another process finds all of it or nothing
-    for other in folder.glob(f"octavo-{platform.machine()}-{level}-" + "?" * 16 + ".so"):
-        if other != path and not is_sanitized:
-            other.unlink(missing_ok=True)  # of earlier sources
+    if folder == BUILT and not is_sanitized:  # another folder may be shared by several versions
+        for other in folder.glob(f"octavo-{platform.machine()}-{level}-" + "?" * 16 + ".so"):
+            if other != path:
+                other.unlink(missing_ok=True)  # of earlier sources
     return path
 
 

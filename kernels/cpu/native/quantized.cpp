@@ -159,6 +159,7 @@ void halves_of_rows(i64 rows, Rest... rest) {
 // What all tiles of a panel prefetch together of the next `bytes`: so many lines a group.
 i64 lines_a_group(i64 bytes, i64 rows, i64 num_groups) {
     i64 turns = (rows < ROWS ? 1 : rows / ROWS) * num_groups;
+    if (!turns) return 0;  // no inputs at all
     return (bytes / CACHE_LINE + turns - 1) / turns;
 }
 

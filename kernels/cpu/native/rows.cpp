@@ -100,7 +100,7 @@ void rotate_row(i64 element, void *heads, i64 num_heads, i64 head_size, const fl
 }
 
 void store_token(i64 element, const void *key, const void *value, const Cache &cache, i64 slot) {
-    if (slot < 0) return;
+    if (slot < 0 || slot >= cache.num_blocks * cache.block_size) return;
     if (cache.element == FLOAT32) store_heads<float>(element, key, value, cache, slot);
     else if (cache.element == BFLOAT16) store_heads<Bfloat16>(element, key, value, cache, slot);
     else store_heads<Float16>(element, key, value, cache, slot);

@@ -20,5 +20,5 @@ struct Cache {
     i64 num_blocks, num_kv_heads, block_size, head_size;
 };
 enum { FLOAT16 = 2 };
-// Key and value of a token to its slot; nowhere if that is negative.
+// Key and value of a token to its slot; nowhere if that is not in the cache.
 void store_token(i64 element, const void *key, const void *value, const Cache &cache, i64 slot);

@@ -79,6 +79,8 @@ void start_helpers(int wanted) {
     if (!is_prepared) pthread_atfork(0, 0, forget_helpers), is_prepared = 1;
     sigset_t all, before;  // signals are for threads of Python's
     sigfillset(&all);
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};  // a handler tells of these, on the thread that has them
+    for (int fault : faults) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.num_helpers < wanted) {
         pthread_t helper;

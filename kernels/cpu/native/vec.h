@@ -47,9 +47,9 @@ INLINE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 
 // ---- elements -------------------------------------------------------------------------------------------------------
-// To nearest, ties to even; of finite numbers, and the NaN that x86 makes stays one.
+// To nearest, ties to even. NaN stays NaN, whose low bits would else be rounded into another number.
 INLINE I rounded_to_bfloat16(F x) {
-    I bits = bits_of(x);
+    I bits = bits_of(where_nan(x, splat(__builtin_nanf("")), x));
     return shift_right<16>(bits + splat(0x7fff) + (shift_right<16>(bits) & splat(1)));
 }
 INLINE F load(const Bfloat16 *p) { return float_of(shift_left<16>(widen(p))); }
