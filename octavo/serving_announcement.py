@@ -37,7 +37,7 @@ class Announcement:
         cls, scheduler: SchedulerConfig, model: str, num_workers: int, address: str, http: str | None
     ) -> Announcement:
         """Raises OptionError for certificates that cannot be used."""
-        plain = cls(model, num_workers, address, http, wants_key=scheduler.keys_file is not None)
+        plain = cls(model, num_workers, address, http, wants_key=scheduler.knows_callers)
         cert, key = scheduler.tls_cert_file, scheduler.tls_key_file
         if cert is None or key is None:
             return plain

@@ -179,7 +179,7 @@ def test_a_key_that_goes_takes_its_tokens_along_even_remembered_ones(tmp_path: P
         ("[" * 100_000, "it is no JSON"),
         ("[]", "a JSON Web Key Set is wanted"),
         ('{"keys": [1]}', "a JSON Web Key Set is wanted"),
-        ('{"keys": []}', "it has no public key for signatures"),
+        ('{"keys": [{}]}', "it has no public key for signatures"),
         ('{"keys": [{"kty": "oct", "k": "AAAA", "kid": "a"}]}', "it has no public key"),
         ('{"keys": [{"kty": "EC", "crv": "P-256", "x": "AA", "y": "AA", "kid": "a"}]}', "it has no public key"),
         (json.dumps({"keys": [jwk("EC", EC, "e", use="enc")]}), "it has no public key"),
@@ -270,11 +270,32 @@ def test_what_was_read_last_stays_while_the_url_gives_nothing_better(fault: str)
         elif fault == "redirect":
             issuer.status, issuer.location = 302, url
         else:
-            issuer.keys = {"keys": []}
+            issuer.keys = {"keys": [{"kty": "oct", "k": "AAAA", "kid": "e"}]}
         until(lambda: source.num_failures > 1)
         assert source.find("e")
         issuer.status, issuer.location, issuer.keys = 200, "", {"keys": [jwk("EC", OTHER_EC, "new")]}
         until(lambda: source.find("new"))
+
+
+def test_an_issuer_can_take_all_of_its_keys_back() -> None:
+    with issuing() as (issuer, url), source_of(url, refresh_s=0.02, pause_s=0.01) as source:
+        until(lambda: source.find("e"))
+        issuer.keys = {"keys": []}
+        until(lambda: source.find("e") is None)
+        assert source.num_failures == 0
+
+
+@pytest.mark.parametrize("header", [{"alg": []}, {"alg": {}}, {"alg": None}, {"alg": "RS256", "kid": []}])
+def test_headers_of_any_type_are_refused(header: dict[str, object], callers: JwtCallers) -> None:
+    parts = [base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in (header, {})]
+    with pytest.raises(TokenRefused):
+        callers.find(f"{parts[0]}.{parts[1]}.AAAA")
+
+
+@pytest.mark.parametrize("time_s", [float("nan"), float("inf"), 10**400, "soon"])
+def test_times_that_are_none_are_refused(time_s: object, callers: JwtCallers) -> None:
+    with pytest.raises(TokenRefused):
+        callers.find(token(exp=time_s))
 
 
 def test_a_server_whose_issuer_cannot_be_reached_starts_and_knows_no_token_until_it_can() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -130,11 +131,21 @@ def test_all_services_sample_the_same_traces() -> None:
     """As OpenTelemetry's sampler by ratio does, which looks at the last 64 bits of the trace id."""
     from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
-    tracer, theirs = Tracer(0.3, Recorder, follows_parents=False), TraceIdRatioBased(0.3)
+    tracer, theirs = Tracer(0.3, Recorder), TraceIdRatioBased(0.3)
     for _ in range(500):
-        begun = tracer.begin(TraceContext.new_root())
+        begun = tracer.begin(None)
         decision = theirs.should_sample(None, begun.trace_id, "x").decision
         assert begun.is_sampled is (decision is Decision.RECORD_AND_SAMPLE)
+    tracer.close()
+
+
+def test_callers_that_are_not_followed_choose_nothing() -> None:
+    """Whose trace id is one that a sampler by ratio always takes."""
+    tracer = Tracer(0.1, Recorder, follows_parents=False)
+    chosen = dataclasses.replace(TraceContext.new_root(), trace_id=1 << 64)
+    begun = [tracer.begin(chosen) for _ in range(1000)]
+    assert {each.trace_id for each in begun} == {chosen.trace_id}
+    assert 10 < sum(each.is_sampled for each in begun) < 250  # 100 on average, 9 standard deviations from either
     tracer.close()
 
 

@@ -62,6 +62,8 @@ class Callers:
             caller = self.tokens.find(token)
         except TokenRefused as refused:
             raise UnknownCaller(f"{_WANTED}; {refused}") from None
+        except Exception:  # whatever else libraries make of bytes that a stranger chose
+            raise UnknownCaller(f"{_WANTED}; its token cannot be read") from None
         if self.keys is not None and self.keys.others_in(caller.prefixes, caller.tenant):
             return replace(caller, shares_prefixes=True)
         return caller

@@ -22,6 +22,7 @@ from octavo.shared.tenant_limits import NAME
 MAX_CHARS = 6144  # of a token: gRPC takes 8 KiB of metadata in all
 LEEWAY_S = 30.0  # that the clocks of issuer and server may differ
 MAX_REMEMBERED = 4096
+LAST_S = 1e11  # of a time that is one, which NaN is not: some three thousand years
 MAX_NAME_CHARS = 64
 
 
@@ -84,7 +85,7 @@ class JwtCallers:
     def _check(self, token: str) -> tuple[Caller, float]:
         claims = self._read(token)
         now_s, expires_s, begins_s = self._now(), claims["exp"], claims.get("nbf", 0)
-        if not all(type(time_s) in (int, float) for time_s in (expires_s, begins_s)):
+        if not all(type(time_s) in (int, float) and -LAST_S < time_s < LAST_S for time_s in (expires_s, begins_s)):
             raise TokenRefused("its token has no readable times")
         if now_s >= expires_s + LEEWAY_S:
             raise TokenRefused("its token has expired")
@@ -98,7 +99,8 @@ class JwtCallers:
             header = jwt.get_unverified_header(token)
         except Exception:  # whatever libraries make of bytes that a stranger chose; likewise below
             raise TokenRefused("its token cannot be read") from None
-        if header.get("alg") not in ALGORITHMS:
+        algorithm = header.get("alg")
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise TokenRefused("its token is not signed by an accepted algorithm")
         kid = header.get("kid", "")
         key = self.source.find(kid) if isinstance(kid, str) else None

@@ -110,10 +110,14 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
         self._num_hearing += 1
         try:
             wait_s = HEAR_S
+            num_bytes = 0
             for _ in range(MAX_HEARD):
                 async with asyncio.timeout(wait_s):
-                    if await context.read() is grpc.aio.EOF:
+                    if (message := await context.read()) is grpc.aio.EOF:
                         return
+                num_bytes += len(message)
+                if num_bytes > MAX_OTHER_BYTES:
+                    return
                 wait_s = HEAR_MORE_S
         except TimeoutError:
             pass  # it has all its time before the next one

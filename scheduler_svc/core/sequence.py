@@ -289,7 +289,8 @@ class SequenceGroup:
         self.trace: GroupTrace | None = None  # of a request that is traced
         self.arrival_ns = arrival_ns
         self.order = 0  # set by the waiting queue: earlier arrivals have lower numbers
-        self.has_resumed_tokens = any(resumed_token_ids)
+        self.num_resumed_tokens = sum(map(len, resumed_token_ids))  # that it brings along, of all outputs
+        self.has_resumed_tokens = self.num_resumed_tokens > 0
         self.is_resumed = False  # it had its turn before, under another lease or connection: see `AdmittedBefore`
         self.first_scheduled_ns: int | None = None
         self.first_token_ns: int | None = None

@@ -277,13 +277,12 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Of those the ones that have no place on a worker, and are not held by a limit of their tenant."""
-        return max(0, self._live.num_waiting - self._tenants.num_held)
+        return self._live.num_waiting
 
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those that wait."""
-        num_held = sum(group.num_prompt_tokens for group in self._tenants.held())
-        return max(0, self._live.num_waiting_tokens - num_held)
+        return self._live.num_waiting_tokens
 
     @property
     def num_held(self) -> int:
@@ -514,7 +513,6 @@ class Engine:
         self.recorder.due(group)
         if not group.is_finished:
             self._placement.place(group)
-        self._live.arrived(group)
 
     def _on_aborted(self, group: SequenceGroup) -> None:
         self.recorder.ended_above(group)

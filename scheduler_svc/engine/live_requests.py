@@ -76,7 +76,7 @@ class LiveRequests:
 
     def add(self, group: SequenceGroup) -> bool:
         """Takes a request; whether it begins now, and `arrived` has to follow. Otherwise its tenant's limit holds it
-        until its turn has come, if it lives that long; then `arrived` has to follow.
+        until its turn has come, if it lives that long: it takes no room from others.
 
         Raises:
             QueueFull: the waiting queue is at its bound, or (OverLimit) the tenant at a limit.
@@ -90,15 +90,16 @@ class LiveRequests:
             if group.tenant in self._by_id.get(group.request_id, ()):
                 raise DuplicateRequest(f"request {group.request_id!r} is live already")
             if not group.is_resumed:
-                self._check_bounds(group.num_prompt_tokens)
+                self._check_bounds(group.num_prompt_tokens + group.num_resumed_tokens)
             begins = self._tenants.admit(group)
             entry = (next(self._numbers),), group
             self._entries[group] = entry
             self._by_id.setdefault(group.request_id, {})[group.tenant] = group
             self._in_order.add(entry)
             self._num_by_model[group.model] += 1
-            self._num_on_the_way += 1
-            self._num_tokens_on_the_way += group.num_prompt_tokens
+            if begins:
+                self._num_on_the_way += 1
+                self._num_tokens_on_the_way += group.num_prompt_tokens
             self._free_ended_id(group)  # it is resumed with nothing left to do: its client may read that at once
             return begins
 
@@ -142,8 +143,7 @@ class LiveRequests:
             self._num_by_model[group.model] -= 1
             if not self._num_by_model[group.model]:
                 del self._num_by_model[group.model]
-        if self._tenants.ended(group):
-            self.arrived(group)
+        self._tenants.ended(group)
 
     def find(self, request_id: str, tenant: str | None = None) -> list[SequenceGroup]:
         """Those that hold this id, of one tenant or of all."""

@@ -64,22 +64,21 @@ class TenantTurns:
         InvalidRequest."""
         if self._ledger is None:
             return True
-        ask = Ask(group.tenant, group.num_prompt_tokens, group.best_of, group.num_bytes, group.is_resumed)
+        num_tokens = group.num_prompt_tokens + (0 if group.is_resumed else group.num_resumed_tokens)
+        ask = Ask(group.tenant, num_tokens, group.best_of, group.num_bytes, group.is_resumed)
         begins = self._ledger.admit(group, ask, self._clock() / 1e9)
         if group.has_resumed_tokens:
             self._num_resumed[group] = _num_tokens(group)
         return begins
 
-    def ended(self, group: SequenceGroup) -> bool:
-        """It lives no more; those whose turn has come begin. Returns whether it was held to its end."""
+    def ended(self, group: SequenceGroup) -> None:
+        """It lives no more; those whose turn has come begin."""
         if self._ledger is None:
-            return False
-        was_held = self._ledger.is_held(group)
+            return
         self._charge(group)
         self._num_resumed.pop(group, None)
         for released in self._ledger.ended(group):
             self._begin(released)
-        return was_held
 
     def watch(self) -> None:
         """On the step loop, whenever it turns: charges what was generated, and takes what the file says by now."""

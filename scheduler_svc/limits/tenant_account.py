@@ -11,6 +11,7 @@ from scheduler_svc.errors import FieldViolation, InvalidRequest
 from scheduler_svc.limits.over_limit import OTHERS, OverLimit
 from scheduler_svc.limits.token_bucket import TokenBucket
 
+MOST_WAITING = 1024  # requests of a tenant whose limits do not say: held ones are in no other bound
 RETRY_AFTER_S = 1.0  # of limits that free up when a request ends, whenever that is
 
 Key = TypeVar("Key", bound=Hashable)
@@ -21,7 +22,8 @@ class Ask:
     """What a request takes of its tenant's limits.
 
     Attributes:
-        has_had_its_turn: it was admitted before and goes on: it is charged, and not refused.
+        has_had_its_turn: it was admitted before and goes on: it is charged, and refused only where the tenant is a
+            minute's worth in debt. Without that bound who breaks off and resumes would have no limit at all.
     """
 
     tenant: str
@@ -57,7 +59,7 @@ class TenantAccount(Generic[Key]):
 
     def check(self, ask: Ask, is_named: bool, now_s: float) -> None:
         """Raises OverLimit, and InvalidRequest for more sequences than may ever run. Takes nothing."""
-        limits, tenant = self.limits, ask.tenant
+        limits, tenant, credit = self.limits, ask.tenant, 1.0 if ask.has_had_its_turn else 0.0
 
         def over(limit: str, most: int, left: float, why: str, wait_s: float = RETRY_AFTER_S) -> OverLimit:
             message = f"tenant {tenant!r}: {limit} is {most}, {why}; try again in {wait_s:g} s"
@@ -68,10 +70,10 @@ class TenantAccount(Generic[Key]):
         if most_running is not None and ask.num_sequences > most_running:
             what = f"{ask.num_sequences} sequences; accepted: at most {most_running}, the tenant's {RUNNING}"
             raise InvalidRequest(FieldViolation("sampling_params.best_of", what))
-        if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
+        if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s, credit)):
             most, left = int(self.requests.per_minute), self.requests.level(now_s)
             raise over(REQUESTS, most, left, f"and {most - max(0, int(left))} were made", wait_s)
-        if self.tokens is not None and (wait_s := self.tokens.wait_s(ask.num_prompt_tokens, now_s)):
+        if self.tokens is not None and (wait_s := self.tokens.wait_s(ask.num_prompt_tokens, now_s, credit)):
             most, left = int(self.tokens.per_minute), self.tokens.level(now_s)
             why = f"and {most - int(left)} are used"
             if left >= 0:
@@ -81,9 +83,10 @@ class TenantAccount(Generic[Key]):
         if limits.bytes is not None and has_others and self.num_bytes + ask.num_bytes > limits.bytes:
             why = f"and {self.num_bytes} are held, while the request has {ask.num_bytes}"
             raise over(BYTES, limits.bytes, limits.bytes - self.num_bytes, why)
-        if limits.waiting_requests is not None and len(self.held) >= limits.waiting_requests:
+        most_waiting = MOST_WAITING if limits.waiting_requests is None else limits.waiting_requests
+        if len(self.held) >= most_waiting and not ask.has_had_its_turn:
             why = f"and {len(self.held)} wait for one of {self.num_running} running sequences to end"
-            raise over(WAITING, limits.waiting_requests, 0, why)
+            raise over(WAITING, most_waiting, 0, why)
 
     def add(self, key: Key, ask: Ask, now_s: float) -> bool:
         """Takes a request; False: it is held."""

@@ -69,8 +69,7 @@ class TenantLedger(Generic[Key]):
             return True
         with self._lock:
             account = self._account(ask.tenant, limits, now_s)
-            if not ask.has_had_its_turn:
-                account.check(ask, ask.tenant in table.named, now_s)
+            account.check(ask, ask.tenant in table.named, now_s)
             self._live[key] = account, 0
             return account.add(key, ask, now_s)
 

@@ -33,9 +33,12 @@ class TokenBucket:
             self._seen_s = now_s
         return self._level
 
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much can be taken, if nobody else comes; 0: now. In whole milliseconds, rounded up."""
-        lacking = min(amount, self.per_minute) - self.level(now_s)
+    def wait_s(self, amount: float, now_s: float, credit: float = 0.0) -> float:
+        """Until so much can be taken, if nobody else comes; 0: now. In whole milliseconds, rounded up.
+
+        credit: minutes' worth by which the level may be lower.
+        """
+        lacking = min(amount, self.per_minute) - self.level(now_s) - credit * self.per_minute
         return 0.0 if lacking <= _SLACK else math.ceil(lacking * 60_000 / self.per_minute) / 1e3
 
     def take(self, amount: float, now_s: float) -> None:

@@ -23,6 +23,8 @@ from scheduler_svc.output.request_stream import RequestStream
 log = structlog.get_logger()
 
 MAX_CHARS = 8192  # of a prompt, and of the answers to it together
+MAX_MESSAGES = 256  # of a conversation
+_CHARS_OF_MESSAGE = 16  # that a line has of each, besides what is in it
 MAX_NAME_CHARS = 256  # of a tenant, a model and an adapter, which a refused request may have of any length
 MAX_IDS = 2048  # likewise, where there are token ids and no text
 MAX_WAITING = 1024  # requests whose lines are not written yet
@@ -111,8 +113,11 @@ class Exchange:
 
     def line(self) -> dict[str, Any]:
         """On the thread, after `read`: the fields of its line."""
-        tenant = self._head.tenant if self._tenant is None else self._tenant
-        line: dict[str, Any] = {"request_id": self.request_id, "tenant": tenant[:MAX_NAME_CHARS]}
+        line: dict[str, Any] = {"request_id": self.request_id}
+        if self._tenant is not None:
+            line["tenant"] = self._tenant[:MAX_NAME_CHARS]
+        elif self._head.tenant:  # refused before anybody looked whether that is true
+            line["claimed_tenant"] = self._head.tenant[:MAX_NAME_CHARS]
         line |= self._asked
         line["answers"] = ["".join(self._texts[index]) for index in sorted(self._texts)]
         if self._num_cut:
@@ -201,9 +206,9 @@ def _cut_messages(messages: pb.Messages) -> list[dict[str, str]]:
     kept: list[dict[str, str]] = []
     room = MAX_CHARS
     for message in reversed(messages.messages):
-        if room <= 0:
+        if room <= 0 or len(kept) >= MAX_MESSAGES:
             kept.append({"role": "...", "content": f"({len(messages.messages) - len(kept)} earlier messages)"})
             break
         kept.append({"role": message.role[:64], "content": _cut(message.content, room)})
-        room -= len(message.content) + len(message.role)
+        room -= len(message.content) + len(message.role) + _CHARS_OF_MESSAGE
     return kept[::-1]

@@ -57,7 +57,7 @@ class FrontLink:
             number=number,
             tenant=group.tenant,
             request_id=group.request_id,
-            num_prompt_tokens=group.num_prompt_tokens,
+            num_prompt_tokens=group.num_prompt_tokens + group.num_resumed_tokens,
             num_sequences=group.best_of,
             num_bytes=group.num_bytes,
         )

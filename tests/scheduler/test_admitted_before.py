@@ -62,7 +62,7 @@ def test_urgency_counts_before_a_lost_turn() -> None:
 
 
 def test_a_claim_alone_queues_as_a_new_request() -> None:
-    pool = pool_of()
+    pool = pool_of(max_waiting_tokens=21)
     pool.engine.admitted_before.learn(["nothing", "once"])
     pool.submit(PROMPT, 20, request_id="new")
     resume(pool, "made-up", num_tokens=5)

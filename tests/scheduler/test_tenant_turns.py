@@ -83,7 +83,7 @@ def test_generated_tokens_are_charged_while_a_request_runs() -> None:
     assert loop.engine.metrics.num_rejected["tenant_limit"] == 1 and loop.engine.num_live == 1
 
 
-def test_what_a_request_brings_along_is_not_charged_as_generated() -> None:
+def test_what_a_request_brings_along_is_charged_as_a_prompt_and_not_as_generated() -> None:
     tables = Tables(tokens_per_minute=100)
     loop = tables.loop()
     loop.join()
@@ -91,8 +91,37 @@ def test_what_a_request_brings_along_is_not_charged_as_generated() -> None:
     loop.turn()
     loop.engine.abort("a")
     loop.turn()
-    with pytest.raises(OverLimit, match="and 5 are used, while the prompt has 96"):
+    with pytest.raises(OverLimit, match="and 13 are used, while the prompt has 96"):
         loop.engine.submit(loop.group("b", 96, tenant="shop"))
+
+
+def test_who_breaks_off_and_resumes_again_and_again_has_a_limit() -> None:
+    tables = Tables(requests_per_minute=2)
+    loop = tables.loop()
+    worker = loop.join()
+    num_taken = 0
+    with pytest.raises(OverLimit, match="requests_per_minute is 2"):
+        for _ in range(9):
+            group = loop.group("a", tenant="shop", resumed_token_ids=[[7]] if num_taken else [[]])
+            loop.engine.submit(group)
+            num_taken += 1
+            loop.turn()
+            loop.answer(worker)
+            loop.turn()
+            loop.engine.abandon(group)
+            loop.turn()
+    assert num_taken == 4, "two, and as many in debt"
+
+
+def test_held_requests_take_no_room_from_others() -> None:
+    tables = Tables(running_sequences=1)
+    loop = tables.loop(max_waiting_requests=3)
+    loop.join(max_num_seqs=4)
+    for number in range(6):
+        loop.engine.submit(loop.group(f"shop {number}", tenant="shop"))
+    loop.engine.submit(loop.group("web", tenant="web"))
+    loop.turn()
+    assert "web" in running(loop) and loop.engine.num_held == 5
 
 
 def test_a_request_that_had_its_turn_goes_on_whatever_the_limit() -> None:

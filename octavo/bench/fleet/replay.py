@@ -187,8 +187,8 @@ class Replay:
 
     def _on_held(self, entry: Line) -> None:
         """It counts among those that have come, for its place in queues alone."""
-        group = self._new_group(entry["request"])
-        self.engine.router.queues.number(group)
+        if entry["request"] not in self._groups:  # its turn may have come before it was written down
+            self.engine.router.queues.number(self._new_group(entry["request"]))
 
     def _on_due(self, entry: Line) -> None:
         group = self._groups.get(entry["request"])

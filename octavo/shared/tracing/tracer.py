@@ -65,8 +65,10 @@ class Tracer:
         """
         if parent is not None and self._follows_parents:
             return parent.child()
-        trace_id, state = (new_id(128), "") if parent is None else (parent.trace_id, parent.state)
-        return TraceContext(trace_id, new_id(64), trace_id & _TRACE_ID_BITS < self._most_id, state)
+        if parent is not None:  # in its trace, and by a number that its caller did not choose
+            return TraceContext(parent.trace_id, new_id(64), new_id(64) < self._most_id, parent.state)
+        trace_id = new_id(128)
+        return TraceContext(trace_id, new_id(64), trace_id & _TRACE_ID_BITS < self._most_id, "")
 
     def emit(self, span: Span) -> None:
         """Has it exported soon; dropped where too many wait."""
