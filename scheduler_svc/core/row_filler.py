@@ -49,6 +49,9 @@ class RowFiller:
             num_decodes = int(columns.occupied[slots[:num_decodes]].sum())
             slots = slots[columns.occupied[slots]]
             at_border, to_copy = blocks.slots_at_border(slots), blocks.slots_to_copy(slots)
+            if not len(slots):  # all of a micro-batch gave way: its turn is that of others, if there are any
+                self.add_decodes(plan, alone, on_trial)
+                return
         if len(to_copy):
             self._copy_on_write(plan, to_copy)
         if len(at_border):

@@ -55,6 +55,19 @@ def test_decodes_are_dealt_out_evenly_and_go_round(num_groups: int, num_stages: 
     simulation.check_outputs()
 
 
+@pytest.mark.parametrize("lengths", [(3, 3, 4), (3, 4, 3), (3, 3, 6)])
+def test_a_micro_batch_that_gives_way_leaves_its_turn_to_others(lengths: tuple[int, ...]) -> None:
+    """The one that has waited longest needs a block, there is none, and it is the latest: the first to give way."""
+    simulation = Simulation(
+        num_blocks=9, max_num_batched_tokens=32, depth=1, num_micro_batches=3, enable_prefix_caching=False
+    )
+    for number, length in enumerate(lengths):
+        simulation.add([1 + number] * length, 30, eos_token_id=None)
+    simulation.run_to_end()
+    assert simulation.num_preempted > 0
+    simulation.check_outputs()
+
+
 def test_micro_batches_are_even_again_after_ends() -> None:
     simulation = decoding(12, 2)
     fill(simulation)
