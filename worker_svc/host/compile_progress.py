@@ -1,4 +1,4 @@
-"""Says that CPU kernels are being compiled, up to a minute once on a machine: a row for people, lines for the log.
+"""Says that sampling is being compiled for a CPU, some ten seconds once on a machine: a row for people, lines for the log.
 
 Of numba's kernels, which are those of sampling; the library of the others says itself that it is compiled. To be
 imported by workers on a CPU only: others need no compiler of CPU code.
@@ -59,7 +59,7 @@ class CompileProgress(event.Listener):  # type: ignore[misc]  # numba is not rea
             return
         if not self._is_told:
             self._is_told = True
-            log.info("compiling CPU kernels, up to a minute once on this machine")
+            log.info("compiling CPU kernels for sampling, some ten seconds once on this machine")
         self._draw(f"compiling CPU kernels: {self._num_functions} functions in {self._seconds:.0f} s")
 
     def _draw(self, text: str) -> None:
