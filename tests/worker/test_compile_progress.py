@@ -48,7 +48,7 @@ def test_what_takes_long_is_shown_and_logged(progress: CompileProgress, monkeypa
         progress.finish()
         assert function(4) == 10, "it is compiled already"
     assert [line["event"] for line in lines] == [
-        "compiling CPU kernels, up to a minute once on this machine",
+        "compiling CPU kernels for sampling, some ten seconds once on this machine",
         "CPU kernels compiled",
     ]
     assert lines[1]["functions"] >= 2 and screen.getvalue().endswith("\r\x1b[K"), "nothing of the row is left"
