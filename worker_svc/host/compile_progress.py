@@ -1,4 +1,4 @@
-"""Says that sampling is being compiled for a CPU, some ten seconds once on a machine: a row for people, a line for logs.
+"""Says that sampling is being compiled for a CPU, some ten seconds once on a machine: a row for people, or log lines.
 
 Of numba's kernels, which are those of sampling; the library of the others says itself that it is compiled. To be
 imported by workers on a CPU only: others need no compiler of CPU code.
