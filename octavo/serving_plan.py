@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from scheduler_svc.config import SchedulerConfig
     from worker_svc.config import WorkerConfig
 
-# How often a thread looks for work at a barrier before it sleeps; a forward pass has hundreds of them. Two cores,
-# SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings), alone on a Zen 5, then on a Zen 4
-# alone and beside one busy neighbour, with fewer threads then (worker_svc.steps.giving_way):
+# How often a thread of OpenMP looks for work at a barrier before it sleeps. Such threads have sampling and torch's
+# operators; the layers have their own (`kernels/cpu/native/threads.cpp`). The figures are older than that, of passes
+# with hundreds of barriers: two cores, SmolLM2 over `octavo serve`, tokens/s of W1 and W2 (benchmarks.thread_settings),
+# alone on a Zen 5, then on a Zen 4 alone and beside one busy neighbour, with fewer threads then (`giving_way`):
 #     never (passive)   126  389    73  229    79  136        20,000 looks    162  379    97  238    64  136
 #     1,000 looks       153  393   112  226    73  129        for ever        149  396   119  234    57   84
 #     one thread that never waits: 134  238    89  138    81  138

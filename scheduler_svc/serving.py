@@ -12,6 +12,7 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
 from scheduler_svc.engine.output_sink import OutputSink
 from scheduler_svc.engine.turn_watch import TurnWatch
+from scheduler_svc.errors import QueueFull
 from scheduler_svc.flight.black_box import BlackBox, default_folder
 from scheduler_svc.flight.record_file import header_of, packed
 from scheduler_svc.flight.recorder import FlightRecorder, NoRecorder
@@ -23,6 +24,7 @@ from scheduler_svc.workers.worker_pool import WorkerPool
 from scheduler_svc.workers.worker_quota import WorkerQuota
 
 SWITCH_INTERVAL_S = 0.0005  # a thread that waits for the interpreter beside a busy one waits this long, not 5 ms
+RETRY_AFTER_S = 1.0  # of a flight record, while another one is read
 
 
 class Outputs(OutputSink, Protocol):
@@ -69,6 +71,7 @@ class Serving:
             max_worker_losses=config.max_worker_losses,
             adapters=config.adapters(),
         )
+        self._is_read = False  # a flight record
         self.black_box = BlackBox(config.flight_recorder_dir or default_folder(), header_of(settings))
         self.engine = Engine(settings, self.outputs, self.vital, recorder=self._recorder(config))
         self.vital.on_failure(self.engine.close)
@@ -110,11 +113,21 @@ class Serving:
         return FlightRecorder(config.flight_recorder_steps, num_bytes, self.black_box.take)
 
     async def flight_record(self) -> AsyncIterator[bytes]:
-        """The bytes of a record of what the recorder has now. Raises Unsupported where it is off, NotReady."""
-        recording = await asyncio.wrap_future(self.engine.recording())
-        pieces = packed(recording, header_of(self.engine.settings))
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-            yield piece
+        """The bytes of a record of what the recorder has now.
+
+        Raises Unsupported where it is off, NotReady, and QueueFull while another one is read: each holds as much memory
+        as the recorder may have.
+        """
+        if self._is_read:
+            raise QueueFull("another flight record is being read", RETRY_AFTER_S)
+        self._is_read = True
+        try:
+            recording = await asyncio.wrap_future(self.engine.recording())
+            pieces = packed(recording, header_of(self.engine.settings))
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            self._is_read = False
 
     def start(self) -> None:
         """Starts the threads and connects to workers, in the order in which they need each other."""

@@ -230,9 +230,8 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
     """The model of `config`, its weights loaded, or the part of it that this rank of `group` has. Raises ModelNotFound,
     FetchError, ModelError, StartupError.
 
-    To be called on the thread that will run the model. Every thread that computes gets an OpenMP pool of its own, and
-    with two pools libgomp counts more threads than cores and no longer spins at barriers: a decode step of
-    SmolLM2 on two cores then takes 30 ms instead of 16.
+    To be called on the thread that will run the model. Every thread that computes with torch or numba gets an OpenMP
+    pool of its own, and with two pools libgomp counts more threads than cores and no longer spins at barriers.
     """
     local_rank, local_size = (group.member.local_rank, group.member.local_size) if group else (0, 1)
     device = choose_device(config.device, local_rank)

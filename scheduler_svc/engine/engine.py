@@ -169,11 +169,11 @@ class Engine:
         try:
             self._adapters.use(group)
             if group.has_resumed_tokens and not group.is_resumed:
-                group.is_resumed = self.admitted_before.take(group.request_id)
+                group.is_resumed = self.admitted_before.take(group.request_id, group.tenant)
             begins = self._live.add(group)
         except RequestRefused as refusal:
             if group.is_resumed:
-                self.admitted_before.learn([group.request_id])
+                self.admitted_before.learn([group.request_id], group.tenant)
             self._inbox.put(partial(self._adapters.release, group))
             self.metrics.rejected(refusal)
             raise
@@ -192,7 +192,7 @@ class Engine:
     def abandon(self, group: SequenceGroup) -> None:
         """Its client is gone, and may come back with `resume`: a turn that it had is given back to it once."""
         if group.first_scheduled_ns is not None and not group.is_finished:
-            self.admitted_before.learn([group.request_id])
+            self.admitted_before.learn([group.request_id], group.tenant)
         self.abort_group(group)
 
     def abort_group(self, group: SequenceGroup) -> None:

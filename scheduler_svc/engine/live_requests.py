@@ -109,7 +109,7 @@ class LiveRequests:
         Not for an id that is live: `add` has another answer to it, or it is about to be replaced. Nor for one that had
         its turn.
         """
-        if tenant not in self._by_id.get(request_id, ()) and request_id not in self._admitted_before:
+        if tenant not in self._by_id.get(request_id, ()) and not self._admitted_before.has(request_id, tenant):
             self._check_requests(num_to_come)
             self._tenants.check(tenant, num_bytes)
 

@@ -92,7 +92,8 @@ def test_a_worker_names_those_who_had_their_turn_to_the_next_scheduler() -> None
     pool.engine.worker_joined(
         worker, worker_pb2.WorkerInfo(block_size=4), _sizes(), worker_pb2.LeaseGranted(epoch=9, request_ids=seen.all())
     )
-    assert "third" in pool.engine.admitted_before and "first" not in pool.engine.admitted_before
+    known = pool.engine.admitted_before
+    assert known.has("third", "anybody") and not known.has("first", "anybody"), "a worker knows of no tenants"
 
 
 def test_a_client_that_lost_its_connection_gets_its_turn_back_and_one_that_only_waited_does_not() -> None:
@@ -106,7 +107,8 @@ def test_a_client_that_lost_its_connection_gets_its_turn_back_and_one_that_only_
         pool.cut_short.add(group)
         pool.engine.abandon(group)
     known = pool.engine.admitted_before
-    assert known.take("running") and not known.take("waiting") and not known.take("running")
+    assert not known.take("running", "another"), "a turn is its tenant's own"
+    assert known.take("running", "") and not known.take("waiting", "") and not known.take("running", "")
 
 
 def test_under_fair_a_resumed_request_is_paid_for() -> None:
@@ -124,9 +126,9 @@ def test_under_fair_a_resumed_request_is_paid_for() -> None:
 def test_what_is_known_is_bounded() -> None:
     known = AdmittedBefore()
     known.learn(str(number) for number in range(MAX_KNOWN + 10))
-    assert len(known) == MAX_KNOWN and "9" not in known and "10" in known
+    assert len(known) == MAX_KNOWN and not known.has("9", "") and known.has("10", "")
     known.learn(["10", "new"])
-    assert len(known) == MAX_KNOWN and "11" not in known and "10" in known, "told of again, it is a new one"
+    assert len(known) == MAX_KNOWN and not known.has("11", "") and known.has("10", ""), "told of again, it is a new one"
 
 
 def test_one_more_costs_the_same_however_many_are_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gzip
 import itertools
@@ -25,16 +26,19 @@ from octavo.cli import main
 from octavo.shared.tenant_limits import TenantLimits, TenantTable
 from octavo.shared.tracing.context import TraceContext
 from protos import worker_pb2
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.engine_settings import EngineSettings
+from scheduler_svc.errors import QueueFull
 from scheduler_svc.flight import black_box, record_file
 from scheduler_svc.flight import recorder as recorder_module
 from scheduler_svc.flight.black_box import BlackBox
 from scheduler_svc.flight.errors import BadRecord
 from scheduler_svc.flight.recorder import Fault, FlightRecorder, Recording
+from scheduler_svc.serving import Serving
 from scheduler_svc.tracing.group_trace import GroupTrace
 from tests.scheduler import pool as pools
 from tests.scheduler.pool import Faults, Pool, Size, heard_by
@@ -451,3 +455,17 @@ def test_the_steps_can_be_read(fleet: RecordedFleet, tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit):
         main(["replay", str(path), "--steps", "five"])
     assert os.environ.get("GRPC_VERBOSITY") == "NONE"
+
+
+async def test_one_flight_record_is_read_at_a_time() -> None:
+    serving = Serving(SchedulerConfig(worker=("127.0.0.1:1",)), lambda delivery: None)
+    serving.start()
+    try:
+        first = serving.flight_record()
+        await anext(first)
+        with pytest.raises(QueueFull, match="another flight record"):
+            await anext(serving.flight_record())
+        await first.aclose()
+        assert [piece async for piece in serving.flight_record()]
+    finally:
+        await asyncio.to_thread(serving.stop)

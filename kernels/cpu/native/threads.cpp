@@ -145,22 +145,39 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
     pthread_mutex_unlock(&pool.lock);
 }
 
+namespace {
+
+struct Piece {
+    void *memory;
+    i64 bytes;
+};
+
+pthread_key_t of_thread;  // its pieces, that they are given back when it ends
+
+void give_back(void *pieces) {
+    for (int slot = 0; slot < NUM_SLOTS; slot++) free(((Piece *)pieces)[slot].memory);
+}
+void make_key() { pthread_key_create(&of_thread, give_back); }
+
+}  // namespace
+
 void *scratch(Slot slot, i64 bytes) {
-    static thread_local struct {
-        void *memory;
-        i64 bytes;
-    } slots[NUM_SLOTS];
-    if (slots[slot].bytes < bytes) {
-        free(slots[slot].memory);
-        slots[slot].bytes = (bytes + bytes / 2 + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-        slots[slot].memory = aligned_alloc(CACHE_LINE, slots[slot].bytes);
-        if (!slots[slot].memory) {
+    static pthread_once_t is_prepared = PTHREAD_ONCE_INIT;
+    static thread_local Piece pieces[NUM_SLOTS];
+    Piece &piece = pieces[slot];
+    if (piece.bytes < bytes) {
+        pthread_once(&is_prepared, make_key);
+        pthread_setspecific(of_thread, pieces);
+        free(piece.memory);
+        piece.bytes = (bytes + bytes / 2 + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+        piece.memory = aligned_alloc(CACHE_LINE, piece.bytes);
+        if (!piece.memory) {
             static const char text[] = "octavo: there is no memory for a CPU kernel\n";
             (void)!write(2, text, sizeof text - 1);
             abort();
         }
     }
-    return slots[slot].memory;
+    return piece.memory;
 }
 
 // Keeps the calling thread on cores[0] and helper i on cores[i]; their ids, or 0 of one that did not come. -1: done;

@@ -60,8 +60,8 @@ static inline void for_each(i64 threads, i64 num_items, Do run) {
     in_parallel(threads < num_items ? threads : num_items, 1, [&](Team &team) { share(team, num_items, run); });
 }
 
-// Memory of the calling thread, at least so many bytes, on a cache line; what it held before is gone. One piece a slot:
-// who calls another function that needs memory, too, takes another slot.
+// Memory of the calling thread until it ends, at least so many bytes, on a cache line; what it held before is gone. One
+// piece a slot: who calls another function that needs memory, too, takes another slot.
 enum Slot { OF_CALL, OF_ITEM, OF_PANEL, NUM_SLOTS };
 void *scratch(Slot slot, i64 bytes);
 
