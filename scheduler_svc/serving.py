@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from protos import worker_pb2
@@ -112,7 +112,7 @@ class Serving:
         num_bytes = config.flight_recorder_memory << 20
         return FlightRecorder(config.flight_recorder_steps, num_bytes, self.black_box.take)
 
-    async def flight_record(self) -> AsyncIterator[bytes]:
+    async def flight_record(self) -> AsyncGenerator[bytes, None]:
         """The bytes of a record of what the recorder has now.
 
         Raises Unsupported where it is off, NotReady, and QueueFull while another one is read: each holds as much memory
