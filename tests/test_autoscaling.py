@@ -188,7 +188,7 @@ def test_what_the_shipped_rule_says() -> None:
     hpa = manifest.read(manifest.SHIPPED)
     assert (hpa.min_replicas, hpa.max_replicas) == (1, 8)
     assert {each.name: each.target for each in hpa.metrics}["octavo_kv_cache_usage"] == pytest.approx(0.6)
-    assert hpa.down == Behavior(600.0, (Policy("Pods", 1, 120.0),))
+    assert hpa.down == Behavior(900.0, (Policy("Pods", 1, 120.0),))
 
 
 BAD = {
