@@ -14,18 +14,20 @@ class FrontRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[FrontRequest, _Mapping]]] = ...) -> None: ...
 
 class FrontRequest(_message.Message):
-    __slots__ = ("claim", "released", "listening", "refused", "used")
+    __slots__ = ("claim", "released", "listening", "refused", "used", "abort")
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     LISTENING_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
     claim: IdClaim
     released: int
     listening: int
     refused: int
     used: ClaimUse
-    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ...) -> None: ...
+    abort: HeldAbort
+    def __init__(self, claim: _Optional[_Union[IdClaim, _Mapping]] = ..., released: _Optional[int] = ..., listening: _Optional[int] = ..., refused: _Optional[int] = ..., used: _Optional[_Union[ClaimUse, _Mapping]] = ..., abort: _Optional[_Union[HeldAbort, _Mapping]] = ...) -> None: ...
 
 class IdClaim(_message.Message):
     __slots__ = ("number", "tenant", "request_id", "num_prompt_tokens", "num_sequences", "num_bytes")
@@ -43,6 +45,16 @@ class IdClaim(_message.Message):
     num_bytes: int
     def __init__(self, number: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
+class HeldAbort(_message.Message):
+    __slots__ = ("number", "request_id", "tenant")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request_id: str
+    tenant: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
 class ClaimUse(_message.Message):
     __slots__ = ("number", "num_tokens")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -58,24 +70,36 @@ class FrontAnswers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[FrontAnswer, _Mapping]]] = ...) -> None: ...
 
 class FrontAnswer(_message.Message):
-    __slots__ = ("state", "id")
+    __slots__ = ("state", "id", "aborted")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
     state: FrontState
     id: IdAnswer
-    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ...) -> None: ...
+    aborted: AbortedHeld
+    def __init__(self, state: _Optional[_Union[FrontState, _Mapping]] = ..., id: _Optional[_Union[IdAnswer, _Mapping]] = ..., aborted: _Optional[_Union[AbortedHeld, _Mapping]] = ...) -> None: ...
+
+class AbortedHeld(_message.Message):
+    __slots__ = ("number", "found")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    found: bool
+    def __init__(self, number: _Optional[int] = ..., found: bool = ...) -> None: ...
 
 class IdAnswer(_message.Message):
-    __slots__ = ("number", "is_taken", "over_limit", "too_many_sequences")
+    __slots__ = ("number", "is_taken", "over_limit", "is_aborted", "too_many_sequences")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     IS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     OVER_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    IS_ABORTED_FIELD_NUMBER: _ClassVar[int]
     TOO_MANY_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     number: int
     is_taken: bool
     over_limit: OverLimit
+    is_aborted: bool
     too_many_sequences: str
-    def __init__(self, number: _Optional[int] = ..., is_taken: bool = ..., over_limit: _Optional[_Union[OverLimit, _Mapping]] = ..., too_many_sequences: _Optional[str] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., is_taken: bool = ..., over_limit: _Optional[_Union[OverLimit, _Mapping]] = ..., is_aborted: bool = ..., too_many_sequences: _Optional[str] = ...) -> None: ...
 
 class OverLimit(_message.Message):
     __slots__ = ("message", "retry_after_s", "tenant", "limit", "most", "left", "label")

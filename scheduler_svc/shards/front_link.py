@@ -16,6 +16,10 @@ from scheduler_svc.frontends.outbox import Outbox
 GONE = "this server is shutting down"
 
 
+class AbortedWhileHeld(Exception):
+    """The request of a claim was ended before its tenant's turn had come."""
+
+
 class FrontLink:
     """For one event loop's thread."""
 
@@ -23,7 +27,7 @@ class FrontLink:
         self._stub = shards_pb2_grpc.FrontStub(channel)
         self._outbox: Outbox[shards_pb2.FrontRequest] = Outbox()
         self._last_number = 0
-        self._answers: dict[int, asyncio.Future[bool]] = {}
+        self._answers: dict[int, asyncio.Future[bool]] = {}  # to claims, and to questions whether one was aborted
         self._is_closed = False
 
     async def follow(self, on_state: Callable[[shards_pb2.FrontState], Awaitable[None]]) -> None:
@@ -34,6 +38,8 @@ class FrontLink:
                 for answer in message.answers:
                     if answer.HasField("state"):
                         await on_state(answer.state)
+                    elif answer.HasField("aborted"):
+                        self._take_aborted(answer.aborted)
                     else:
                         self._take(answer.id)
         finally:
@@ -46,13 +52,9 @@ class FrontLink:
     async def claim(self, group: SequenceGroup) -> int | None:
         """The number of the claim, to be released; None: the id is live. Returns when the tenant may run it.
 
-        Raises NotReady, OverLimit, InvalidRequest.
+        Raises NotReady, OverLimit, InvalidRequest, and AbortedWhileHeld.
         """
-        if self._is_closed:
-            raise NotReady(GONE)
-        self._last_number += 1
-        number = self._last_number
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        number, answer = self._ask()
         claim = shards_pb2.IdClaim(
             number=number,
             tenant=group.tenant,
@@ -69,6 +71,24 @@ class FrontLink:
             raise
         finally:
             del self._answers[number]
+
+    async def abort_held(self, request_id: str, tenant: str | None) -> bool:
+        """Ends requests of this id that are held by their tenant's limit, at any frontend; whether there were any."""
+        number, answer = self._ask()
+        abort = shards_pb2.HeldAbort(number=number, request_id=request_id, tenant=tenant)
+        self._outbox.put(shards_pb2.FrontRequest(abort=abort))
+        try:
+            return await answer
+        finally:
+            del self._answers[number]
+
+    def _ask(self) -> tuple[int, asyncio.Future[bool]]:
+        """A number for a question, and what becomes of it. Raises NotReady."""
+        if self._is_closed:
+            raise NotReady(GONE)
+        self._last_number += 1
+        answer = self._answers[self._last_number] = asyncio.get_running_loop().create_future()
+        return self._last_number, answer
 
     def release(self, number: int) -> None:
         """The request id that this number claimed is free again."""
@@ -88,7 +108,8 @@ class FrontLink:
 
     def _take(self, answer: shards_pb2.IdAnswer) -> None:
         waiting = self._answers.get(answer.number)
-        is_void = answer.is_taken or answer.HasField("over_limit") or bool(answer.too_many_sequences)
+        is_void = answer.is_taken or answer.is_aborted or answer.HasField("over_limit")
+        is_void = is_void or bool(answer.too_many_sequences)
         if waiting is None or waiting.done():
             if not is_void:
                 self.release(answer.number)  # it was given up while it waited for the id, and nobody else would do so
@@ -96,8 +117,15 @@ class FrontLink:
             waiting.set_exception(decode_over_limit(answer.over_limit))
         elif answer.too_many_sequences:
             waiting.set_exception(InvalidRequest(FieldViolation("sampling_params.best_of", answer.too_many_sequences)))
+        elif answer.is_aborted:
+            waiting.set_exception(AbortedWhileHeld)
         else:
             waiting.set_result(not answer.is_taken)
+
+    def _take_aborted(self, answer: shards_pb2.AbortedHeld) -> None:
+        waiting = self._answers.get(answer.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer.found)
 
     async def _messages(self) -> AsyncIterator[shards_pb2.FrontRequests]:
         async for requests in self._outbox.batches():

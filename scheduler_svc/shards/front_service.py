@@ -36,7 +36,7 @@ class FrontService(shards_pb2_grpc.FrontServicer):
     """
 
     def __init__(self, table: Callable[[], TenantTable] | None = None) -> None:
-        self.ids = LiveIds()
+        self.ids = LiveIds[_Box]()
         self._ledger = TenantLedger[tuple[_Box, int]](table) if table is not None else None
         self._state = shards_pb2.FrontState()
         self._boxes: set[Outbox[shards_pb2.FrontAnswer]] = set()
@@ -107,6 +107,9 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         elif kind == "used":
             if self._ledger is not None:
                 self._ledger.charge((box, request.used.number), request.used.num_tokens, time.monotonic())
+        elif kind == "abort":
+            found = self._abort_held(request.abort)
+            box.put(shards_pb2.FrontAnswer(aborted=shards_pb2.AbortedHeld(number=request.abort.number, found=found)))
         elif kind == "listening":
             log.info("frontend is listening", pid=request.listening)
 
@@ -147,6 +150,18 @@ class FrontService(shards_pb2_grpc.FrontServicer):
         if answer.HasField("over_limit") or answer.too_many_sequences:
             self.ids.release(box, claim.number)
         box.put(shards_pb2.FrontAnswer(id=answer))
+
+    def _abort_held(self, abort: shards_pb2.HeldAbort) -> bool:
+        """Whether there was one. Those that went to a shard already are that one's to end."""
+        if self._ledger is None:
+            return False
+        tenant = abort.tenant if abort.HasField("tenant") else None
+        held = [claim for claim in self.ids.find(abort.request_id, tenant) if self._ledger.is_held(claim)]
+        for box, number in held:
+            self.ids.release(box, number)
+            self._answer_held(self._ledger.ended((box, number)))
+            box.put(shards_pb2.FrontAnswer(id=shards_pb2.IdAnswer(number=number, is_aborted=True)))
+        return bool(held)
 
     def _answer_held(self, claims: Iterable[tuple[_Box, int]]) -> None:
         for box, number in claims:

@@ -32,7 +32,7 @@ A = TypeVar("A")
 class ShardedControl(inference_pb2_grpc.ControlServicer):
     """`drain`: begins to end the server. What a shard cannot be asked while it is away is left out."""
 
-    def __init__(self, shards: Shards, ids: LiveIds, config: SchedulerConfig, drain: Callable[[], None]) -> None:
+    def __init__(self, shards: Shards, ids: LiveIds[Any], config: SchedulerConfig, drain: Callable[[], None]) -> None:
         self._shards = shards
         self._ids = ids
         self._config = config

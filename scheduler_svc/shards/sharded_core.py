@@ -26,7 +26,7 @@ from scheduler_svc.frontends.core_link import StateListener
 from scheduler_svc.models.served_models import ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.output.output_processor import take_end
-from scheduler_svc.shards.front_link import FrontLink
+from scheduler_svc.shards.front_link import AbortedWhileHeld, FrontLink
 from scheduler_svc.shards.group_wants import wanted_of
 from scheduler_svc.shards.routing_table import RoutingTable, Wanted
 from scheduler_svc.shards.shard_link import DrawnTokens, ShardLink
@@ -139,6 +139,8 @@ class ShardedCore:
             self._ids[group] = await self._claim(group, replaces)
             if self._counts_tokens:
                 self._used[group] = group.output.num_tokens, 0
+        except AbortedWhileHeld:
+            return self._end(group, FinishReason.ABORT, "")
         except RequestRefused as refusal:
             self.refused(refusal)
             raise
@@ -167,11 +169,12 @@ class ShardedCore:
         self._release_id(group)
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
-        """At all shards, and among the groups that wait for another one."""
+        """At all shards, among the groups that wait for another one, and those that their tenant's limit holds."""
         moving = [group for group in self._moves if group.request_id == request_id and tenant in (None, group.tenant)]
         for group in moving:
             self._end(group, FinishReason.ABORT, "")
-        found = await _any(link.abort(request_id, tenant) for link in self._open_links())
+        at_shards = [link.abort(request_id, tenant) for link in self._open_links()]
+        found = await _any([*at_shards, self._front.abort_held(request_id, tenant)])
         return found or bool(moving)
 
     async def adapters(self) -> list[str]:

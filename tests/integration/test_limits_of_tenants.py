@@ -137,6 +137,37 @@ def test_running_sequences_hold_over_all_processes_and_more_wait_up_to_a_bound(s
     assert "sampling_params.best_of: 3 sequences; accepted: at most 2, the tenant's running_sequences" in status.message
 
 
+def test_a_request_that_is_held_can_be_aborted(served: Served) -> None:
+    """Over connections of their own, so maybe at another frontend than the one that has it."""
+    own: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]
+
+    def generate(request_id: str) -> list[int]:
+        """Why its output ended."""
+        request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1]), request_id=request_id)
+        request.sampling_params.max_tokens, request.sampling_params.ignore_eos = 900, True
+        with grpc.insecure_channel(served.service.address, options=own) as channel:
+            answers = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=with_key("slow"))
+            return [output.finish_reason for answer in answers for output in answer.outputs if output.finish_reason]
+
+    def abort(request_id: str) -> bool:
+        request = pb.AbortRequest(request_id=request_id)
+        with grpc.insecure_channel(served.service.address, options=own) as channel:
+            return bool(inference_pb2_grpc.InferenceStub(channel).Abort(request, metadata=with_key("slow")).found)
+
+    names = ["x", "y", "z"]
+    with ThreadPoolExecutor(3) as pool:
+        answers = {name: pool.submit(generate, name) for name in names}
+        deadline = time.monotonic() + 20
+        while not (
+            served.metric("octavo:num_requests_running") == 2 and served.metric("octavo:num_requests_held") == 1
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert all(map(abort, names)) and not abort("x")
+        assert all(answer.result(20) == [pb.FINISH_REASON_ABORT] for answer in answers.values())
+    assert served.metric("octavo:num_requests_held") == 0
+
+
 def test_generated_tokens_are_charged_to_a_debt(served: Served) -> None:
     assert served.generate("talks", 100)[0] is CODE.OK
     code, status = served.generate("talks")

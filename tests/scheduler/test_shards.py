@@ -30,7 +30,7 @@ from scheduler_svc.limits.over_limit import OverLimit
 from scheduler_svc.models.served_models import KnownModel, ServedModels
 from scheduler_svc.output.mailboxes import Mailboxes
 from scheduler_svc.shards.cached_bits import places
-from scheduler_svc.shards.front_link import FrontLink
+from scheduler_svc.shards.front_link import AbortedWhileHeld, FrontLink
 from scheduler_svc.shards.front_service import FrontService
 from scheduler_svc.shards.group_wants import wanted_of
 from scheduler_svc.shards.live_ids import LiveIds
@@ -49,7 +49,7 @@ from tests.scheduler.tiny_served_model import tiny_served_model
 
 
 def test_an_id_is_its_tenants_and_free_again_with_its_holder() -> None:
-    ids, one, other = LiveIds(), object(), object()
+    ids, one, other = LiveIds[object](), object(), object()
     assert ids.claim(one, 1, "t", "a") and not ids.claim(other, 1, "t", "a")
     assert ids.claim(other, 2, "u", "a"), "another tenant's"
     ids.release(other, 1)  # what was refused is nobody's to release
@@ -111,12 +111,17 @@ async def test_a_claim_waits_for_its_tenants_turn_and_one_that_is_given_up_meanw
         waits = asyncio.create_task(link.claim(e))
         while not service.num_held:
             await asyncio.sleep(0.001)
+        assert not await link.abort_held("e", "another") and not await link.abort_held("d", "t"), "which is not held"
+        assert await link.abort_held("e", "t") and service.num_held == 0
+        with pytest.raises(AbortedWhileHeld):
+            await waits
+        assert not await link.abort_held("e", None)
         with pytest.raises(OverLimit, match="requests_per_minute is 4, and 4 were made"):
             await link.claim(a)
         wide = Loop().group("f", tenant="t", num_outputs=2)
         with pytest.raises(InvalidRequest, match="2 sequences; accepted: at most 1"):
             await link.claim(wide)
-        assert len(service.ids) == 2, "refused ones hold no id"
+        assert len(service.ids) == 1, "refused and ended ones hold no id"
         link.use(4, 1)
         service.close()
         await asyncio.gather(following, waits, return_exceptions=True)
