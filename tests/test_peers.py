@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from benchmarks import peers
+from benchmarks import made_models, peers, shapes
 from benchmarks.peer_engine import ENGINES, EngineFailed, EngineKind, PeerEngine
 from octavo.bench.workloads import BenchRequest, Workload
+from octavo.models.gguf_convert import read_tensors
 
 SCRIPTS = Path(peers.__file__).parent / "peer_engines"
 COUNTING = f"""
@@ -37,7 +40,7 @@ def workload(*requests: tuple[list[int], int]) -> Workload:
 def engine(tmp_path: Path) -> Iterator[PeerEngine]:
     script = tmp_path / "counting.py"
     script.write_text(COUNTING)
-    with PeerEngine(EngineKind(lambda _, __: [sys.executable, str(script)]), tmp_path, tmp_path) as it:
+    with PeerEngine(EngineKind("float32", lambda _, __: [sys.executable, str(script)]), tmp_path, tmp_path) as it:
         yield it
 
 
@@ -60,8 +63,10 @@ def test_what_an_engine_cannot_do_is_said(engine: PeerEngine) -> None:
 
 
 def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
-    assert ENGINES["octavo"].missing(tmp_path) is None
-    assert ENGINES["openvino"].missing(tmp_path) == str(tmp_path / "openvino/bin/python")
+    model = Path("models/qwen")
+    assert ENGINES["octavo"].missing(tmp_path, model) is None
+    assert ENGINES["openvino"].missing(tmp_path, model) == str(tmp_path / "openvino/bin/python")
+    assert ENGINES["octavo-q4_k_m"].missing(tmp_path, model) == str(tmp_path / "made/qwen/q4_k_m.gguf")
     assert all(ENGINES[name].how_to_install for name in ENGINES if ENGINES[name].needs)
 
 
@@ -84,8 +89,22 @@ def test_ours_are_set_against_the_best_of_their_kind() -> None:
         for name, values in speeds.items()
         for number, speed in enumerate(values)
     ]
-    engines = {name: {"version": name, "ready_s": 1.5, "peak_gib": 2.0} for name in speeds} | {"vllm": {"missing": "x"}}
+    engines = {name: {"version": name, "ready_s": 1.5, "peak_gib": 2.0} for name in speeds} | {
+        "vllm-compiled": {"missing": "x"}
+    }
     said = peers.report({"engines": engines, "runs": [{**run, "oracle": "transformers"} for run in runs]}).splitlines()
     assert "| engine | W1, tokens/s | tokens of transformers | ready | memory |" in said
     assert "| octavo | 20 | 2 of 4 | 1.5 s | 2.00 GiB |" in said
     assert said[-1] == "W1: octavo / vllm-eager = 1.75 (0.50 to 3.00 over 2 rounds)", "no 8-bit engine is a peer"
+
+
+@pytest.mark.parametrize("name", list(made_models.MODELS))
+def test_a_made_model_is_the_same_in_both_kinds_of_files(name: str, tmp_path: Path) -> None:
+    config = made_models.MODELS[name] | shapes.TINY
+    shapes.write_checkpoint(tmp_path / name, config)
+    made_models.write_gguf(tmp_path / name, tmp_path / f"{name}.gguf")
+    of_hub = load_file(tmp_path / name / "model.safetensors")
+    of_gguf = {tensor.name: torch.from_numpy(tensor.load().copy()) for tensor in read_tensors(tmp_path / f"{name}.gguf")}
+    assert of_hub.keys() == of_gguf.keys()
+    for tensor, values in of_hub.items():
+        torch.testing.assert_close(of_gguf[tensor], values.float(), rtol=0, atol=0, msg=tensor)

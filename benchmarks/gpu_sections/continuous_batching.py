@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_sections import shapes, streams
+from benchmarks import shapes
+from benchmarks.gpu_sections import streams
 from benchmarks.gpu_sections.figure import Figure, Report
-from benchmarks.gpu_sections.shapes import SMALL
 from benchmarks.served import served, wait_until_ready
+from benchmarks.shapes import SMALL
 from octavo.bench.workloads import BenchRequest
 
 SECTION = "continuous batching"

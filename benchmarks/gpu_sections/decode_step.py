@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_sections import host_link, shapes
+from benchmarks import shapes
+from benchmarks.gpu_sections import host_link
 from benchmarks.gpu_sections.bare_worker import BareWorker
 from benchmarks.gpu_sections.figure import Figure, Report
 from benchmarks.gpu_sections.launch_gaps import gap_share

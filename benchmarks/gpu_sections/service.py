@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_sections import shapes, streams
+from benchmarks import shapes
+from benchmarks.gpu_sections import streams
 from benchmarks.gpu_sections.decode_step import BATCH, CONTEXT, MAX_NUM_BATCHED_TOKENS, STEP_US
 from benchmarks.gpu_sections.figure import Figure, Report, value_of
 from benchmarks.served import served, wait_until_ready

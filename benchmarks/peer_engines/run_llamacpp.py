@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from line_protocol import Request, serve
 
 SLOTS = 64
-TOKENS_A_SLOT = 1024
+TOKENS_A_SLOT = 640
 
 
 def main() -> None:

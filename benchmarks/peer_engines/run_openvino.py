@@ -12,16 +12,17 @@ from line_protocol import Request, serve
 
 
 def main() -> None:
-    """Answers workloads over this process's pipes; float32 products and cache."""
+    """Answers workloads over this process's pipes; rows and cache of the types that it prefers on this processor."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--float32", action="store_true", help="products and cache")
     arguments = parser.parse_args()
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2  # GiB: holds all of W3, and leaves memory for the other engines
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = True
-    # Without the hint it computes in bfloat16 where the CPU can.
-    properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    # Without the hint it computes in bfloat16 where the CPU can, and keeps the cache in 8 bits.
+    properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} if arguments.float32 else {}
     pipeline = genai.ContinuousBatchingPipeline(arguments.model, scheduler, "CPU", properties)
 
     def config(num_tokens: int) -> genai.GenerationConfig:

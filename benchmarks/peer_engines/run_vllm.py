@@ -1,4 +1,4 @@
-"""vLLM on a CPU, in float32, eager or compiled."""
+"""vLLM on a CPU, eager or compiled."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def main() -> None:
     """Answers workloads over this process's pipes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--eager", action="store_true")
     arguments = parser.parse_args()
     llm = vllm.LLM(
         model=arguments.model,
-        dtype="float32",
+        dtype=arguments.dtype,
         enforce_eager=arguments.eager,
         max_model_len=2048,
         max_num_seqs=64,

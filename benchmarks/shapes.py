@@ -1,4 +1,4 @@
-"""Models that exist as a `config.json` alone: the sizes of real ones, weights made up at the start."""
+"""Models with the sizes of real ones, and weights that are made up: at a worker's start, or in a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,8 +41,17 @@ QWEN3_0_6B: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
+LLAMA_3_2_1B: dict[str, Any] = {
+    **LLAMA_3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 SMALL = ["--kv-cache-memory=0.05", "--swap-space=0"]  # flags of a worker for a tiny model on a CPU
-_TINY = {
+TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -53,9 +62,21 @@ _TINY = {
 }
 
 
+def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
+    """Writes config, tokenizer and bfloat16 weights, normal with a deviation of 0.02, which need all their bits."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_model(folder, config, "bfloat16")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    write_model(folder, config, "bfloat16")  # as it was: the library writes what it makes of it
+
+
 def write_model(folder: Path, config: dict[str, Any], dtype: str, is_tiny: bool = False) -> dict[str, Any]:
     """Writes a folder for `--load-format dummy` and returns its configuration; `is_tiny`: the same, but small."""
-    config = {**config, **(_TINY if is_tiny else {}), "dtype": dtype, "torch_dtype": dtype}
+    config = {**config, **(TINY if is_tiny else {}), "dtype": dtype, "torch_dtype": dtype}
     config |= {"bos_token_id": END_OF_TEXT, "eos_token_id": IM_END, "pad_token_id": END_OF_TEXT}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
