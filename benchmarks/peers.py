@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import sys
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES), help="of weights")
     parser.add_argument("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), default=list(workloads.WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[3], metavar="N", help="of all workloads, or of each")
     parser.add_argument("--no-results", action="store_true", help="print only")
     parser.add_argument("--how-to-install", action="store_true", help="print the commands and end")
     arguments = parser.parse_args()
@@ -47,6 +48,8 @@ def main() -> int:
         return 0
     if arguments.environments is None:
         parser.error("--environments is needed: the folder that --how-to-install speaks of")
+    if len(arguments.rounds) not in (1, len(arguments.workloads)):
+        parser.error("--rounds is one number, or one for each of --workloads")
 
     facts = machine.describe()
     folder = resolve_model(arguments.model)
@@ -86,8 +89,9 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             of_type = [name for name in arguments.engines if ENGINES[name].type == type_]
             running = dict(_start(of_type, arguments.environments, folder, stack, rows["engines"]))
             vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-            for number in range(arguments.rounds):
-                for workload_name in arguments.workloads:
+            rounds = dict(zip(arguments.workloads, itertools.cycle(arguments.rounds), strict=False))
+            for number in range(max(arguments.rounds)):
+                for workload_name in (name for name in arguments.workloads if number < rounds[name]):
                     workload = workloads.make(workload_name, vocab_size, seed=workloads.SEED + number)
                     rows["runs"] += _one_round(running, workload, number, right)
             for name, engine in running.items():
