@@ -72,11 +72,12 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> No
     special = {token["id"] for token in content["added_tokens"]}
     names = {number: token for token, number in content["model"]["vocab"].items()}
     names |= {token["id"]: token["content"] for token in content["added_tokens"]}
+    names.setdefault(vocab_size - 1, "ab")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types([3 if number in special else 1 if number in names else 5 for number in range(vocab_size)])
-    writer.add_token_merges(["a b"])  # the tokenizer of bytes has none, and llama.cpp wants one
+    writer.add_token_merges(["a b"])  # the tokenizer of bytes has none, and one is wanted
 
 
 def _tensors(folder: Path, config: dict[str, int | str]) -> Iterator[tuple[str, torch.Tensor]]:

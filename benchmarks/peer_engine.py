@@ -52,7 +52,7 @@ def _octavo(type_: str, *options: str, file: str = "") -> EngineKind:
 
     def command(folder: Path, model: Path) -> list[str]:
         served = folder / "made" / model.name / file if file else model
-        return _script(sys.executable, "octavo", "--model", served, "--options", *options)
+        return _script(sys.executable, "octavo", "--model", served, "--options", "max_model_len=2048", *options)
 
     return EngineKind(type_, command, (f"made/{{model}}/{file}",) if file else (), _INSTALL_LLAMACPP if file else "")
 
