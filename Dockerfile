@@ -95,7 +95,7 @@ COPY worker_svc worker_svc
 COPY deploy/sboms deploy/sboms
 RUN pip install --no-deps --no-build-isolation . && rm -rf build \
     && install -D --mode=644 "deploy/sboms/$LOCK.cdx.json" /usr/share/doc/octavo/sbom.cdx.json
-# Models and compiled kernels; a new volume takes this folder's owner.
+# Models; a new volume takes this folder's owner.
 RUN install --directory --owner=octavo /cache
 WORKDIR /home/octavo
 ARG REVISION=
@@ -106,8 +106,7 @@ LABEL org.opencontainers.image.title="octavo-worker" \
     sbom="/usr/share/doc/octavo/sbom.cdx.json"
 USER 10001
 # GOMP_SPINCOUNT: workers that share cores must not spin long at barriers (measured in octavo/serving_plan.py).
-ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache HF_HOME=/cache/huggingface NUMBA_CACHE_DIR=/cache/kernels GOMP_SPINCOUNT=1000 \
-    TRITON_CACHE_DIR=/cache/triton
+ENV OCTAVO_HOST=0.0.0.0 OCTAVO_CACHE=/cache HF_HOME=/cache/huggingface GOMP_SPINCOUNT=1000 TRITON_CACHE_DIR=/cache/triton
 VOLUME /cache
 EXPOSE 50061
 HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["octavo", "health", "127.0.0.1:50061", "--service", ""]

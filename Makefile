@@ -34,9 +34,9 @@ EDITABLE := --config-settings editable_mode=compat --editable
 NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h kernels/cpu/native/*.py)
 
 # Compiled once here, so that neither the first start nor a test waits for it. Without a compiler of C++ pip brings one.
-.venv/.warm: .venv/.installed $(NATIVE) $(wildcard kernels/cpu/sampling/*.py)
+.venv/.warm: .venv/.installed $(NATIVE)
 	@test -n "$$(command -v $${CXX:-g++} g++ clang++ c++)" || $(BIN)/python -m pip install --quiet --disable-pip-version-check ziglang
-	@$(BIN)/python -m kernels.cpu.warm_up
+	@$(BIN)/python kernels/cpu/native/build.py
 	@touch $@
 
 # As other processors would compute, which only tests ask for.

@@ -23,7 +23,7 @@ from octavo.serving_plan import waiting_threads
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
-WITHOUT_TORCH = ("torch", "triton", "numba", "transformers")  # what a scheduler must never import
+WITHOUT_TORCH = ("torch", "triton", "transformers")  # what a scheduler must never import
 
 
 def start() -> None:

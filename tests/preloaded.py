@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 
-from numba.core.registry import cpu_target
-
 for module in (
     "worker_svc.server",
     "scheduler_svc.server",
@@ -21,6 +19,3 @@ for module in (
     "tests.forked_children",
 ):
     importlib.import_module(module)
-# What numba imports with the first function that it compiles or reads: half of what a worker takes to its first step.
-cpu_target.typing_context.refresh()
-cpu_target.target_context.refresh()

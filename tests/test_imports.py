@@ -128,7 +128,7 @@ def offending(path: str, *names: str) -> list[str]:
 
 
 def test_the_scheduler_service_knows_no_device_code() -> None:
-    assert offending("scheduler_svc", "torch", "triton", "numba", "kernels", "worker_svc", "gateway_svc") == []
+    assert offending("scheduler_svc", "torch", "triton", "kernels", "worker_svc", "gateway_svc") == []
 
 
 def test_the_worker_service_does_not_know_the_scheduler() -> None:
@@ -204,15 +204,9 @@ def test_every_folder_says_in_two_sentences_what_it_holds() -> None:
 
 
 def test_kernels_import_torch_and_triton_alone() -> None:
-    """Beside the standard library and each other. The compiled CPU kernels also import numba and what it is made of."""
+    """Beside the standard library and each other."""
+    allowed = {"torch", "triton", "kernels"} | sys.stdlib_module_names
     for found in imports_of(ROOT / "kernels"):
-        on_cpu = (ROOT / "kernels" / "cpu") in found.file.parents
-        allowed = {
-            "torch",
-            "triton",
-            "kernels",
-            *(("numba", "numpy", "llvmlite") if on_cpu else ()),
-        } | sys.stdlib_module_names
         assert found.module.partition(".")[0] in allowed, str(found)
 
 
@@ -344,10 +338,10 @@ def test_a_worker_is_started_before_anything_is_imported_that_it_does_not_need()
 
 
 @pytest.mark.parametrize("package", ["scheduler_svc", "gateway_svc", "octavo"])
-def test_everything_imports_where_torch_triton_and_numba_are_absent(package: str) -> None:
+def test_everything_imports_where_torch_and_triton_are_absent(package: str) -> None:
     program = f"""
 import importlib, pkgutil, sys
-for absent in ("torch", "triton", "numba", "transformers"):
+for absent in ("torch", "triton", "transformers"):
     sys.modules[absent] = None
 import {package}
 for module in pkgutil.walk_packages({package}.__path__, "{package}."):

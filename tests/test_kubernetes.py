@@ -339,15 +339,13 @@ def test_pods_may_do_nothing_that_they_need_not(case: str, manifests: list[Manif
 
 
 @every_case
-def test_weights_and_kernels_are_fetched_once_and_then_read_only(case: str, manifests: list[Manifest]) -> None:
+def test_weights_are_fetched_once_and_then_read_only(case: str, manifests: list[Manifest]) -> None:
     (fetch,) = of_kind(manifests, "Job")
     (container,) = containers(fetch)
     script = container["command"][-1]
-    assert "octavo model fetch" in script and "kernels.cpu.warm_up" in script
+    assert "octavo model fetch" in script
     variables_of_image = " ".join(said("worker", "ENV")).split()
-    assert {"OCTAVO_CACHE=/cache", "NUMBA_CACHE_DIR=/cache/kernels", "HF_HOME=/cache/huggingface"} <= set(
-        variables_of_image
-    )
+    assert {"OCTAVO_CACHE=/cache", "HF_HOME=/cache/huggingface"} <= set(variables_of_image)
     assert script.rstrip().endswith('touch "/cache/fetched/$MODEL/done"'), "the last thing that it does"
     for service, pod, worker in serving(manifests):
         if service == "worker":
@@ -381,7 +379,6 @@ def test_the_mark_is_made_only_after_a_whole_fetch(tmp_path: Path) -> None:
     assert (tmp_path / "called").read_text().splitlines() == [
         "octavo model fetch OWNER/NAME@main",
         "octavo model fetch OWNER/NAME@main",
-        "python -m kernels.cpu.warm_up",
     ]
 
 

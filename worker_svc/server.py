@@ -16,7 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import structlog
@@ -57,9 +57,6 @@ from worker_svc.steps.model_thread import ModelThread
 from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.worker import Worker
 from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
-
-if TYPE_CHECKING:
-    from worker_svc.host.compile_progress import CompileProgress
 
 log = structlog.get_logger()
 
@@ -159,7 +156,6 @@ def main(config: WorkerConfig) -> int:
         log.warning(alone, world_size=os.environ["WORLD_SIZE"])
     started_s = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    compiling = _follow_compiler(config)
     try:
         with _parallel_group(config) as group:
             if group is not None:  # ranks of one machine have its memory together
@@ -169,7 +165,7 @@ def main(config: WorkerConfig) -> int:
             runner, files = thread.call(lambda: load(config, group)).result()
             if group is not None and not group.is_first:
                 return follow(Worker(runner, config, thread, group=group), group)
-            return asyncio.run(_serve(config, runner, files, thread, started_s, compiling, group, entrance))
+            return asyncio.run(_serve(config, runner, files, thread, started_s, group, entrance))
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise StartupError("too little memory to load the model") from error
@@ -215,22 +211,11 @@ def _parallel_group(config: WorkerConfig) -> Iterator[ParallelGroup | None]:
             started.end(ending_s)
 
 
-def _follow_compiler(config: WorkerConfig) -> CompileProgress | None:
-    """None where a GPU computes."""
-    if choose_device(config.device).type != "cpu":
-        return None
-    from worker_svc.host.compile_progress import CompileProgress
-
-    progress = CompileProgress()
-    progress.start()
-    return progress
-
-
 def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[ModelRunner, TokenizerFiles]:
     """The model of `config`, its weights loaded, or the part of it that this rank of `group` has. Raises ModelNotFound,
     FetchError, ModelError, StartupError.
 
-    To be called on the thread that will run the model. Every thread that computes with torch or numba gets an OpenMP
+    To be called on the thread that will run the model. Every thread that computes with torch gets an OpenMP
     pool of its own, and with two pools libgomp counts more threads than cores and no longer spins at barriers.
     """
     local_rank, local_size = (group.member.local_rank, group.member.local_size) if group else (0, 1)
@@ -307,7 +292,6 @@ async def _serve(
     files: TokenizerFiles,
     thread: ModelThread,
     started_s: float,
-    compiling: CompileProgress | None,
     group: ParallelGroup | None,
     entrance: Entrance | None,
 ) -> int:
@@ -325,8 +309,6 @@ async def _serve(
     if not await _unless(stopped, server.start()):
         log.info("worker stopped before it was ready")
         _leave()
-    if compiling is not None:
-        compiling.finish()
     if group is not None:
         group.ready()
     gc.freeze()  # the model is for life: no collection has to look at it again

@@ -1,7 +1,7 @@
 """Compiled kernels for CPUs, behind the signatures of `kernels.oracles`; float32 and bfloat16.
 
 The code is C++ in `native`, which `library` compiles and loads; an operation here checks shapes and passes on
-addresses and strides. Sampling is numba code. Results of a row depend on that row (and its sequence's cache) alone.
+addresses and strides. Results of a row depend on that row (and its sequence's cache) alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from kernels.cpu.rows import (
     rotary_and_cache,
     silu_and_mul,
 )
-from kernels.cpu.sampling.chunk_maxima import chunk_maxima
-from kernels.cpu.sampling.draw_tokens import draw_tokens
-from kernels.cpu.sampling.kept_range import kept_range
-from kernels.cpu.sampling.most_likely import most_likely
-from kernels.cpu.sampling.penalties import penalize
-from kernels.cpu.sampling.random_bits import uniforms
-from kernels.cpu.sampling.token_logprobs import token_logprobs
-from kernels.cpu.sampling.top_logits import top_logits
+from kernels.cpu.sampling import (
+    chunk_maxima,
+    draw_tokens,
+    kept_range,
+    most_likely,
+    penalize,
+    token_logprobs,
+    top_logits,
+    uniforms,
+)
 
 # What torch does well already: its indexing moves whole blocks at the speed of memory, its norm takes each row alone.
 from kernels.oracles.reference import copy_blocks, layer_norm

@@ -8,10 +8,9 @@ best that this processor has (`native.build.LEVELS`), KERNELS_CPU_LIBRARY the fi
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,11 +36,19 @@ _DECLARED = {
     "octavo_lora_shrink": (None, [_I64, _PLACE, _PLACE, _I64, _PLACE, _PLACE, *[_I64] * 4]),
     "octavo_lora_expand": (None, [_I64, _PLACE, _I64, _PLACE, _PLACE, _PLACE, _PLACE, *[_I64] * 4]),
     "octavo_run_layers": (None, [_PLACE, _I64, _PLACE, _I64, _I64, _I64]),
+    "octavo_penalize": (None, [_PLACE, _I64, *[_PLACE] * 6, _I64, _I64]),
+    "octavo_chunk_maxima": (None, [_PLACE, _PLACE, *[_I64] * 3]),
+    "octavo_most_likely": (None, [*[_PLACE] * 3, *[_I64] * 3]),
+    "octavo_kept_range": (None, [*[_PLACE] * 8, *[_I64] * 3]),
+    "octavo_draw_tokens": (None, [*[_PLACE] * 10, *[_I64] * 4]),
+    "octavo_uniforms": (None, [*[_PLACE] * 4, _I64]),
+    "octavo_token_logprobs": (None, [*[_PLACE] * 7, *[_I64] * 3]),
+    "octavo_top_logits": (None, [*[_PLACE] * 5, *[_I64] * 4]),
     "octavo_pin_threads": (_I64, [_PLACE, _PLACE, _I64]),
     "octavo_count_phases": (_I64, [_PLACE, *[_I64] * 5]),
     "octavo_read_memory": (_FLOAT, [_PLACE, _I64, _I64, _I64]),
 }
-_compiling = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 class Library:
@@ -55,7 +62,7 @@ class Library:
         except OSError:  # made for a newer C library than this machine has, as a wheel's may be
             if os.environ.get(_LIBRARY):
                 raise
-            loaded = ctypes.CDLL(str(_compiled(level, _own_folder())))
+            loaded = ctypes.CDLL(str(build.library_of(level, _own_folder(), _log.warning)))
         for name, (result, arguments) in _DECLARED.items():
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
@@ -99,30 +106,31 @@ def _choose() -> Library:
     name, usable = os.environ.get(_LEVEL), build.usable_levels()
     if name and name not in usable:
         raise ValueError(f"{_LEVEL}: this processor has {', '.join(usable)}, not {name}")
-    _in_use[:] = [load(name or usable[-1])]
+    _in_use[:] = [load(name or build.best_level(lambda level: _found(level) is not None, _log.warning))]
     return _in_use[0]
 
 
 def _path_of(level: str) -> Path:
-    """Beside the sources, or in the user's cache where nobody may write there; compiled if it is in neither."""
+    """What there is of a level, or what is compiled now."""
+    return _found(level) or build.library_of(level, _folder(), _log.warning)
+
+
+def _found(level: str) -> Path | None:
     if given := os.environ.get(_LIBRARY):
         return Path(given)
     name = build.file_name(level)
     if (build.BUILT / name).exists():
         return build.BUILT / name
-    with _compiling:
-        parent = build.BUILT if build.BUILT.exists() else build.BUILT.parent
-        return _compiled(level, build.BUILT if os.access(parent, os.W_OK) else _own_folder())
+    return _folder() / name if (_folder() / name).exists() else None
 
 
-def _compiled(level: str, folder: Path) -> Path:
-    path = folder / build.file_name(level)
-    if not path.exists():
-        print(f"compiling CPU kernels for {level} into {folder}, once: some ten seconds", file=sys.stderr, flush=True)
-        build.compile_library(level, folder)
-    return path
+def _folder() -> Path:
+    """Where libraries are compiled to: beside the sources, or in the user's cache where nobody may write there."""
+    parent = build.BUILT if build.BUILT.exists() else build.BUILT.parent
+    return build.BUILT if os.access(parent, os.W_OK) else _own_folder()
 
 
+@cache
 def _own_folder() -> Path:
     """`kernels` in Octavo's cache (`octavo.shared.cache`, which nothing here may import).
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.shared.cores import available_cores
 
-_PACKAGES = ("octavo", "torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "numba")
+_PACKAGES = ("octavo", "torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 
 
 def describe() -> dict[str, Any]:

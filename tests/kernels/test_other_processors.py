@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from kernels import cpu
 from kernels.cpu import library as library_module
 from kernels.cpu.library import at_level
 from kernels.cpu.native import build
@@ -40,6 +44,28 @@ def products() -> list[torch.Tensor]:
     return found
 
 
+def sampled() -> list[torch.Tensor]:
+    """What the kernels of sampling give for rows of every kind, with all filters."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(40, 1037, generator=generator) * 4
+    logits[1], logits[2, ::3], logits[3] = 2.5, -torch.inf, (logits[3] * 2).round() / 2
+    random = [torch.rand(40, generator=generator) for _ in range(3)]
+    temperature, min_p, top_p, zeros = random[0] + 0.3, random[1] * 0.1, random[2], torch.zeros(40)
+    maxima, smallest, token_ids = torch.empty(40, 17), torch.empty(40), torch.empty(40, dtype=torch.int64)
+    rows = torch.arange(40)
+    cpu.chunk_maxima(maxima, logits)
+    largest = maxima.amax(dim=-1)
+    cpu.kept_range(smallest, logits, maxima, largest, temperature, min_p, rows * 9, top_p)
+    cpu.draw_tokens(token_ids, logits, maxima, largest, smallest, temperature, rows, rows, rows, rows)
+    logprobs, log_sums, ranks = torch.empty(40), torch.empty(40), torch.empty_like(rows)
+    cpu.token_logprobs(logprobs, ranks, log_sums, logits, largest, rows, token_ids)
+    penalised, counts = logits.clone(), torch.randint(0, 5, (40, 1037), generator=generator, dtype=torch.int32)
+    cpu.penalize(penalised, rows, counts, rows, temperature, min_p, zeros + 0.3)
+    greedy, values = torch.empty_like(rows), torch.empty(40)
+    cpu.most_likely(greedy, values, logits)
+    return [maxima, smallest, token_ids, logprobs, log_sums, ranks, penalised, greedy, values]
+
+
 def run(profile: str, code: str, *arguments: str) -> str:
     if missing := lacking(profile):
         pytest.skip(f"this processor has no {', '.join(missing)}")
@@ -62,9 +88,10 @@ def test_a_level_that_this_processor_lacks_is_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("level", build.usable_levels()[:-1])
 def test_every_level_gives_the_same_bits(level: str) -> None:
-    expected = products()
+    expected = products() + sampled()
     with at_level(level):
-        assert all(torch.equal(there, here) for there, here in zip(products(), expected, strict=True))
+        found = products() + sampled()
+    assert all(torch.equal(there, here) for there, here in zip(found, expected, strict=True))
 
 
 def test_every_profile_is_known_to_the_test_above() -> None:
@@ -85,18 +112,20 @@ def own_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     build._digest.cache_clear()
+    library_module._own_folder.cache_clear()
     yield tmp_path
     build._digest.cache_clear()
+    library_module._own_folder.cache_clear()
 
 
 def test_a_library_is_compiled_once_and_again_when_its_sources_change(
-    own_sources: Path, capsys: pytest.CaptureFixture[str]
+    own_sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     level = build.usable_levels()[-1]
     path = library_module._path_of(level)
     assert path.exists() and path.parent == own_sources / "built"
-    assert f"compiling CPU kernels for {level} into {own_sources / 'built'}" in capsys.readouterr().err
-    assert library_module._path_of(level) == path and capsys.readouterr().err == ""
+    assert f"compiling CPU kernels for {level} into {own_sources / 'built'}" in caplog.messages[0]
+    assert library_module._path_of(level) == path and len(caplog.messages) == 1
     with (own_sources / "vec.h").open("a") as header:
         header.write("// changed")
     build._digest.cache_clear()
@@ -114,8 +143,49 @@ def test_a_library_goes_to_the_users_cache_where_the_package_cannot_be_written_t
     assert library_module._path_of("plain") == path
     path.parent.chmod(0o777)  # somebody else's code might lie there
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library_module._own_folder.cache_clear()
     other = library_module._path_of("plain")
-    assert other.exists() and other.parent.parent == tmp_path
+    assert other.exists() and other.parent.parent == tmp_path and library_module._path_of("plain") == other
+
+
+def test_of_workers_that_start_at_once_one_compiles_and_the_others_wait(
+    own_sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Threads here, which the lock of a file keeps apart as it does processes."""
+    compiled: list[str] = []
+
+    def compile_slowly(level: str, folder: Path, *, is_sanitized: bool = False) -> None:
+        compiled.append(level)
+        while sum("waiting for CPU kernels" in line for line in caplog.messages) < 2:
+            time.sleep(0.01)
+        (folder / build.file_name(level)).touch()
+
+    monkeypatch.setattr(build, "compile_library", compile_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        paths = set(pool.map(library_module._path_of, ["plain"] * 3))
+    assert compiled == ["plain"] and paths == {build.BUILT / build.file_name("plain")}
+
+
+def compiler_without(folder: Path, flag: str) -> str:
+    """A C++ compiler that does not know a flag, as a command with an argument."""
+    path = folder / "old compiler"
+    refuse, go_on = f'case "$*" in *{flag}*) exit 1 ;; esac', f'exec {shlex.join(build.compiler())} "$@"'
+    path.write_text(f"#!/bin/sh\nshift\n{refuse}\n{go_on}\n")
+    path.chmod(0o755)
+    return f"{shlex.quote(str(path))} argument"
+
+
+def test_a_compiler_that_lacks_a_level_compiles_the_next_lower_one(
+    own_sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "usable_levels", lambda: ["plain", "avx2-vnni"])
+    monkeypatch.setenv("CXX", compiler_without(own_sources, "-mavxvnni"))
+    monkeypatch.setattr(sys, "argv", ["build.py", "--into", str(own_sources / "built")])
+    build.main()
+    assert (own_sources / "built" / build.file_name("plain")).exists()
+    assert "no C++ compiler here knows avx2-vnni: CPU kernels are used as compiled for plain" in capsys.readouterr().err
+    # What is there needs no compiler: a wheel may carry what this machine's would not make.
+    assert build.best_level(lambda level: True, print) == "avx2-vnni"
 
 
 def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,21 @@ def test_ties_with_the_last_kept_token_are_kept(implementation: tuple[ModuleType
     assert Rows(logits, device, top_k=2, top_p=0.7).smallest(kernels).tolist() == [3.0]
 
 
+def test_threads_change_nothing() -> None:
+    """So many logits that rows are divided among threads."""
+    size, vocab_size = 90, 1500
+    numbers = torch.Generator().manual_seed(9)
+    logits = torch.randn(size, vocab_size, generator=numbers) * 3
+    rows = Rows(logits, "cpu", top_k=[*range(size)], top_p=torch.rand(size, generator=numbers), min_p=0.001)
+    before, found = torch.get_num_threads(), []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        smallest, of_rows = rows.smallest(cpu), np.arange(size).repeat(2)
+        found.append([smallest, rows.draw(cpu, smallest, of_rows, *counters(2 * size))])
+    torch.set_num_threads(before)
+    assert all(torch.equal(alone, together) for alone, together in zip(*found, strict=True))
+
+
 # ---- Draws ----------------------------------------------------------------------------------------------------------
 
 
@@ -375,3 +390,19 @@ def test_top_logits_in_order_ties_by_token_id(implementation: tuple[ModuleType, 
     token_ids, values = run(kernels.top_logits, device, out, *inputs)
     assert torch.equal(token_ids, expected[0])
     torch.testing.assert_close(values, expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """By the CPU's kernels, which would read and write what lies there; those for GPUs: test_sampling_chain.py."""
+    logits, maxima, column = torch.zeros(2, 100), torch.zeros(2, 2), torch.zeros(2)
+    rows = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"contiguous torch.float32 \(2, 2\) here, not torch.float32 \(2, 1\)"):
+        cpu.chunk_maxima(torch.zeros(2, 1), logits)
+    with pytest.raises(ValueError, match=r"contiguous torch.float32 \(2, 100\) here, .* with strides \(1, 2\)"):
+        cpu.most_likely(rows[:2], column, torch.zeros(100, 2).T)
+    with pytest.raises(ValueError, match=r"contiguous torch.int64 \(2,\) here, not torch.int64 \(3,\)"):
+        cpu.kept_range(column, logits, maxima, column, column, column, rows, column)
+    with pytest.raises(ValueError, match=r"contiguous torch\.int64 \(3,\) here, not torch\.int32"):
+        cpu.draw_tokens(rows, logits, maxima, column, column, column, rows, rows.int(), rows, rows)
+    with pytest.raises(ValueError, match="101 tokens asked for, of a vocabulary of 100"):
+        cpu.top_logits(torch.zeros(3, 101, dtype=torch.int64), torch.zeros(3, 101), logits, maxima, rows)

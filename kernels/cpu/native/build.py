@@ -7,16 +7,20 @@ file is named after its level and a hash of all that goes into it, so a change o
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,16 +94,63 @@ def file_name(level: str, *, is_sanitized: bool = False) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of a C++ compiler. Raises NoCompilerError."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and shutil.which(name):
-            return [name]
+    """The command of a C++ compiler; $CXX may have arguments. Raises NoCompilerError."""
+    for command in (shlex.split(os.environ.get("CXX", "")), ["g++"], ["clang++"], ["c++"]):
+        if command and shutil.which(command[0]):
+            return command
     if importlib.util.find_spec("ziglang"):
         # A target that is named stands for the least of its processors; without one, for this very one.
         return [sys.executable, "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-gnu"]
     raise NoCompilerError(
         "CPU kernels have to be compiled, and there is no C++ compiler: install g++, or `pip install ziglang`"
     )
+
+
+def knows(level: str) -> bool:
+    """Whether there is a compiler, and one that has the flags of this level: g++ has all of them from 11 on."""
+    try:
+        command = [*compiler(), *LEVELS[level].flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    except NoCompilerError:
+        return False
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def best_level(is_there: Callable[[str], bool], say: Callable[[str], object]) -> str:
+    """The most capable level that this processor has, and whose library is there or can be compiled; where that is not
+    the processor's best, `say` is told. Raises NoCompilerError where there is none."""
+    best = usable_levels()[-1]
+    for level in reversed(usable_levels()):
+        if is_there(level) or knows(level):
+            if level != best:
+                say(f"no C++ compiler here knows {best}: CPU kernels are used as compiled for {level}")
+            return level
+    command = " ".join(compiler())
+    raise NoCompilerError(f"CPU kernels have to be compiled, and the C++ compiler does not work: {command}")
+
+
+@contextmanager
+def _alone(folder: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """One process at a time, as several workers may be started at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for CPU kernels, which another process compiles into {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def library_of(level: str, folder: Path, say: Callable[[str], object], *, is_sanitized: bool = False) -> Path:
+    """The library of a level in `folder`, compiled where it is not there yet, of which `say` is told. Raises as
+    `compile_library`."""
+    path = folder / file_name(level, is_sanitized=is_sanitized)
+    if not path.exists():
+        with _alone(folder, say):
+            if not path.exists():
+                say(f"compiling CPU kernels for {level} into {folder}, once: some ten seconds")
+                compile_library(level, folder, is_sanitized=is_sanitized)
+    return path
 
 
 def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> Path:
@@ -142,12 +193,24 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
-    all_levels = list(LEVELS) if platform.machine() == "x86_64" else ["plain"]
-    for level in all_levels if options.all else usable_levels()[-1:]:
-        if not (options.into / file_name(level, is_sanitized=options.sanitize)).exists():
-            start = time.perf_counter()
-            compile_library(level, options.into, is_sanitized=options.sanitize)
-            print(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+    def is_there(level: str) -> bool:
+        return (options.into / file_name(level, is_sanitized=options.sanitize)).exists()
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    if options.all:
+        levels = [name for name in LEVELS if platform.machine() == "x86_64" or name == "plain"]
+        for level in [name for name in levels if not is_there(name) and not knows(name)]:
+            levels.remove(level)
+            say(f"left out: {' '.join(compiler())} does not know {level}")
+    else:
+        levels = [best_level(is_there, say)]
+    for level in [name for name in levels if not is_there(name)]:
+        start = time.perf_counter()
+        library_of(level, options.into, say, is_sanitized=options.sanitize)
+        say(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":
