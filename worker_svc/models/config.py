@@ -14,6 +14,8 @@ import torch
 
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families import FAMILIES
+from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
+from worker_svc.models.quantized.detect import detect_format
 from worker_svc.models.raw_config import RawConfig
 from worker_svc.models.style import DecoderStyle
 from worker_svc.models.transformers_config import read_config, sizes_of
@@ -49,7 +51,8 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
-    quantization: str = ""  # of the weights of products: int8; empty: none
+    quantization: str = ""  # of the weights of products when they are loaded: int8; empty: none
+    weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
 
     @property
@@ -63,6 +66,8 @@ class ModelConfig:
             inner += num_sparse * experts.num_experts * experts.intermediate_size
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
+        if self.weights_format is not None and not self.quantization:
+            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.bits_per_number / 8)
         return table * self.dtype.itemsize + (table + layers) * (1 if self.quantization else self.dtype.itemsize)
 
     @classmethod
@@ -89,10 +94,11 @@ class ModelConfig:
             raise ModelError(f"model folder {folder} does not exist")
         raw = RawConfig.read(folder / "config.json")
         generation = RawConfig.read(folder / "generation_config.json", required=False)
-        if quantized := raw.part("quantization_config"):
-            method = quantized.get("quant_method", "quantization_config")
-            raise raw.error(f"weights quantised by {method!r} are not supported")
+        weights_format = detect_format(raw)
         architecture, impl = _architecture(raw, impl)
+        if weights_format is not None and impl == "transformers":
+            what = f"{architecture} is computed by transformers: weights quantised as {weights_format.name}"
+            raise raw.error(f"{what} are read for the families that Octavo computes itself")
         if impl == "octavo":
             sizes, style = FAMILIES[architecture](raw)
         else:
@@ -117,6 +123,7 @@ class ModelConfig:
             model_hash=_model_hash(folder),
             impl=impl,
             quantization=quantization,
+            weights_format=weights_format,
             is_batch_invariant=is_batch_invariant,
         )
 
