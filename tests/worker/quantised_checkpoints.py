@@ -31,8 +31,11 @@ class Format:
     others: dict[str, Quantise] = field(default_factory=dict)  # for layers whose names contain the key
 
 
-def write_quantised(folder: Path, where: Path, format_: Format, plain: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """A model and its twin in float32; layers whose names contain one of `plain` stay as they are."""
+def write_quantised(
+    folder: Path, where: Path, format_: Format, plain: tuple[str, ...] = (), also: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
+    """A model and its twin in float32; layers whose names contain one of `plain` stay as they are, those of
+    `also` do not, though they usually do."""
     quantised, twin = where / "quantised", where / "twin"
     for path in (quantised, twin):
         shutil.copytree(folder, path)
@@ -42,7 +45,8 @@ def write_quantised(folder: Path, where: Path, format_: Format, plain: tuple[str
         module = name.removesuffix(".weight")
         stored[name] = expanded[name] = tensor
         kept = ("embed", "norm", "lm_head", "mlp.gate.", "moe.gate.", *plain)
-        if tensor.dim() == 2 and not any(part in name for part in kept):
+        stays = any(part in name for part in kept) and not any(part in name for part in also)
+        if tensor.dim() == 2 and not stays:
             quantise = next((other for part, other in format_.others.items() if part in name), format_.quantise)
             leaves, expanded[name] = quantise(tensor)
             del stored[name]

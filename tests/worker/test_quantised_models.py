@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from kernels import cpu
+from kernels.quantized_weight import QuantizedWeight
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
-from tests.worker.quantised_checkpoints import FORMATS, Format, write_quantised
-from worker_svc.models.config import ModelConfig
+from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
+from tests.worker.ranks_in_threads import on_all_ranks
+from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
+from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.parallel.ranks import Ranks
 
 SIZES = {
     "hidden_size": 64,
@@ -28,6 +38,18 @@ CHANGES: dict[str, dict[str, object]] = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
 PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=40)
+
+
+class SecondOfTwo:
+    """The last stage of a pipeline, which computes nothing here."""
+
+    stage, count, bytes_sent = 1, 2, 0
+
+    def hand_on(self, x: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def receive(self, x: torch.Tensor) -> None:
+        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +93,145 @@ def test_families_are_read_alike(name: str, family: str, tmp_path: Path) -> None
     quantised, twin = make(tmp_path, family, FORMATS[name], **sizes)
     (tokens, logits), (expected, exact) = greedy(load(quantised), 3), greedy(load(twin), 3)
     assert tokens == expected and torch.equal(logits, exact)
+
+
+def logits_of_ranks(folder: Path, size: int) -> torch.Tensor:
+    """Of the whole prompt, by a group of so many ranks."""
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        part = ModelPart.of(ModelConfig.from_folder(folder, "float32"), ranks)
+        return Stepper(load_model(folder, part, "cpu"), [PROMPT]).step({0: (0, len(PROMPT))})[0]
+
+    first, *others = on_all_ranks(size, work)
+    assert all(torch.equal(first, other) for other in others)
+    return first
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-small-blocks"])
+def test_ranks_have_parts_of_the_same_weights(name: str, tmp_path: Path) -> None:
+    """With act-order too: such a weight is expanded where ranks share its inputs."""
+    quantised, twin = make(tmp_path, "qwen2", FORMATS[name])
+    assert torch.equal(logits_of_ranks(quantised, 2), logits_of_ranks(twin, 2))
+
+
+@pytest.mark.parametrize("name", ["awq-32", "packed-8-bits"])
+def test_groups_that_ranks_would_cut_become_smaller(name: str, tmp_path: Path) -> None:
+    """192 / 4 = 48 inputs are one group of 32 and half of another."""
+    sizes = {"num_key_value_heads": 4, "intermediate_size": 192}
+    quantised, twin = make(tmp_path, "qwen2", FORMATS[name], **sizes)
+    assert torch.equal(logits_of_ranks(quantised, 4), logits_of_ranks(twin, 4))
+
+
+def test_groups_that_would_become_too_small_are_refused(tmp_path: Path) -> None:
+    quantised, _ = make(tmp_path, "qwen2", FORMATS["fp8-small-blocks"])
+    refused = "o_proj.weight: inputs .* of 64 cannot be had alone: they share scales in groups of 40"
+    with pytest.raises(ModelError, match=refused):
+        logits_of_ranks(quantised, 2)
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "fp8-small-blocks"])
+def test_stages_have_their_layers_alone(name: str, tmp_path: Path) -> None:
+    quantised, twin = make(tmp_path, "qwen2", FORMATS[name])
+    last = []
+    for folder in (quantised, twin):
+        part = ModelPart.of(ModelConfig.from_folder(folder, "float32"), stages=SecondOfTwo())
+        layer = cast(Decoder, load_model(folder, part, "cpu")).layers[0]
+        last.append(layer.qkv(torch.ones(1, SIZES["hidden_size"])))
+    assert torch.equal(*last)
+
+
+def test_layers_that_stay_plain_and_others_share_a_product(tmp_path: Path) -> None:
+    """Members of a fused product that disagree are products of their own: plain ones, and of other groups or orders."""
+    mixed = Format(
+        gptq().config
+        | {"dynamic": {r"-:.*\.k_proj": {}, r"+:.*up_proj": {"group_size": 64}, r"+:.*v_proj": {"bits": 8}}},
+        gptq().quantise,
+        {
+            "up_proj": gptq(64).quantise,
+            "v_proj": gptq(bits=8).quantise,
+            "layers.1.self_attn.q": gptq(has_order=True).quantise,
+        },
+    )
+    quantised, twin = make(tmp_path, "qwen2", mixed, plain=("k_proj",))
+    model = cast(Decoder, load(quantised))
+    assert [len(cast(SeparateProducts, layer.qkv).products) for layer in model.layers] == [3, 3]
+    (tokens, logits), (expected, exact) = greedy(model, 3), greedy(load(twin), 3)
+    assert tokens == expected and torch.equal(logits, exact)
+
+
+@pytest.mark.parametrize("name", ["awq-32", "gptq-symmetric", "float8-tensor"])
+def test_a_head_may_be_quantised_too_also_one_that_could_be_tied(name: str, tmp_path: Path) -> None:
+    logits = []
+    for index, is_tied in enumerate((False, True)):
+        where = tmp_path / str(index)
+        folder = make_family("qwen2", where / "model", **SIZES, vocab_size=536)
+        quantised, twin = write_quantised(folder, where, FORMATS[name], also=("lm_head",))
+        for path in (quantised, twin):
+            config = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(
+                json.dumps(config | {"tie_word_embeddings": is_tied and path == quantised})
+            )
+        logits += [greedy(load(quantised), 1)[1], greedy(load(twin), 1)[1]]
+    assert all(torch.equal(one, logits[0]) for one in logits)
+
+
+def test_biases_of_zeros_that_a_writer_has_added_are_no_part_of_the_model(tmp_path: Path) -> None:
+    quantised, twin = make(tmp_path, "llama-gelu", FORMATS["gptq-v1"])
+    path = quantised / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.down_proj.bias"
+    save_file(tensors | {name: torch.zeros(64)}, path)
+    assert torch.equal(greedy(load(quantised), 1)[1], greedy(load(twin), 1)[1])
+    assert logits_of_ranks(quantised, 2).isfinite().all()
+    save_file(tensors | {name: torch.ones(64)}, path)
+    with pytest.raises(ModelError, match=f"{name} is not zero, and the model has no place for it"):
+        load(quantised)
+
+
+def test_what_is_expanded_is_said_in_a_line_for_each_reason(tmp_path: Path) -> None:
+    quantised, _ = make(tmp_path, "llama-gelu", FORMATS["fp8-blocks"])
+    with capture_logs() as logs:
+        load(quantised)
+    lines = [entry for entry in logs if entry["event"] == "quantised weights expanded"]
+    assert [(line["format"], line["products"], line["dtype"], line["why"]) for line in lines] == [
+        ("fp8", 6, "float32", "there is no product of e4m3 with one scale an output"),
+        ("fp8", 2, "float32", "there is no product of e4m3 with groups of 128"),
+    ]
+
+
+def test_a_device_that_has_a_product_is_given_the_weight_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[QuantizedWeight] = []
+
+    class Product:
+        """In float32, of what it was made of."""
+
+        def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+            given.append(weight)
+            self._weight, self._bias, self.weight_bytes = weight.dequantized(), bias, 7
+
+        def multiply(self, out: torch.Tensor, x: torch.Tensor) -> None:
+            out.copy_(torch.nn.functional.linear(x, self._weight, self._bias))
+
+    monkeypatch.setattr(cpu, "quantized_product", Product)
+    quantised, twin = make(tmp_path, "qwen2", FORMATS["packed"])
+    model = cast(Decoder, load(quantised))
+    assert model.weights_bytes < load(twin).weights_bytes
+    sizes = {(each.out_features, each.in_features) for each in given if each.out_features > 1}
+    assert sizes >= {(128, 64), (64, 64), (384, 64), (64, 192)}
+    logits, expected = greedy(model, 1)[1], greedy(load(twin), 1)[1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_int8_is_made_of_what_the_weights_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    quantised, twin = make(tmp_path, "qwen2", FORMATS["awq-32"])
+    one, other = (greedy(load(folder, quantization="int8"), 1)[1] for folder in (quantised, twin))
+    assert torch.equal(one, other)
+
+
+def test_bfloat16_rounds_what_the_weights_say(tmp_path: Path) -> None:
+    quantised, twin = make(tmp_path, "qwen2", FORMATS["gptq-v1"])
+    one, other = (greedy(load(folder, "bfloat16"), 1)[1] for folder in (quantised, twin))
+    assert torch.equal(one, other)
