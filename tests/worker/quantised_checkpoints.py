@@ -247,7 +247,7 @@ def _of_e4m3(of: str, is_static: bool) -> Quantise:
         codes = (weight / scale).to(torch.float8_e4m3fn)
         leaves = {"weight": codes, "weight_scale": scale.reshape(1) if of == "tensor" else scale}
         if is_static:
-            leaves["input_scale"] = torch.tensor(0.01 * float(scale.max()) / float(scale.min()))
+            leaves["input_scale"] = torch.tensor([0.01])
         return leaves, codes.float() * scale
 
     return quantise

@@ -7,7 +7,7 @@ import torch
 
 def numbers_in(words: torch.Tensor, bits: int) -> torch.Tensor:
     """i32[..., n] as u8[..., n * 32 / bits]."""
-    in_bytes = words.contiguous().view(torch.uint8)
+    in_bytes = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return in_bytes
     return torch.stack([in_bytes & 15, in_bytes >> 4], dim=-1).flatten(-2)
