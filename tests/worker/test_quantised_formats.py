@@ -1,4 +1,4 @@
-"""Layers of quantised checkpoints: read number by number as their formats say, or refused in one line with their name."""
+"""Layers of quantised checkpoints: read number by number as their formats say, or refused by name in one line."""
 
 from __future__ import annotations
 

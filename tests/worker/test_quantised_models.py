@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,25 +17,33 @@ from structlog.testing import capture_logs
 
 from kernels import cpu
 from kernels.quantized_weight import QuantizedWeight
+from octavo.shared.terminal_row import ByteBar
 from tests.worker.families import VOCAB_SIZE, make_family
+from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, Format, gptq, write_quantised
-from tests.worker.ranks_in_threads import on_all_ranks
+from tests.worker.ranks_in_threads import ThreadRank, on_all_ranks
+from worker_svc.models.checkpoint_files import open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.gguf_folder import model_folder
+from worker_svc.models.grouped_experts import take_grouped_experts
+from worker_svc.models.linear import take_linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.models.weights import CheckpointWeights
 from worker_svc.parallel.ranks import Ranks
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 192,
 }
-CHANGES: dict[str, dict[str, object]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16},
     "qwen3-moe": {"moe_intermediate_size": 64, "head_dim": 16},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -59,7 +70,7 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    tmp_path: Path, family: str, format_: Format, plain: tuple[str, ...] = (), **changes: object
+    tmp_path: Path, family: str, format_: Format, plain: tuple[str, ...] = (), **changes: Any
 ) -> tuple[Path, Path]:
     folder = make_family(family, tmp_path / "model", **(SIZES | changes))
     return write_quantised(folder, tmp_path, format_, plain)
@@ -117,8 +128,7 @@ def test_ranks_have_parts_of_the_same_weights(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["awq-32", "packed-8-bits"])
 def test_groups_that_ranks_would_cut_become_smaller(name: str, tmp_path: Path) -> None:
     """192 / 4 = 48 inputs are one group of 32 and half of another."""
-    sizes = {"num_key_value_heads": 4, "intermediate_size": 192}
-    quantised, twin = make(tmp_path, "qwen2", FORMATS[name], **sizes)
+    quantised, twin = make(tmp_path, "qwen2", FORMATS[name], num_key_value_heads=4)
     assert torch.equal(logits_of_ranks(quantised, 4), logits_of_ranks(twin, 4))
 
 
@@ -235,3 +245,86 @@ def test_bfloat16_rounds_what_the_weights_say(tmp_path: Path) -> None:
     quantised, twin = make(tmp_path, "qwen2", FORMATS["gptq-v1"])
     one, other = (greedy(load(folder, "bfloat16"), 1)[1] for folder in (quantised, twin))
     assert torch.equal(one, other)
+
+
+def test_experts_that_are_multiplied_together_are_expanded(tmp_path: Path) -> None:
+    quantised, twin = make(tmp_path, "mixtral", FORMATS["awq-32"])
+    kernels: Any = SimpleNamespace(silu_and_mul=None, grouped_matmul=None)
+    taken = []
+    for folder in (quantised, twin):
+        config = ModelConfig.from_folder(folder, "float32")
+        part = ModelPart.of(config, ThreadRank(1, 2))
+        tensors = open_checkpoint([folder / "model.safetensors"], "safetensors")
+        if config.weights_format is not None:
+            tensors = with_quantized(folder, config.weights_format, tensors)
+        weights = CheckpointWeights(folder, tensors, config.dtype, torch.device("cpu"), ByteBar("", 0))
+        prefix = "model.layers.1."
+        router = take_linear(weights, [prefix + "block_sparse_moe.gate"], [5], SIZES["hidden_size"], is_exact=True)
+        experts = take_grouped_experts(part, weights, prefix, router, kernels)
+        taken.append([experts._inner, experts._outer])
+    for one, other in zip(*taken, strict=True):
+        assert one.std() > 0 and torch.equal(one, other)
+
+
+def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised, _ = make(tmp_path, "llama-gelu", FORMATS["gptq-v1"])
+    config = ModelConfig.from_folder(quantised, "float32")
+    table, layers = VOCAB_SIZE * 64, 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 192)
+    assert config.weights_bytes == 2 * table * 4 + int(layers * (4 + 20 / 32) / 8)
+    needed: list[int] = []
+
+    def ask(part: ModelPart, device: torch.device, num_bytes: int) -> None:
+        needed.append(num_bytes)
+
+    monkeypatch.setattr("worker_svc.models.loader._check_memory", ask)
+    load(quantised)
+
+    def a_byte_each(weight: QuantizedWeight, bias: torch.Tensor | None) -> Any:
+        return SimpleNamespace(weight_bytes=weight.codes.numel())
+
+    monkeypatch.setattr(cpu, "quantized_product", a_byte_each)
+    load(quantised)
+    norms = 5 * 64
+    assert needed == [4 * (2 * table + layers + norms), 4 * (2 * table + norms) + layers]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_a_gguf_file_is_float32_on_a_cpu_and_bfloat16_on_a_gpu(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = make_family("llama-gelu", tmp_path / "model", **SIZES)
+    with model_folder(write_gguf(folder, tmp_path / "tiny.gguf", "llama")) as read:
+        assert ModelConfig.from_folder(read, device=device).dtype == dtype
+        assert ModelConfig.from_folder(read, "float16", device="cuda").dtype == torch.float16
+
+
+def test_float16_checkpoints_are_float32_on_a_cpu_whatever_their_format(tmp_path: Path) -> None:
+    quantised, _ = make(tmp_path, "qwen2", FORMATS["awq-32"], dtype="float16")
+    assert ModelConfig.from_folder(quantised).dtype == torch.float32
+    assert ModelConfig.from_folder(quantised, device="cuda").dtype == torch.float16
+
+
+def test_transformers_is_not_given_a_quantised_model(tmp_path: Path) -> None:
+    quantised, _ = make(tmp_path, "qwen2", FORMATS["awq-32"])
+    refused = "Qwen2ForCausalLM is computed by transformers: weights quantised as awq are read for the families"
+    with pytest.raises(ModelError, match=refused):
+        ModelConfig.from_folder(quantised, impl="transformers")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_tied_table_of_a_gguf_file_is_multiplied_as_it_is_stored(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are the rest, with the rows of queries and keys in the model's order."""
+    folder = make_family("llama-gelu", tmp_path / "model", **SIZES, tie_word_embeddings=True)
+    type_of = gguf.GGMLQuantizationType[kind]
+
+    def stored(_: str, values: np.ndarray) -> np.ndarray:
+        return gguf.quantize(np.ascontiguousarray(values), type_of)
+
+    path = write_gguf(folder, tmp_path / "tiny.gguf", "llama", quantised=(type_of, stored))
+    given: list[QuantizedWeight] = []
+    with model_folder(path) as read:
+        expected = greedy(load(read), 1)[1]
+        monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: given.append(weight))
+        assert torch.equal(greedy(load(read), 1)[1], expected)
+    shapes = [(weight.out_features, weight.in_features) for weight in given[-9:]]
+    assert shapes == [(128, 64), (64, 64), (384, 64), (64, 192)] * 2 + [(VOCAB_SIZE, 64)]

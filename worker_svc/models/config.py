@@ -85,6 +85,7 @@ class ModelConfig:
         """Read a Hugging Face folder.
 
         `dtype` auto takes the checkpoint's own, but float32 in place of float16 on a CPU, which computes in no float16.
+        A GGUF file's is float32 on a CPU, where its numbers are then exact, and bfloat16 on a GPU.
         `impl` auto takes Octavo's own code for the families it knows, else that of transformers (`trust_remote_code`:
         also code that lies in the folder).
         Raises `ModelError` where the folder, a key or a value is missing or is one that Octavo does not know.
@@ -117,7 +118,7 @@ class ModelConfig:
             max_model_len=_max_model_len(style, sizes.max_positions, max_model_len),
             tie_word_embeddings=sizes.tie_word_embeddings,
             style=style,
-            dtype=_dtype(raw, dtype, device),
+            dtype=_dtype(raw, dtype, device, is_gguf=_is_gguf(folder)),
             eos_token_ids=_eos_token_ids(raw, generation),
             model_name=folder.resolve().name,
             model_hash=_model_hash(folder),
@@ -151,7 +152,11 @@ def _max_model_len(style: DecoderStyle, max_positions: int, asked: int | None) -
     return asked
 
 
-def _dtype(raw: RawConfig, asked: str, device: str) -> torch.dtype:
+def _is_gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+
+
+def _dtype(raw: RawConfig, asked: str, device: str, *, is_gguf: bool) -> torch.dtype:
     if asked != "auto":
         if asked not in DTYPES:
             raise ModelError(f"dtype {asked!r} is not supported; known: auto, {', '.join(DTYPES)}")
@@ -159,9 +164,9 @@ def _dtype(raw: RawConfig, asked: str, device: str) -> torch.dtype:
             raise ModelError("dtype float16 is not computed on a CPU; use float32 or bfloat16")
         return DTYPES[asked]
     own = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), torch.float32)
-    if own == torch.float16 and torch.device(device).type == "cpu":
-        return torch.float32
-    return own
+    if torch.device(device).type == "cpu":
+        return torch.float32 if own == torch.float16 else own
+    return torch.bfloat16 if is_gguf else own
 
 
 def _eos_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:

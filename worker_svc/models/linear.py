@@ -47,7 +47,7 @@ def take_linear(
     """
     outputs = [range(size) for size in sizes] if outputs is None else outputs
     inputs = range(in_features) if inputs is None else inputs
-    has_quantized = any(weights.is_quantized(f"{name}.weight") for name in names)
+    has_quantized = any(weights.format_of(f"{name}.weight") for name in names)
     if has_quantized and not is_biased:
         drop_zero_biases(weights, names, sizes)
     if is_biased and inputs.start > 0:

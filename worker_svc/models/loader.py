@@ -150,17 +150,17 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
 
 
 def _weights_bytes(config: ModelConfig, tensors: Tensors, quantized: QuantizedProducts) -> int:
-    """What the weights of a checkpoint take on the device: those that are quantised in it as products keep them."""
+    """What the weights of a checkpoint take on the device; of those that are quantised in it, what products keep."""
     if config.quantization or not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
         return config.weights_bytes
-    num_bytes = 0.0
+    total = 0.0
     for name, tensor in tensors.items():
         is_table = name.endswith(f"{config.style.names.embedding}.weight")
-        of_product = config.dtype.itemsize
+        of_product = float(config.dtype.itemsize)
         if isinstance(tensor, QuantizedTensor):
             of_product = quantized.bytes_per_number(tensor)
         # Of the embedding rows are copied, so it is expanded; as a tied head it is a product as well.
         has_product = not is_table or config.tie_word_embeddings
         bytes_per_number = of_product * has_product + config.dtype.itemsize * is_table
-        num_bytes += math.prod(tensor.shape) * bytes_per_number
-    return int(num_bytes)
+        total += math.prod(tensor.shape) * bytes_per_number
+    return int(total)

@@ -54,17 +54,18 @@ class Weights(Protocol):
         tensor. Columns are of tensors with two dimensions.
         """
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether this is a weight that can be had as it is, in few bits; `take` and `take_parts` expand it."""
+    def format_of(self, name: str) -> str:
+        """The format of a weight that can be had as it is, in few bits; empty for a plain one, and for none. `take` and
+        `take_parts` expand it."""
 
     def can_cut_inputs(self, name: str) -> bool:
         """Whether a quantised weight can be had for some of its inputs."""
 
     def take_quantized(
         self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
-    ) -> tuple[str, QuantizedWeight]:
-        """A quantised weight and its format: these outputs one after the other, of these inputs; may be taken again.
-        Raises `ModelError` where it is of another size or cannot be read so."""
+    ) -> QuantizedWeight:
+        """A quantised weight: these outputs one after the other, of these inputs; may be taken again. Raises
+        `ModelError` where it is of another size or cannot be read so."""
 
     def ignore(self, name: str) -> None:
         """This tensor may exist and is not needed."""
@@ -143,9 +144,10 @@ class CheckpointWeights:
         if tensor.shape != shape:
             raise ModelError(f"{self._folder}: tensor {name} is {list(tensor.shape)}, config.json says {list(shape)}")
 
-    def is_quantized(self, name: str) -> bool:
+    def format_of(self, name: str) -> str:
         """See `Weights`."""
-        return name in self._quantized
+        tensor = self._quantized.get(name)
+        return "" if tensor is None else tensor.kind
 
     def can_cut_inputs(self, name: str) -> bool:
         """See `Weights`."""
@@ -153,14 +155,14 @@ class CheckpointWeights:
 
     def take_quantized(
         self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
-    ) -> tuple[str, QuantizedWeight]:
+    ) -> QuantizedWeight:
         """See `Weights`; reads the file now."""
         tensor = self._quantized[name]
         self._check_shape(name, tensor, (out_features, in_features))
         self._left.pop(name, None)
         weight = tensor.quantized(rows, columns, self._device)
         self._progress.add(tensor.num_bytes * weight.codes.numel() // (out_features * in_features))
-        return tensor.kind, weight
+        return weight
 
     def ignore(self, name: str) -> None:
         """See `Weights`."""
@@ -224,9 +226,9 @@ class DummyWeights:
             whole = torch.cat([whole[..., some.start : some.stop] for some in columns], dim=-1)
         return whole
 
-    def is_quantized(self, name: str) -> bool:
-        """None is."""
-        return False
+    def format_of(self, name: str) -> str:
+        """None is quantised."""
+        return ""
 
     def can_cut_inputs(self, name: str) -> bool:
         """Nothing is quantised that could be asked for."""
@@ -234,7 +236,7 @@ class DummyWeights:
 
     def take_quantized(
         self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
-    ) -> tuple[str, QuantizedWeight]:
+    ) -> QuantizedWeight:
         """Nothing is quantised that could be taken."""
         raise KeyError(name)
 

@@ -43,8 +43,9 @@ class GgufBlocks(QuantizedTensor):
     def __init__(self, path: Path, tensor: GgufTensor) -> None:
         self._block_bytes, size, self._read = _KINDS[tensor.kind]
         self._tensor = tensor
-        num_bytes = tensor.matrix[0] * tensor.matrix[1] // size * self._block_bytes
-        super().__init__(f"{path}: {tensor.name}", tensor.kind, *tensor.matrix, num_bytes)
+        outputs, inputs = tensor.matrix
+        num_bytes = outputs * inputs // size * self._block_bytes
+        super().__init__(f"{path}: {tensor.name}", tensor.kind, outputs, inputs, num_bytes)
 
     def read(self, rows: range, columns: range, device: torch.device) -> QuantizedWeight:
         """See `QuantizedTensor`."""

@@ -68,13 +68,14 @@ class PackedTensor(QuantizedTensor):
         edges = range(groups[0], groups[-1] + 1)
         index = torch.tensor(groups, device=device) - groups[0]
         scale = read_block(self._scales, rows, edges, device).float()[:, index]
-        zero = self._zero(rows, edges, device)
+        zero: torch.Tensor | None = self._zero(rows, edges, device)
         order = None
         if self._order is not None:
             order = self._order.to(device)
             codes = codes[:, order]
         if self._bits == 8:
-            codes, zero = codes ^ 128, None if self._zeros is None else zero - 128
+            codes = codes ^ 128
+            zero = None if zero is None or self._zeros is None else zero - 128
         return QuantizedWeight(
             Numbers.UINT4 if self._bits == 4 else Numbers.INT8,
             codes.contiguous(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -14,14 +13,8 @@ from worker_svc.models.errors import ModelError
 from worker_svc.models.fused_parts import in_order, stored_rows
 from worker_svc.models.quantized.separate_products import SeparateProducts
 from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
+from worker_svc.models.summed import Layer
 from worker_svc.models.weights import Weights
-
-
-class _Product(Protocol):
-    @property
-    def weight_bytes(self) -> int: ...
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +36,7 @@ def take_quantized(
     *,
     is_biased: bool,
     num_turns: int,
-) -> _Product:
+) -> Layer:
     """Parts that are quantised alike are one product, others products of their own.
 
     Raises ModelError for a weight that cannot be read as it is to be taken, and for a bias that the model has not.
@@ -79,11 +72,11 @@ def _take(
 ) -> _Part:
     stored = f"{name}.weight"
     bias = weights.take_parts([f"{name}.bias"], [size], rows=rows) if is_biased else None
-    is_whole = len(inputs) == in_features
-    if weights.is_quantized(stored) and rows:
-        if is_whole or weights.can_cut_inputs(stored):
-            return _Part(*weights.take_quantized(stored, size, in_features, rows, inputs), bias)
-        weights.quantized.note_expanded(stored, "its inputs have an order of their own, and ranks share them")
+    kind = weights.format_of(stored)
+    if kind and rows:
+        if len(inputs) == in_features or weights.can_cut_inputs(stored):
+            return _Part(kind, weights.take_quantized(stored, size, in_features, rows, inputs), bias)
+        weights.quantized.note_expanded(kind, "inputs that share scales lie apart, and ranks share them")
     return _Part("", weights.take_parts([stored], [size], in_features, rows=rows, columns=[inputs]), bias)
 
 
@@ -107,7 +100,7 @@ def _joined(one: _Part, other: _Part) -> _Part | None:
     return None
 
 
-def _made(weights: Weights, part: _Part) -> _Product:
+def _made(weights: Weights, part: _Part) -> Layer:
     if isinstance(part.weight, QuantizedWeight):
         return weights.quantized.make(part.kind, part.weight, part.bias, is_batch_invariant=weights.is_batch_invariant)
     return dense(part.weight, part.bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)

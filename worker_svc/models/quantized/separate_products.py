@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-
-class _Product(Protocol):
-    weight_bytes: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+from worker_svc.models.summed import Layer
 
 
 class SeparateProducts:
     """See `Linear`: the outputs of one product after those of the other."""
 
-    def __init__(self, products: Sequence[_Product]) -> None:
+    def __init__(self, products: Sequence[Layer]) -> None:
         self.products = list(products)
         self.weight_bytes = sum(product.weight_bytes for product in products)
 
