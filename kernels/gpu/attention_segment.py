@@ -30,6 +30,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def load_tile(  # type: ignore[no-untyped-def]
+    cache, elements, needed, HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr, DOT_TYPE: tl.constexpr
+):
+    """Keys or values of a tile, [KEY_TILE, HEAD_TILE] as they are multiplied; 0 where they are not `needed`.
+
+    elements i64[KEY_TILE]: where in `cache` each begins. The one place where a cache's type becomes that of products;
+    what a cache's numbers were divided by is left to the logits' scale and to the result.
+    """
+    dims = tl.arange(0, HEAD_TILE)
+    mask = needed[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(cache + elements[:, None] + dims[None, :], mask, 0.0).to(DOT_TYPE)
+
+
+@triton.jit
 def attend_segment(  # type: ignore[no-untyped-def]
     query,
     key_cache,
@@ -67,21 +81,20 @@ def attend_segment(  # type: ignore[no-untyped-def]
     """
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_TILE], tl.float32)
-    dims = tl.arange(0, HEAD_TILE)
     # Blocks are read one tile ahead of keys, which are copied two tiles ahead of the products.
     places = begin_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     blocks = tl.load(table + places // BLOCK_SIZE, places < end_key, 0)
     for tile in tl.range(begin_tile, end_tile, disable_licm=True):
         places = tile * KEY_TILE + tl.arange(0, KEY_TILE)
-        lines = blocks.to(tl.int64) * block_stride + (head * BLOCK_SIZE + places % BLOCK_SIZE) * HEAD_SIZE
-        elements = lines[:, None] + dims[None, :]
-        needed = ((places >= first_key) & (places < end_key))[:, None] & (dims < HEAD_SIZE)[None, :]
-        keys = tl.load(key_cache + elements, needed, 0.0)
-        values = tl.load(value_cache + elements, needed, 0.0)
+        needed = (places >= first_key) & (places < end_key)
+        elements = head * BLOCK_SIZE * HEAD_SIZE + blocks.to(tl.int64) * block_stride
+        elements += places % BLOCK_SIZE * HEAD_SIZE
+        keys = load_tile(key_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
+        values = load_tile(value_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
         next_places = places + KEY_TILE
         blocks = tl.load(table + next_places // BLOCK_SIZE, next_places < end_key, 0)
 
-        logits = tl.dot(query, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee")
+        logits = tl.dot(query, tl.trans(keys), input_precision="ieee")
         # What is left to be multiplied when the maximum is known: one fma for both.
         factor = logit_scale
         if HAS_SOFT_CAP:
@@ -107,7 +120,7 @@ def attend_segment(  # type: ignore[no-untyped-def]
         decay = tl.exp2(m - top)
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(DOT_TYPE), values.to(DOT_TYPE), acc, input_precision="ieee")
+        acc = tl.dot(weights.to(DOT_TYPE), values, acc, input_precision="ieee")
         m = new_m
     return m, total, acc
 
