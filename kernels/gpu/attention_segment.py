@@ -26,6 +26,10 @@ import triton.language as tl
 # longer ones cost less to join. Of a group of 4 heads of 128, 2 KiB are written and read again for 256 KiB of keys and
 # values in 16 bits: 1.6 %.
 SEGMENT = tl.constexpr(512)
+# Segments that are joined by themselves before spans are. What a long context leaves in scratch where a segment each is
+# too much, and the keys between two writings of a whole tile's sums: of 8,192, 128 rows of 128 write and read 130 KiB
+# again for the 4 MiB of keys and values that they have read in 16 bits.
+SPAN = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -79,8 +83,7 @@ def attend_segment(  # type: ignore[no-untyped-def]
     compared with positions. `logit_scale` makes powers of two of query . key. With a soft cap the logit is `soft_cap *
     tanh(logit_scale / 2 / log2(e) * query . key)`, and `soft_cap` and `slopes` hold the log2(e).
     """
-    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_TILE], tl.float32)
+    m, total, acc = nothing(ROWS, HEAD_TILE)
     # Blocks are read one tile ahead of keys, which are copied two tiles ahead of the products.
     places = begin_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     blocks = tl.load(table + places // BLOCK_SIZE, places < end_key, 0)
@@ -126,11 +129,33 @@ def attend_segment(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def nothing(ROWS: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The result over no keys; joined with another, on either side, it leaves that one's bits as they are."""
+    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return m, total, tl.zeros([ROWS, HEAD_TILE], tl.float32)
+
+
+@triton.jit
 def join(m, total, acc, next_m, next_total, next_acc):  # type: ignore[no-untyped-def]
-    """The result of the segments so far and of the next."""
+    """The result of the keys so far and of the next."""
     new_m = tl.maximum(m, next_m)
     top = tl.where(new_m == float("-inf"), 0.0, new_m)
     old, new = tl.exp2(m - top), tl.exp2(next_m - top)
     total = tl.fma(total, old, next_total * new)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
     return new_m, total, acc
+
+
+@triton.jit
+def finish(m, total, acc, sinks, heads, value_scale, head, inside):  # type: ignore[no-untyped-def]
+    """What rows attend to, f32[ROWS, HEAD_TILE]; zeros where they have seen no key. `inside`: rows that have a head."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, inside, 0.0) * LOG2_E
+        top = tl.maximum(m, sink)
+        decay = tl.exp2(m - top)
+        total = tl.fma(total, decay, tl.exp2(sink - top))
+        acc = acc * decay[:, None]
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if value_scale is not None:
+        result = result * tl.load(value_scale + head)
+    return result
