@@ -58,6 +58,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     PROGRAMS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """One program a share of tiles: unnormalised sums, maxima and totals of each piece, to be joined."""
@@ -119,6 +120,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                         ROWS,
                         HAS_WINDOW,
                         HAS_SOFT_CAP,
+                        JOINS,
                         DOT_TYPE,
                     )
                     rows, dims = first_row + tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention_decode import join_kernel, segment_kernel
 from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_tiling import ALL_REGISTERS, Tiling, tiling
+from kernels.gpu.attention_tiling import ALL_REGISTERS, Tiling, padded, tiling
 from kernels.gpu.attention_work import OF_A_STEP, plan_kernel
 from kernels.gpu.variant import Variant
 
@@ -33,9 +33,9 @@ class Kind:
 
     def tiling(self, capability: int) -> Tiling:
         """As a launch on such a card has it."""
-        element_size, head_tile = 4 if self.dtype == "fp32" else 2, triton.next_power_of_2(self.head_size)
-        shared = MAX_SHARED_BYTES[capability]
-        return tiling(head_tile, element_size, self.group, capability, shared, has_soft_cap=self.has_soft_cap)
+        of_card = (capability, MAX_SHARED_BYTES[capability])
+        element_size = 4 if self.dtype == "fp32" else 2
+        return tiling(self.head_size, element_size, self.group, *of_card, has_soft_cap=self.has_soft_cap)
 
     def __str__(self) -> str:
         words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]
@@ -88,15 +88,15 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
         "KEY_TILE": cut.key_tile,
         "BLOCK_SIZE": kind.block_size,
         "HEAD_SIZE": kind.head_size,
-        "HEAD_TILE": triton.next_power_of_2(kind.head_size),
+        "HEAD_TILE": padded(kind.head_size),
         "HAS_WINDOW": kind.has_window,
         "HAS_SOFT_CAP": kind.has_soft_cap,
+        "JOINS": cut.joins,
         "DOT_TYPE": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[kind.dtype],
     }
     common: dict[str, Any] = {
         "num_stages": cut.stages,
         "may_spill": False,
-        "may_spill_on": (120,) if kind.has_alibi else (),
         "capabilities": [one for one in capabilities if one >= 89] if kind.cache else capabilities,
     }
     of_prefill = {"out": f"*{kind.dtype}", **{f"kept_{name}": "*fp32" for name in _SUMS}, "out_stride": "i32"}
@@ -125,7 +125,7 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
 def _join_variant(kind: Kind) -> Variant:
     signature = {"out": f"*{kind.dtype}", **dict.fromkeys(_SUMS, "*fp32"), "plan": "*i32", **_POINTERS}
     constants: dict[str, Any] = {"GROUP": kind.group, "GROUP_TILE": triton.next_power_of_2(kind.group)}
-    constants |= {"HEAD_SIZE": kind.head_size, "HEAD_TILE": triton.next_power_of_2(kind.head_size)}
+    constants |= {"HEAD_SIZE": kind.head_size, "HEAD_TILE": padded(kind.head_size)}
     for name, is_given in (("sinks", kind.has_sinks), ("value_scale", bool(kind.cache))):
         if is_given:
             signature[name] = "*fp32"

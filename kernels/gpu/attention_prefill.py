@@ -58,6 +58,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """Programs take tiles of rows and key/value heads in turn, and write `out`."""
@@ -105,6 +106,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                     ROWS,
                     HAS_WINDOW,
                     HAS_SOFT_CAP,
+                    JOINS,
                     DOT_TYPE,
                 )
                 if (span > first_span) | (span < end_span - 1):

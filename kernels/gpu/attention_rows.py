@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_segment import LOG2_E, SEGMENT, attend_segment, join, nothing
+from kernels.gpu.attention_segment import LOG2_E, SEGMENT, SPAN, attend_tiles, nothing
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
     """(m, total, acc) of rows first_row..first_row + ROWS over the segments first_segment..end_segment, all of a span,
@@ -81,8 +82,12 @@ def attend_rows(  # type: ignore[no-untyped-def]
         logit_scale = scale * tl.load(key_scale + head)
 
     m, total, acc = nothing(ROWS, HEAD_TILE)
-    for segment in tl.range(first_segment, end_segment, disable_licm=True):
-        next_m, next_total, next_acc = attend_segment(
+    step: tl.constexpr = SPAN if JOINS else 1
+    for segment in tl.range(first_segment, end_segment, step, disable_licm=True):
+        m, total, acc = attend_tiles(
+            m,
+            total,
+            acc,
             q,
             key_cache,
             value_cache,
@@ -90,7 +95,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
             table,
             head,
             tl.maximum(segment * TILES, first_tile),
-            tl.minimum(segment * TILES + TILES, end_tile),
+            tl.minimum(tl.minimum(segment + step, end_segment) * TILES, end_tile),
             first_key,
             end_key,
             first_full,
@@ -108,7 +113,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
             alibi_slopes is not None,
             HAS_WINDOW,
             HAS_SOFT_CAP,
+            JOINS,
             DOT_TYPE,
         )
-        m, total, acc = join(m, total, acc, next_m, next_total, next_acc)
     return m, total, acc

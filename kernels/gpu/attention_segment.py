@@ -48,7 +48,10 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def attend_segment(  # type: ignore[no-untyped-def]
+def attend_tiles(  # type: ignore[no-untyped-def]
+    so_far_m,
+    so_far_total,
+    so_far_acc,
     query,
     key_cache,
     value_cache,
@@ -74,24 +77,32 @@ def attend_segment(  # type: ignore[no-untyped-def]
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
-    """(m, total, acc) over the tiles begin_tile..end_tile, which are of one segment.
+    """`so_far`, (m, total, acc), joined with the tiles begin_tile..end_tile: of one segment, or with JOINS of several.
+
+    JOINS is for where a thread's registers suffice for both sums in this loop: tiles are then copied ahead over the
+    border of a segment, where otherwise the loop ends and the next one waits for its first keys.
 
     query [ROWS, HEAD_TILE]; positions i32[ROWS] of the rows' tokens; slopes f32[ROWS]. Keys first_key..end_key are
     seen by some row, others are not read. Those of tiles first_full..end_full are seen by every row, and not
     compared with positions. `logit_scale` makes powers of two of query . key. With a soft cap the logit is `soft_cap *
     tanh(logit_scale / 2 / log2(e) * query . key)`, and `soft_cap` and `slopes` hold the log2(e).
     """
+    TILES: tl.constexpr = SEGMENT // KEY_TILE
     m, total, acc = nothing(ROWS, HEAD_TILE)
     # Blocks are read one tile ahead of keys, which are copied two tiles ahead of the products.
     places = begin_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     blocks = tl.load(table + places // BLOCK_SIZE, places < end_key, 0)
     for tile in tl.range(begin_tile, end_tile, disable_licm=True):
+        # At the top, where no product is under way: at the end, Hopper's would have to wait for each other.
+        if JOINS and tile // TILES * TILES == tile:
+            so_far_m, so_far_total, so_far_acc = join(so_far_m, so_far_total, so_far_acc, m, total, acc)
+            m, total, acc = nothing(ROWS, HEAD_TILE)
         places = tile * KEY_TILE + tl.arange(0, KEY_TILE)
         needed = (places >= first_key) & (places < end_key)
-        elements = head * BLOCK_SIZE * HEAD_SIZE + blocks.to(tl.int64) * block_stride
-        elements += places % BLOCK_SIZE * HEAD_SIZE
+        elements = blocks.to(tl.int64) * block_stride + (head * BLOCK_SIZE + places % BLOCK_SIZE) * HEAD_SIZE
         keys = load_tile(key_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
         values = load_tile(value_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
         next_places = places + KEY_TILE
@@ -125,7 +136,7 @@ def attend_segment(  # type: ignore[no-untyped-def]
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(DOT_TYPE), values, acc, input_precision="ieee")
         m = new_m
-    return m, total, acc
+    return join(so_far_m, so_far_total, so_far_acc, m, total, acc)
 
 
 @triton.jit

@@ -31,14 +31,13 @@ from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention_decode import join_kernel, segment_kernel
 from kernels.gpu.attention_prefill import prefill_kernel
 from kernels.gpu.attention_scratch import KEPT_ROWS, SEGMENT, AttentionPass, Scratch, lines_needed, new_scratch
-from kernels.gpu.attention_tiling import ALL_REGISTERS, tiling
+from kernels.gpu.attention_tiling import ALL_REGISTERS, padded, tiling
 from kernels.gpu.attention_work import NUM_FACTS, plan_kernel
 from kernels.gpu.variant import Variant
 
 LOG2_E = attention_segment.LOG2_E.value
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _JOIN_PROGRAMS = 8  # of a multiprocessor
-_MIN_HEAD_TILE = 16  # what matrix units multiply at once
 _CACHE_TYPES = (*_TYPES, torch.float8_e4m3fn)
 
 
@@ -80,12 +79,12 @@ def paged_attention(
     num_kv_heads, block_size = key_cache.shape[1:3]
     if not num_tokens or not num_sequences:
         return
-    group, head_tile = num_heads // num_kv_heads, max(triton.next_power_of_2(head_size), _MIN_HEAD_TILE)
+    group, head_tile = num_heads // num_kv_heads, padded(head_size)
     gpu = _gpu(query.device)
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
         raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
     of_card, has_soft_cap = (gpu.capability, gpu.max_shared_bytes), logit_soft_cap > 0
-    cut = tiling(head_tile, query.element_size(), group, *of_card, has_soft_cap=has_soft_cap)
+    cut = tiling(head_size, query.element_size(), group, *of_card, has_soft_cap=has_soft_cap)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -97,6 +96,7 @@ def paged_attention(
         "HEAD_TILE": head_tile,
         "HAS_WINDOW": sliding_window > 0,
         "HAS_SOFT_CAP": has_soft_cap,
+        "JOINS": cut.joins,
         "DOT_TYPE": gpu.dot_type(query.dtype),
         "num_stages": cut.stages,
     }
