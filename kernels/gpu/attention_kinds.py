@@ -111,7 +111,7 @@ def _variants(kind: Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Vari
         # An argument that may be None is a constant where it is.
         optional = {key: given[key] for key in given if key in kernel.arg_names}
         yield Variant(
-            f"paged_attention {name} {kind} tile {shape['ROWS']}x{cut.key_tile}",
+            f"paged_attention {name} {kind} tile {shape['ROWS']}x{cut.key_tile}" + " joined" * cut.joins,
             kernel,
             signature | own | {key: "*fp32" for key, is_given in optional.items() if is_given},
             constants | shape | {key: None for key, is_given in optional.items() if not is_given},

@@ -26,11 +26,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import attention_kinds, attention_scratch, attention_segment
+from kernels.gpu import attention_kinds, attention_segment
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention_decode import join_kernel, segment_kernel
 from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_scratch import KEPT_ROWS, SEGMENT, AttentionPass, Scratch, lines_needed, new_scratch
+from kernels.gpu.attention_scratch import (
+    KEPT_ROWS,
+    SEGMENT,
+    AttentionPass,
+    Scratch,
+    lines_needed,
+    new_scratch,
+    scratch_bytes,
+)
 from kernels.gpu.attention_tiling import ALL_REGISTERS, padded, tiling
 from kernels.gpu.attention_work import NUM_FACTS, plan_kernel
 from kernels.gpu.variant import Variant
@@ -199,16 +207,20 @@ def paged_attention(
     )
 
 
-def scratch_for(device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int) -> Scratch:
+def attention_scratch(
+    device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
+) -> Scratch:
     """Scratch for all steps of so many sequences of up to so many positions, of a model with these heads."""
     multiprocessors = _gpu(device).num_multiprocessors
     return new_scratch(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors, device)
 
 
-def scratch_bytes(device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int) -> int:
-    """What `scratch_for` takes."""
+def attention_scratch_bytes(
+    device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
+) -> int:
+    """What `attention_scratch` takes."""
     multiprocessors = _gpu(device).num_multiprocessors
-    return attention_scratch.scratch_bytes(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors)
+    return scratch_bytes(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors)
 
 
 @dataclass(frozen=True, slots=True)
