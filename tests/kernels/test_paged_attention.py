@@ -130,6 +130,16 @@ def test_alibi_and_soft_cap() -> None:
     check(PoisonedCase([1, 12], [90, 40]), logit_soft_cap=0.7)
 
 
+@pytest.mark.usefixtures("short_segments")
+def test_sinks() -> None:
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0, 9.0, -30.0], device=DEVICE)
+    check(PoisonedCase([1, 12, 100, 1], [2 * SPAN * SEGMENT, 170, 0, 3]), sinks=sinks)
+    check(PoisonedCase([1, 12], [SEGMENT + 58, 60]), sinks=sinks, sliding_window=70, logit_soft_cap=0.7)
+    case = PoisonedCase([1], [5])
+    case.seq_lens[0] = 0
+    assert not attend(case, sinks=sinks).any(), "padding gets zeros"
+
+
 def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
     case = PoisonedCase([1, 12], [90, 40])
     case.query *= 200
