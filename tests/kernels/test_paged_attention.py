@@ -17,7 +17,7 @@ import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu import attention_decode, attention_prefill
+from kernels.gpu import attention_decode, attention_prefill, attention_rows, attention_scratch, attention_work
 from kernels.gpu import paged_attention as module
 from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
@@ -29,17 +29,21 @@ exact_attention: Callable[..., None] = reference.paged_attention
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.2, 0.3], device=DEVICE)
 MIX = [1, 21, 1, 16, 5, 1, 34], [0, 0, 100, 63, 130, 63, 1]
-SEGMENT = 64 if IS_INTERPRETED else module.SEGMENT  # of tests with short segments
+# Of tests with short segments and spans.
+SEGMENT, SPAN = (64, 2) if IS_INTERPRETED else (attention_scratch.SEGMENT, attention_scratch.SPAN)
 
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of SEGMENT keys: the interpreter reads the number at each launch, a compiled kernel has it for good."""
+    """Segments of SEGMENT keys, spans of SPAN of them: the interpreter reads the numbers at each launch, a compiled
+    kernel has them for good."""
     if not IS_INTERPRETED:
         return
-    for place in (attention_decode, attention_prefill):
-        monkeypatch.setattr(place, "SEGMENT", tl.constexpr(SEGMENT))
-    monkeypatch.setattr(module, "SEGMENT", SEGMENT)
+    for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
+        for place in (attention_decode, attention_prefill, attention_rows, attention_work):
+            monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
+        for host in (attention_scratch, module):
+            monkeypatch.setattr(host, name, number, raising=False)
 
 
 class PoisonedCase(PagedCase):
@@ -124,6 +128,16 @@ def test_alibi_and_soft_cap() -> None:
     check(PoisonedCase([1, 12], [90, 40]), alibi_slopes=SLOPES)
     check(PoisonedCase([1, 12], [SEGMENT + 58, 60]), alibi_slopes=SLOPES, logit_soft_cap=0.7, sliding_window=70)
     check(PoisonedCase([1, 12], [90, 40]), logit_soft_cap=0.7)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_sinks() -> None:
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0, 9.0, -30.0], device=DEVICE)
+    check(PoisonedCase([1, 12, 100, 1], [2 * SPAN * SEGMENT, 170, 0, 3]), sinks=sinks)
+    check(PoisonedCase([1, 12], [SEGMENT + 58, 60]), sinks=sinks, sliding_window=70, logit_soft_cap=0.7)
+    case = PoisonedCase([1], [5])
+    case.seq_lens[0] = 0
+    assert not attend(case, sinks=sinks).any(), "padding gets zeros"
 
 
 def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:

@@ -110,6 +110,7 @@ def test_greedy_tokens_are_those_of_transformers(
     )
     num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE
     runner.allocate_cache(num_blocks, 0)
+    runner.allocate_scratch(MAX_SEQS, MAX_LEN)
     for store in (store for layer in runner.cache.layers for store in layer):
         store.fill_(torch.nan)
     states, arrivals = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_blocks), Arrivals()

@@ -161,6 +161,7 @@ class Worker:
             )
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
+        runner.allocate_scratch(sizes.limits.max_num_seqs, sizes.limits.max_model_len)
         self._cached_blocks, self._pipeline = CachedBlocks(sizes.num_device_blocks), None
         swap_gib = round(sizes.num_host_blocks * runner.block_bytes / GIB, 3)
         log.info(
