@@ -2,8 +2,8 @@
 
 A GPU is not needed: `benchmarks.stand_in_driver` counts launches where they would happen, and torch's operators run on
 the CPU over tensors so small that their time is that of launching them. Layers, experts and heads' shapes are those of
-the models named; widths are not, for the host's time does not depend on them. Steps are those of a worker, from resolved
-rows to draws that are on their way:
+the models named; widths are not, for the host's time does not depend on them. Steps are those of a worker, from
+resolved rows to draws that are on their way:
 
     decode   64 sequences, one token each
     mixed    32 sequences, one token each, and a prompt's chunk of 32
@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -248,9 +247,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts, found = machine.describe(), []
-    print(
-        f"{'model':14} {'step':8} {'graphs':6} {'prepare':>8} {'forward':>8} {'sample':>8} {'triton':>7} {'torch':>6}  ms"
-    )
+    heads = [f"{name:>8}" for name in ("prepare", "forward", "sample", "triton", "torch", "ms")]
+    print(f"{'model':14} {'step':8} graphs", *heads)
     names, kinds = arguments.model or MODELS, arguments.step or STEPS
     with stand_in() as launches:
         for name, kind, has_graphs in itertools.product(names, kinds, (False, True)):
@@ -258,8 +256,8 @@ def main() -> None:
             found.append(row)
             print(
                 f"{name:14} {kind:8} {'yes' if has_graphs else 'no':6} {row['prepare_ms']:8.3f} "
-                f"{row['forward_ms']:8.3f} {row['sample_ms']:8.3f} {row['triton_launches']:7} "
-                f"{row['torch_operators']:6}  {row['step_ms']:.3f}",
+                f"{row['forward_ms']:8.3f} {row['sample_ms']:8.3f} {row['triton_launches']:8} "
+                f"{row['torch_operators']:8} {row['step_ms']:8.3f}",
                 flush=True,
             )
             if arguments.verbose:
