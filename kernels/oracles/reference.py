@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from kernels.int8_weight import GROUP, unpack_int8
+from kernels.oracles.reference_experts import combine_experts as combine_experts
+from kernels.oracles.reference_experts import route_experts as route_experts
 from kernels.oracles.reference_sampling import CHUNK_SIZE as CHUNK_SIZE
 from kernels.oracles.reference_sampling import chunk_maxima as chunk_maxima
 from kernels.oracles.reference_sampling import draw_tokens as draw_tokens
