@@ -80,10 +80,10 @@ class DecoderLayer:
             is_transposed=names.is_transposed,
             num_turns=whole.num_heads if names.has_heads_in_turn else 1,
         )
-        self._head_norms = [
+        self.head_norms = [
             norm(name, config.head_size) for name in (names.query_norm, names.key_norm) if style.has_head_norms
         ]
-        self._head_norm_options = _options_of(self._head_norms, cos_sin)
+        self._head_norm_options = _options_of(self.head_norms, cos_sin)
         attention_out = take_linear(
             weights,
             [prefix + names.attention_out],
@@ -104,7 +104,7 @@ class DecoderLayer:
     @property
     def weights_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
-        norms = [self.input_norm, *self._head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
+        norms = [self.input_norm, *self.head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
         products = [self.qkv, self.attention_out, self.mlp]
         return sum(part.weight_bytes for part in [*norms, *products] if part is not None)
 

@@ -65,7 +65,12 @@ class _CapturedStep:
 
 
 class DecodeGraphs:
-    """Graphs of one model over one cache."""
+    """Graphs of one model over one cache.
+
+    Attributes:
+        block_tables: i32[max_num_seqs, blocks of the longest sequence], what every graph reads.
+        logits: f32[max_num_seqs, vocab], what every graph writes; read before the next one is replayed.
+    """
 
     def __init__(
         self,
@@ -83,10 +88,10 @@ class DecodeGraphs:
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         device = self._device = last_tokens.device
         num_columns = -(-max_model_len // block_size)
-        self._tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._logits_rows = torch.arange(max_num_seqs, device=device)
-        self._logits = torch.zeros(max_num_seqs, vocab_size, device=device)
+        self.logits = torch.zeros(max_num_seqs, vocab_size, device=device)
         packed, _ = pack(_padded(None, max_num_seqs), pin_memory=False)
         self._inputs = torch.zeros_like(packed, device=device)
         self._steps: list[_CapturedStep] = []  # rising
@@ -133,9 +138,9 @@ class DecodeGraphs:
         packed, _ = pack(_padded(arrays, step.num_rows), pin_memory=is_cuda)
         step.inputs.copy_(packed, non_blocking=True)
         (tables,) = upload(self._device, arrays.block_tables)
-        self._tables[:num_rows, :num_columns].copy_(tables)
+        self.block_tables[:num_rows, :num_columns].copy_(tables)
         step.graph.replay()
-        return self._logits[:num_rows]
+        return self.logits[:num_rows]
 
     def _capture(self, num_rows: int) -> _CapturedStep:
         template = _padded(None, num_rows)
@@ -147,7 +152,7 @@ class DecodeGraphs:
             slot_mapping=slot_mapping,
             query_starts=self._query_starts[: num_rows + 1],
             seq_lens=seq_lens,
-            block_tables=self._tables[:num_rows],
+            block_tables=self.block_tables[:num_rows],
             max_query_len=1,
             max_seq_len=self._max_model_len,
         )
@@ -155,7 +160,7 @@ class DecodeGraphs:
         def work() -> None:
             known = self._last_tokens.fill_in(token_ids)
             logits = self._forward(known, positions, attention, self._logits_rows[:num_rows])
-            self._logits[:num_rows].copy_(logits)
+            self.logits[:num_rows].copy_(logits)
 
         return _CapturedStep(num_rows, inputs, self._backend.capture(work))
 
