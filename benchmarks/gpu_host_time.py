@@ -47,6 +47,7 @@ from worker_svc.models.loader import load_model
 from worker_svc.models.names import LLAMA, MIXTRAL
 from worker_svc.models.rope import Rope
 from worker_svc.models.style import DecoderStyle, ExpertStyle
+from worker_svc.steps.launched_step import Launched
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
 
@@ -172,6 +173,7 @@ class Worker:
         self.runner.capture_mixed_graphs(2 * NUM_PROMPT, MAX_LEN, 1 << 30)
         self.states = SequenceStates(max_num_seqs, MAX_LEN, BLOCK_SIZE, max_num_seqs * self._num_blocks)
         self._step_id, self._next_slot = 0, 0
+        self._launched: Launched | None = None
 
     def run(self, decodes: range, prompt_len: int, params: inference_pb2.SamplingParams, timer: StepTimer) -> None:
         """One token more for `decodes`, and a new prompt of `prompt_len` tokens; 0: none."""
@@ -190,8 +192,9 @@ class Worker:
         step.rows.slots_u16 = np.array(slots, "<u2").tobytes()
         step.rows.num_decode_rows = len(decodes)
         rows = self.states.apply(step).rows
-        launched = self.runner.launch(self.states, rows, timer)
-        launched.outputs(StepTimer(time.perf_counter_ns()))
+        launched, self._launched = self._launched, self.runner.launch(self.states, rows, timer)
+        if launched is not None:  # the step before: two are on their way
+            launched.outputs(StepTimer(time.perf_counter_ns()))
 
     def begin(self, params: inference_pb2.SamplingParams) -> None:
         """Sequences that will decode."""

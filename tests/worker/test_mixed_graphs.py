@@ -114,8 +114,8 @@ def test_a_step_that_samples_nothing_is_replayed() -> None:
 
 
 def mixed(backend: ReplayedGraphs, model: FakeModel) -> MixedGraphs:
-    def forward(token_ids, positions, attention, rows):
-        return model.forward(token_ids, positions, [], attention, rows)
+    def forward(token_ids, positions, attention, rows, out):
+        return model.forward(token_ids, positions, [], attention, rows, out=out)
 
     last_tokens = LastTokens("cpu")
     sizes = {"vocab_size": 31, "max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "block_size": BLOCK_SIZE}

@@ -31,8 +31,8 @@ from worker_svc.steps.input_batch import InputArrays
 
 log = structlog.get_logger()
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor], torch.Tensor]
-"""(token_ids, positions, attention, logits_rows) to logits: `Model.forward` over one cache."""
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], object]
+"""(token_ids, positions, attention, logits_rows, out), which writes logits to `out`: `Model.forward` over one cache."""
 
 _SMALL = 8  # rows
 _STEPS = ((64, 8), (256, 16), (1024, 64))  # up to so many rows, a graph every so many; beyond, every 256
@@ -159,8 +159,7 @@ class DecodeGraphs:
 
         def work() -> None:
             known = self._last_tokens.fill_in(token_ids)
-            logits = self._forward(known, positions, attention, self._logits_rows[:num_rows])
-            self.logits[:num_rows].copy_(logits)
+            self._forward(known, positions, attention, self._logits_rows[:num_rows], self.logits[:num_rows])
 
         return _CapturedStep(num_rows, inputs, self._backend.capture(work))
 

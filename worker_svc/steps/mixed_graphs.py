@@ -147,7 +147,7 @@ class MixedGraphs:
 
         def work() -> None:
             known = self._last_tokens.fill_in(token_ids)
-            self._logits[:num_seqs].copy_(self._forward(known, positions, attention, logits_rows))
+            self._forward(known, positions, attention, logits_rows, self._logits[:num_seqs])
 
         return _CapturedStep(num_tokens, inputs, self._backend.capture(work))
 

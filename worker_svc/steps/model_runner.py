@@ -146,9 +146,13 @@ class ModelRunner:
         layers = self.cache.layers
 
         def forward(
-            token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata, logits_rows: torch.Tensor
-        ) -> torch.Tensor:
-            return self._model.forward(token_ids, positions, layers, attention, logits_rows)
+            token_ids: torch.Tensor,
+            positions: torch.Tensor,
+            attention: AttentionMetadata,
+            logits_rows: torch.Tensor,
+            out: torch.Tensor,
+        ) -> None:
+            self._model.forward(token_ids, positions, layers, attention, logits_rows, out=out)
 
         return forward
 
