@@ -79,7 +79,9 @@ class RankAdapter(_message.Message):
     def __init__(self, error: _Optional[str] = ...) -> None: ...
 
 class RankGraphs(_message.Message):
-    __slots__ = ("batch_sizes",)
+    __slots__ = ("batch_sizes", "token_counts")
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, batch_sizes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ...) -> None: ...

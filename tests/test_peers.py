@@ -104,7 +104,9 @@ def test_a_made_model_is_the_same_in_both_kinds_of_files(name: str, tmp_path: Pa
     shapes.write_checkpoint(tmp_path / name, config)
     made_models.write_gguf(tmp_path / name, tmp_path / f"{name}.gguf")
     of_hub = load_file(tmp_path / name / "model.safetensors")
-    of_gguf = {tensor.name: torch.from_numpy(tensor.load().copy()) for tensor in read_tensors(tmp_path / f"{name}.gguf")}
+    of_gguf = {
+        tensor.name: torch.from_numpy(tensor.load().copy()) for tensor in read_tensors(tmp_path / f"{name}.gguf")
+    }
     assert of_hub.keys() == of_gguf.keys()
     for tensor, values in of_hub.items():
         torch.testing.assert_close(of_gguf[tensor], values.float(), rtol=0, atol=0, msg=tensor)

@@ -107,7 +107,7 @@ class WorkerConfig:
         choices=("auto", "float32", "float16", "bfloat16", "fp8"),
     )
     cuda_graph_memory: float = option(
-        1.0, "GiB for CUDA graphs; with too little, fewer batch sizes get one", group=MEMORY, metavar="GIB"
+        1.0, "GiB for CUDA graphs; with too little, fewer sizes of steps get one", group=MEMORY, metavar="GIB"
     )
 
     num_threads: int = option(
@@ -122,7 +122,7 @@ class WorkerConfig:
     batch_invariant: bool = option(
         False, "logits do not depend on the batch, bit for bit, on a GPU too (on a CPU they never do)", group=COMPUTE
     )
-    enforce_eager: bool = option(False, "do not capture CUDA graphs of decode steps", group=COMPUTE)
+    enforce_eager: bool = option(False, "launch every step kernel by kernel, without CUDA graphs", group=COMPUTE)
     tensor_parallel_size: int = option(
         1, "ranks that every layer is split over, each with a GPU, or a share of the cores, of its own", group=COMPUTE
     )

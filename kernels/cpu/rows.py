@@ -113,7 +113,17 @@ def rotary_and_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_weight_offset: float = 0.0,
 ) -> None:
     """See `kernels.oracles.reference.rotary_and_cache`; one after the other."""
+    for heads, weight in ((query, query_norm), (key, key_norm)):
+        if weight is not None:
+            rows = heads.reshape(-1, heads.shape[-1]).contiguous()  # a copy, where they are part of a fused product
+            rms_norm(rows, rows, weight, eps=norm_eps, weight_offset=norm_weight_offset)
+            heads.copy_(rows.view(heads.shape))
     rotary(query, key, positions, cos_sin)
     reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)

@@ -31,6 +31,8 @@ from kernels.gpu.variant import Variant
 _WANTED_PROGRAMS = 128  # as many as a large GPU runs at once, with one on each of its processors
 _MAX_SEGMENTS = 8
 _SUMMED_ELEMENTS = 1024  # of a program that adds segments
+_WIDE = 256  # outputs of the largest tile
+_WIDE_TILES = 96  # with so many of them, few rows occupy most of a GPU without cutting sums
 _GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other, while it is in the L2 cache
 
 
@@ -49,13 +51,20 @@ class Tiling:
 
 def tiling(num_outputs: int, size: int, dtype: torch.dtype) -> Tiling:
     """For a weight [num_outputs, size]."""
-    # 64 rows are what a Hopper tensor core multiplies at once. Without tensor cores registers are what is short.
-    most, block_k = (64, 16) if dtype == torch.float32 else (128, 64)
+    # 64 rows are what four warps of a Hopper tensor core multiply at once. Twice as many read a weight half as often.
+    block_m, most, block_k, num_warps = 128, 128, 64, 8
+    if dtype == torch.float32:  # without tensor cores registers are what is short
+        block_m, most, block_k, num_warps = 64, 64, 16, 4
+    elif num_outputs >= _WIDE_TILES * _WIDE:
+        # One sum takes all registers, so that there are no segments.
+        return Tiling(block_m, _WIDE, block_k, triton.cdiv(size, block_k) * block_k, 1, num_warps)
+    elif num_outputs <= 64:
+        block_m, num_warps = 64, 4
     block_n = max(16, min(most, triton.next_power_of_2(num_outputs)))
     num_segments = triton.cdiv(_WANTED_PROGRAMS, triton.cdiv(num_outputs, block_n))
     num_segments = min(num_segments, _MAX_SEGMENTS, max(size // (8 * block_k), 1))
     segment = triton.cdiv(triton.cdiv(size, num_segments), block_k) * block_k
-    return Tiling(64, block_n, block_k, segment, triton.cdiv(size, segment))
+    return Tiling(block_m, block_n, block_k, segment, triton.cdiv(size, segment), num_warps)
 
 
 @triton.jit(do_not_specialize=["count"])  # the same code for every number of rows
@@ -96,8 +105,8 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         total = segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
         out += segment.to(tl.int64) * count * OUTPUTS
     else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for segment in range(SEGMENTS):
+        total = segment_sum(x, weight, 0, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
+        for segment in range(1, SEGMENTS):
             total += segment_sum(x, weight, segment, SIZE, BLOCK_M, BLOCK_N, BLOCK_K, SEGMENT)
         if HAS_BIAS:
             total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
@@ -185,7 +194,7 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
 def variants() -> Iterator[Variant]:
     """Weights of an 8 B model in each type, whole and split; and sizes that no tile divides."""
     shapes = [("bf16", 4096, 4096), ("bf16", 28672, 4096), ("bf16", 1000, 584), ("fp16", 6144, 4096)]
-    shapes += [("fp32", 4096, 4096), ("bf16", 8, 2048)]
+    shapes += [("fp32", 4096, 4096), ("bf16", 8, 2048), ("bf16", 4096, 14336), ("bf16", 128256, 4096)]
     for dtype, num_outputs, size in shapes:
         cut = tiling(num_outputs, size, torch.float32 if dtype == "fp32" else torch.bfloat16)
         for is_split in (False, True)[: cut.num_segments]:
@@ -206,8 +215,7 @@ def variants() -> Iterator[Variant]:
                 num_warps=cut.num_warps,
                 num_stages=cut.num_stages,
                 divisible_by_16=(*pointers, *["out_stride", "x_stride"] * aligned),
-                # With two sums in registers, or without tensor cores, a few are short of what the pipeline holds.
-                may_spill=dtype == "fp32" or (cut.num_segments > 1 and not is_split),
+                may_spill=False,
             )
     for dtype, has_bias in (("bf16", False), ("fp16", True), ("fp32", False)):
         pointers = {"out": f"*{dtype}", "sums": "*fp32"} | ({"bias": f"*{dtype}"} if has_bias else {})

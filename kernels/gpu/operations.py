@@ -7,6 +7,7 @@ Each operation is a file of its own: formula, memory layout, kernel and launcher
 from __future__ import annotations
 
 from kernels.gpu.chunk_maxima import chunk_maxima
+from kernels.gpu.combine_experts import combine_experts
 from kernels.gpu.copy_blocks import copy_blocks
 from kernels.gpu.draw_tokens import draw_tokens
 from kernels.gpu.gelu import gelu, gelu_and_mul
@@ -22,6 +23,7 @@ from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.rotary import rotary
 from kernels.gpu.rotary_and_cache import rotary_and_cache
+from kernels.gpu.route_experts import route_experts
 from kernels.gpu.silu_and_mul import silu_and_mul
 from kernels.gpu.token_logprobs import token_logprobs
 from kernels.gpu.top_logits import top_logits
@@ -33,6 +35,7 @@ __all__ = [
     "attention_scratch",
     "attention_scratch_bytes",
     "chunk_maxima",
+    "combine_experts",
     "copy_blocks",
     "draw_tokens",
     "gelu",
@@ -50,6 +53,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_and_cache",
+    "route_experts",
     "silu_and_mul",
     "token_logprobs",
     "top_logits",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from kernels.int8_weight import GROUP, unpack_int8
+from kernels.oracles.reference_experts import combine_experts as combine_experts
+from kernels.oracles.reference_experts import route_experts as route_experts
 from kernels.oracles.reference_sampling import CHUNK_SIZE as CHUNK_SIZE
 from kernels.oracles.reference_sampling import chunk_maxima as chunk_maxima
 from kernels.oracles.reference_sampling import draw_tokens as draw_tokens
@@ -132,11 +134,20 @@ def rotary_and_cache(
     *,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_weight_offset: float = 0.0,
 ) -> None:
     """`rotary` and then `reshape_and_cache`, but that what is left in `key` is nobody's business.
 
-    Rotated keys are rounded to their own type before they are scaled and stored, as if they had been written back.
+    Rotated keys are rounded to their own type before they are scaled and stored, as if they had been written back. With
+    query_norm and key_norm [head_size], both or neither, each head goes through `rms_norm` with that weight first, and
+    is rounded likewise.
     """
+    for heads, weight in ((query, query_norm), (key, key_norm)):
+        if weight is not None:
+            rms_norm(heads, heads, weight, eps=norm_eps, weight_offset=norm_weight_offset)
     rotary(query, key, positions, cos_sin)
     reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale)
 

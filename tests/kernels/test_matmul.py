@@ -59,6 +59,22 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, monkeypatch: pytes
     assert launches == [False] + [True] * len(parts)
 
 
+def test_wide_weights_have_wide_tiles_and_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows of more than one tile, the last of them short, and outputs past the last whole tile."""
+    assert (tiling(28672, 4096, torch.bfloat16).block_n, tiling(4096, 14336, torch.bfloat16).block_n) == (256, 128)
+    monkeypatch.setattr(module, "_WIDE_TILES", 1)
+    cut = tiling(270, 1200, torch.float16)
+    assert (cut.block_m, cut.block_n, cut.num_segments, cut.num_warps) == (128, 256, 1, 8)
+    x, weight = normal(140, 1200, dtype=torch.float16), normal(270, 1200, dtype=torch.float16, seed=1) / 1200**0.5
+    out, few = poisoned(140, 270, dtype=torch.float16), poisoned(2, 270, dtype=torch.float16)
+    matmul(out, x, weight)
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+    assert gaps_are_untouched(out)
+    matmul(few, x[128:130], weight)  # in the interpreter a row keeps its place in the tile
+    assert torch.equal(few, out[128:130])
+
+
 def test_segments_are_multiples_of_the_tile_and_cover_the_row() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for num_outputs in (1, 8, 130, 576, 4096, 28672, 128256):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kernels import cpu
 from kernels.gpu import rotary_and_cache as module
+from kernels.gpu.rms_norm import rms_norm
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE, IS_INTERPRETED
 from tests.kernels.rows import normal
@@ -84,3 +86,73 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             rotary_and_cache(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ROUNDED)], ids=str)
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "rotary_size"), [(6, 2, 80, 80), (3, 3, 96, 24), (9, 1, 10, 10)]
+)
+def test_heads_are_normed_before_they_are_turned(
+    dtype: torch.dtype, weight_offset: float, num_heads: int, num_kv_heads: int, head_size: int, rotary_size: int
+) -> None:
+    """The bits are those of the norm by itself, and rotation after it."""
+    parts = (num_heads, num_kv_heads, num_kv_heads)
+    fused = 3 * normal(7, sum(parts), head_size, dtype=dtype)
+    query, key, value = fused.split(parts, dim=1)
+    one_by_one = fused.clone().split(parts, dim=1)
+    exact = fused.double().split(parts, dim=1)
+    positions, table = torch.tensor([0, 3, 30, 3, 7, 1, 29], device=DEVICE), normal(31, rotary_size, seed=2)
+    weights = [1 + normal(head_size, dtype=dtype, seed=seed) / 4 for seed in (3, 4)]
+    options = {"norm_eps": 1e-5, "norm_weight_offset": weight_offset}
+    ours, twin, expected = (caches(num_kv_heads, head_size, kind) for kind in (dtype, dtype, torch.float64))
+    rotary_and_cache(
+        query, key, value, positions, table, *ours, SLOTS, query_norm=weights[0], key_norm=weights[1], **options
+    )
+    for heads, weight in zip(one_by_one, weights, strict=False):
+        rows = heads.reshape(-1, head_size).clone()
+        rms_norm(rows, rows, weight, eps=1e-5, weight_offset=weight_offset)
+        heads.copy_(rows.view(heads.shape))
+    rotary_and_cache(*one_by_one, positions, table, *twin, SLOTS)
+    exact_weights = {"query_norm": weights[0].double(), "key_norm": weights[1].double()}
+    reference.rotary_and_cache(
+        *exact, positions, table.double(), expected[0], expected[1], SLOTS, **exact_weights, **options
+    )
+    # Three roundings: of the norm, of its weighting, of the rotation; each of numbers up to twice as large.
+    tolerance = 6 * torch.finfo(dtype).eps
+    torch.testing.assert_close(query.double(), exact[0], rtol=tolerance, atol=4 * tolerance)
+    torch.testing.assert_close(ours[0].double(), expected[0], rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+    if IS_INTERPRETED:
+        assert torch.equal(query, one_by_one[0]) and torch.equal(bits(ours[0]), bits(twin[0]))
+    assert torch.equal(bits(ours[1]), bits(twin[1]))
+
+
+@pytest.mark.parametrize("rotary_size", [16, 8])
+def test_a_cpu_norms_heads_as_the_oracle_does(rotary_size: int) -> None:
+    query, key, value = (normal(7, heads, 16, seed=heads).cpu() for heads in (4, 2, 2))
+    exact = [x.double() for x in (query, key, value)]
+    positions, table, slots = torch.arange(7), normal(31, rotary_size, seed=2).cpu(), SLOTS.cpu()
+    weights = [normal(16, seed=seed).cpu() for seed in (3, 4)]
+    ours, expected = (
+        [torch.full((5, 2, 8, 16), torch.nan, dtype=kind) for _ in range(2)] for kind in (torch.float32, torch.float64)
+    )
+    names = ("query_norm", "key_norm")
+    cpu.rotary_and_cache(
+        query, key, value, positions, table, *ours, slots, **dict(zip(names, weights, strict=True)), norm_eps=1e-5
+    )
+    doubled = {name: weight.double() for name, weight in zip(names, weights, strict=True)}
+    reference.rotary_and_cache(*exact, positions, table.double(), *expected, slots, **doubled, norm_eps=1e-5)
+    torch.testing.assert_close(query.double(), exact[0], rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(ours[0].double(), expected[0], rtol=3e-6, atol=3e-6, equal_nan=True)
+
+
+def test_one_norm_without_the_other_is_refused() -> None:
+    x, slots = normal(7, 2, 16), SLOTS.abs()
+    arguments = (x, x, x, slots, normal(31, 16), *caches(2, 16, torch.float32), SLOTS)
+    for norms, message in (
+        ({"query_norm": normal(16)}, "or neither"),
+        ({"query_norm": normal(16), "key_norm": normal(8)}, "key_norm must be contiguous"),
+        ({"query_norm": normal(16), "key_norm": normal(16).half()}, "key_norm is torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rotary_and_cache(*arguments, **norms)

@@ -59,6 +59,7 @@ class FakeModel:
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
         reader: LogitReader | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         finished_s = time.monotonic() + self.delay_s
         while self.spins and time.monotonic() < finished_s:
@@ -73,7 +74,8 @@ class FakeModel:
         if reader is not None:
             for rows in reader.rows.split(3):
                 reader.take(self._logits(token_ids[rows], positions[rows]))
-        return self._logits(token_ids[logits_rows], positions[logits_rows])
+        logits = self._logits(token_ids[logits_rows], positions[logits_rows])
+        return logits if out is None else out.copy_(logits)
 
     def _logits(self, last: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(len(last), VOCAB_SIZE)

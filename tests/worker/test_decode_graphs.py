@@ -31,9 +31,9 @@ class Watched(FakeModel):
         super().__init__()
         self.seen: list[AttentionMetadata] = []
 
-    def forward(self, token_ids, positions, caches, attention: AttentionMetadata, logits_rows, reader=None):
+    def forward(self, token_ids, positions, caches, attention: AttentionMetadata, logits_rows, reader=None, out=None):
         self.seen.append(copy.deepcopy(attention))
-        return super().forward(token_ids, positions, caches, attention, logits_rows, reader)
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
 
 
 class Run:
@@ -115,7 +115,9 @@ def test_steps_that_are_no_decode_are_computed() -> None:
 
 def graphs(backend: ReplayedGraphs, model: FakeModel) -> DecodeGraphs:
     return DecodeGraphs(
-        lambda token_ids, positions, attention, rows: model.forward(token_ids, positions, [], attention, rows),
+        lambda token_ids, positions, attention, rows, out: model.forward(
+            token_ids, positions, [], attention, rows, out=out
+        ),
         backend,
         LastTokens("cpu"),
         vocab_size=31,

@@ -241,8 +241,8 @@ def test_counts_follow_the_mirror_whatever_happens_to_a_slot(data: st.DataObject
         penalised = np.flatnonzero(states.occupied & states.sampling.is_penalised)
         if not penalised.size or data.draw(st.booleans()):
             continue
-        count_rows = counts.rows_of(states, penalised)
-        found = counts.counts[torch.from_numpy(count_rows)]
+        (count_rows,) = counts.rows_of(states, penalised)
+        found = counts.counts[count_rows]
         generated_counts, is_in_prompt = found >> 1, found & 1
         for row, each in enumerate(penalised.tolist()):
             history = states.token_ids[each, : states.num_tokens[each]]
@@ -263,7 +263,7 @@ def test_a_row_of_counts_begins_anew_with_another_slot() -> None:
         group = step.groups.add(request_id=f"next {slot}", num_prompt_tokens=2, sampling_params=params)
         group.sequences.add(slot=slot, token_ids=[4, 5, 6])
     states.apply_blocks(step)
-    assert counts.rows_of(states, np.array([1])).tolist() == [0] and len(counts.counts) == 1, "a row is given on"
+    assert counts.rows_of(states, np.array([1]))[0].tolist() == [0] and len(counts.counts) == 1, "a row is given on"
     found = counts.counts[0]
     assert (found > 1).nonzero()[:, 0].tolist() == [6] and (found == 1).nonzero()[:, 0].tolist() == [4, 5]
 
@@ -273,7 +273,8 @@ def test_counts_begin_anew_with_another_lease() -> None:
     counts = TokenCounts(VOCAB_SIZE)
     counts.rows_of(states_of({"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0}), np.array([0]))
     others = [{"prompt": [4, 5], "generated": [6], "presence_penalty": 1.0}] * 3
-    assert sorted(counts.rows_of(states_of(*others), np.array([0, 2]))) == [0, 1]
+    (rows,) = counts.rows_of(states_of(*others), np.array([0, 2]))
+    assert sorted(rows.tolist()) == [0, 1]
     assert (counts.counts > 1).nonzero().tolist() == [[0, 6], [1, 6]]
     assert (counts.counts == 1).nonzero().tolist() == [[0, 4], [0, 5], [1, 4], [1, 5]]
 

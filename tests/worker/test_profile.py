@@ -35,9 +35,9 @@ class Recorder(FakeModel):
         super().__init__()
         self.steps: list[tuple[list[int], int]] = []
 
-    def forward(self, token_ids, positions, caches, attention: AttentionMetadata, logits_rows, reader=None):
+    def forward(self, token_ids, positions, caches, attention: AttentionMetadata, logits_rows, reader=None, out=None):
         self.steps.append((attention.query_starts.diff().tolist(), len(logits_rows)))
-        return super().forward(token_ids, positions, caches, attention, logits_rows, reader)
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,22 @@ def pack(arrays: Sequence[npt.NDArray[Any]], *, pin_memory: bool) -> tuple[torch
         places.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    buffer = packed.numpy()
     for array, place in zip(arrays, places, strict=True):
-        whole = np.ascontiguousarray(array).reshape(-1)
-        packed.numpy()[place : place + array.nbytes] = whole.view(np.uint8)
+        buffer[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return packed, places
 
 
 def unpack(packed: torch.Tensor, arrays: Sequence[npt.NDArray[Any]], places: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Views of `packed` with the types and shapes of `arrays`."""
-    return tuple(
-        packed[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, place in zip(arrays, places, strict=True)
-    )
+    return tuple([_unpacked(packed, array, place) for array, place in zip(arrays, places, strict=True)])
+
+
+def _unpacked(packed: torch.Tensor, array: npt.NDArray[Any], place: int) -> torch.Tensor:
+    flat = packed[place : place + array.nbytes].view(_dtype_of(array.dtype))
+    return flat if array.ndim == 1 else flat.view(array.shape)
+
+
+@cache
+def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -89,6 +89,7 @@ class Decoder:
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
         reader: LogitReader | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
         num_tokens = token_ids.shape[0]
@@ -113,7 +114,7 @@ class Decoder:
             for some_residual, some_update in zip(*read, strict=True):
                 reader.take(self._head(some_residual, some_update, self._least_rows))
             residual, update = residual[num_read:], update[num_read:]
-        return self._head(residual, update, self._least_rows)
+        return self._head(residual, update, self._least_rows, out)
 
     def _first_residual(self, token_ids: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[rows, hidden], of which `num_tokens` count."""

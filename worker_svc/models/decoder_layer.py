@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from worker_svc.models.attention import AttentionMetadata
+from worker_svc.models.errors import ModelError
 from worker_svc.models.experts import Experts
 from worker_svc.models.grouped_experts import take_grouped_experts
 from worker_svc.models.linear import Linear, take_linear
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.norm import Norm, take_norm
+from worker_svc.models.norm import Norm, RmsNorm, take_norm
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.summed import Layer, summed
 from worker_svc.models.weights import Weights
@@ -80,9 +81,10 @@ class DecoderLayer:
             is_transposed=names.is_transposed,
             num_turns=whole.num_heads if names.has_heads_in_turn else 1,
         )
-        self._head_norms = [
+        self.head_norms = [
             norm(name, config.head_size) for name in (names.query_norm, names.key_norm) if style.has_head_norms
         ]
+        self._head_norm_options = _options_of(self.head_norms, cos_sin)
         attention_out = take_linear(
             weights,
             [prefix + names.attention_out],
@@ -103,7 +105,7 @@ class DecoderLayer:
     @property
     def weights_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
-        norms = [self.input_norm, *self._head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
+        norms = [self.input_norm, *self.head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
         products = [self.qkv, self.attention_out, self.mlp]
         return sum(part.weight_bytes for part in [*norms, *products] if part is not None)
 
@@ -127,14 +129,14 @@ class DecoderLayer:
         query, key, value = (
             part.unflatten(1, (-1, config.head_size)) for part in self.qkv(step.normed).split(self._part_sizes, dim=1)
         )
-        if self._head_norms:
-            query, key = (_normed(norm, x) for norm, x in zip(self._head_norms, (query, key), strict=True))
         tokens, caches = slice(num_tokens), (key_cache, value_cache, attention.slot_mapping)
         if self.cos_sin is None:
             kernels.reshape_and_cache(key[tokens], value[tokens], *caches)
         else:
             angles = (step.positions[tokens], self.cos_sin)
-            kernels.rotary_and_cache(query[tokens], key[tokens], value[tokens], *angles, *caches)
+            kernels.rotary_and_cache(
+                query[tokens], key[tokens], value[tokens], *angles, *caches, **self._head_norm_options
+            )
         kernels.paged_attention(
             step.attended.view(-1, config.num_heads, config.head_size),
             query,
@@ -181,8 +183,16 @@ def _take_mlp(part: ModelPart, weights: Weights, prefix: str, index: int, kernel
     return summed(Experts(router, own, experts, part.experts), part.ranks)
 
 
-def _normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:
-    """Each head of x [rows, heads, head_size] normed by itself."""
-    heads = x.reshape(-1, x.shape[-1]).contiguous()  # a copy: part of a fused product
-    norm(heads, heads)
-    return heads.view(x.shape)
+def _options_of(head_norms: list[Norm], cos_sin: torch.Tensor | None) -> dict[str, Any]:
+    """What `rotary_and_cache` is told of the norms of queries' and keys' heads; nothing where there are none."""
+    if not head_norms:
+        return {}
+    query_norm, key_norm = head_norms
+    if not (isinstance(query_norm, RmsNorm) and isinstance(key_norm, RmsNorm)) or cos_sin is None:
+        raise ModelError("norms of heads are supported where they are RMS norms and a rotation follows")
+    return {
+        "query_norm": query_norm.weight,
+        "key_norm": key_norm.weight,
+        "norm_eps": query_norm.eps,
+        "norm_weight_offset": query_norm.weight_offset,
+    }

@@ -33,9 +33,8 @@ class GroupedExperts:
         is one with experts."""
         assert style.experts is not None
         self._router, self._inner, self._outer, self._style = router, inner, outer, style.experts
-        self._activate, self._multiply = activation(style, kernels), kernels.grouped_matmul
-        self._edges = torch.arange(numbers.start, numbers.stop + 1, device=inner.device)
-        self._has_all = len(numbers) == style.experts.num_experts
+        self._activate, self._kernels = activation(style, kernels), kernels
+        self._first_expert = numbers.start
 
     @property
     def weight_bytes(self) -> int:
@@ -44,27 +43,23 @@ class GroupedExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `Experts`; a row adds its experts up in float32, the one of the largest share first."""
-        num_chosen = self._style.num_chosen
-        shares, chosen = self._router(x).float().softmax(-1).topk(num_chosen, dim=-1)  # [T, num_chosen]
-        if self._style.is_normalized:
-            shares /= shares.sum(-1, keepdim=True)
-        experts, order = chosen.flatten().sort(stable=True)  # [T * num_chosen]; order: row * num_chosen + choice
-        starts = torch.searchsorted(experts, self._edges, out_int32=True)
-        inner = x.new_empty(order.numel(), self._inner.shape[1])
-        self._multiply(inner, x, self._inner, starts, order // num_chosen)
-        activated = inner.new_empty(inner.shape[0], self._outer.shape[2])
+        num_tokens, num_chosen = x.shape[0], self._style.num_chosen
+        num_rows, num_own, kernels = num_tokens * num_chosen, self._inner.shape[0], self._kernels
+        shares = x.new_empty(num_tokens, num_chosen, dtype=torch.float32)
+        places = x.new_empty(num_tokens, num_chosen, dtype=torch.int32)
+        rows, starts = x.new_empty(num_rows, dtype=torch.int64), x.new_empty(num_own + 1, dtype=torch.int32)
+        of_route = {"first_expert": self._first_expert, "is_normalized": self._style.is_normalized}
+        kernels.route_experts(shares, places, rows, starts, self._router(x), **of_route)
+        # Room for the rows of all experts; those that are elsewhere leave the end of it as it is.
+        inner = x.new_empty(num_rows, self._inner.shape[1])
+        kernels.grouped_matmul(inner, x, self._inner, starts, rows)
+        activated = inner.new_empty(num_rows, self._outer.shape[2])
         self._activate(activated, inner)
-        # Rows of experts that are elsewhere stay as they are made.
-        sorted_rows = (x.new_empty if self._has_all else x.new_zeros)(order.numel(), x.shape[1])
-        self._multiply(sorted_rows, activated, self._outer, starts)
-        rows = torch.empty_like(sorted_rows)
-        rows[order] = sorted_rows
-        rows = rows.view(x.shape[0], num_chosen, x.shape[1])
-        # One by one, so that a row's sum does not depend on others.
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for choice in range(num_chosen):
-            total += rows[:, choice] * shares[:, choice, None]
-        return total.to(x.dtype)
+        made = x.new_empty(num_rows, x.shape[1])
+        kernels.grouped_matmul(made, activated, self._outer, starts)
+        out = torch.empty_like(x)
+        kernels.combine_experts(out, made, shares, places)
+        return out
 
 
 def take_grouped_experts(

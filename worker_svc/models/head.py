@@ -50,8 +50,13 @@ class Head:
         parts = [self._norm, self._project_out, self._product]
         return sum(part.weight_bytes for part in parts if part is not None)
 
-    def __call__(self, residual: torch.Tensor, update: torch.Tensor, least_rows: int) -> torch.Tensor:
-        """f32[R, vocab_size] of R rows, whose residual is overwritten; computed with `least_rows` at least."""
+    def __call__(
+        self, residual: torch.Tensor, update: torch.Tensor, least_rows: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """f32[R, vocab_size] of R rows, whose residual is overwritten; computed with `least_rows` at least.
+
+        `out`: where they are written; None: to a new tensor.
+        """
         num_rows = residual.shape[0]
         if 0 < num_rows < least_rows:
             residual, update = residual.repeat(2, 1), update.repeat(2, 1)
@@ -59,7 +64,8 @@ class Head:
         self._norm(hidden, update, residual=residual)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        logits = self._of_all_tokens(self._product(hidden)[:num_rows]).float()
+        logits = self._of_all_tokens(self._product(hidden)[:num_rows])
+        logits = logits.float() if out is None else out.copy_(logits)  # one pass over them, whatever their type
         if self._cap:
             logits.div_(self._cap).tanh_().mul_(self._cap)
         return logits

@@ -92,6 +92,7 @@ class TransformersModel:
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
         reader: LogitReader | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`. What `reader` wants is computed at once: the library's head runs once a step."""
         num_rows = logits_rows.shape[0]
@@ -117,7 +118,8 @@ class TransformersModel:
         if reader is not None:
             for part in logits[num_rows:].split(MAX_ROWS_AT_ONCE):
                 reader.take(part.float())
-        return logits[:num_rows].float()
+        logits = logits[:num_rows]
+        return logits.float() if out is None else out.copy_(logits)
 
 
 def _attend(

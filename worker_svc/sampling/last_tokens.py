@@ -25,6 +25,10 @@ class LastTokens:
         """`token_ids` i64[N] were drawn for `slots` i64[N]. Of a slot that is named twice, any."""
         self._of_slot[slots] = token_ids
 
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """What was drawn last for `slots` i64[N], i64[N]."""
+        return self._of_slot[slots]
+
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids` i64[T] with what was unknown to the host."""
         return torch.where(token_ids < 0, self._of_slot[(-1 - token_ids).clamp(min=0)], token_ids)

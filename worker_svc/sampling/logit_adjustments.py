@@ -77,16 +77,11 @@ class LogitAdjustments:
         if not rows.size:
             return
         slots = slots[rows]
-        count_rows = self._counts.rows_of(states, slots)
-        where, count_rows_there, *penalties = upload(
-            logits.device,
-            rows,
-            count_rows,
-            sampling.repetition_penalty[slots],
-            sampling.frequency_penalty[slots],
-            sampling.presence_penalty[slots],
+        penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        count_rows, where, *of_rows = self._counts.rows_of(
+            states, slots, rows, *[column[slots] for column in penalties]
         )
-        kernels_for(logits.device).penalize(logits, where, self._counts.counts, count_rows_there, *penalties)
+        kernels_for(logits.device).penalize(logits, where, self._counts.counts, count_rows, *of_rows)
 
 
 def _keep_allowed(logits: torch.Tensor, owners: Ints, token_ids: npt.NDArray[np.generic]) -> None:

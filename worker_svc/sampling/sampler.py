@@ -127,7 +127,8 @@ def draw(logits: torch.Tensor, params: SamplingRows, draws: Draws, raw_logits: t
         else:
             maxima_of_raw = maxima
         num_top = params.num_logprobs[draws.rows[with_logprobs]]
-        logprobs = find_logprobs(logits, maxima_of_raw, rows[asking], token_ids[asking], num_top)
+        asked = (rows, token_ids) if wants.all() else (rows[asking], token_ids[asking])
+        logprobs = find_logprobs(logits, maxima_of_raw, *asked, num_top)
     return Drawn(token_ids, maxima.largest, draws.rows, logprobs, with_logprobs)
 
 

@@ -7,6 +7,8 @@ that is new, forked or rolled back is counted again. So nobody has to report her
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -41,8 +43,11 @@ class TokenCounts:
         is_counted = (rows >= 0) & (self._tenancy[rows] == states.tenancy[slots])
         return not bool((is_counted & (self._num_counted[rows] >= states.num_tokens[slots] - 1)).all())
 
-    def rows_of(self, states: SequenceStates, slots: npt.NDArray[np.integer]) -> Ints:
-        """Brings `counts` up to date for `slots` [R], which are different; the row of each."""
+    def rows_of(
+        self, states: SequenceStates, slots: npt.NDArray[np.integer], *others: npt.NDArray[Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Brings `counts` up to date for `slots` [R], which are different; the row of each, i64[R], on the device, and
+        what else is to be there, in the same copy."""
         self._give_rows(states, slots)
         rows: Ints = self._row_of[slots]
         num_tokens, tenancy = states.num_tokens[slots], states.tenancy[slots]
@@ -51,15 +56,20 @@ class TokenCounts:
         is_current = is_same & (self._num_counted[rows] == num_tokens)
         for entry in np.flatnonzero(~(is_one_behind | is_current)).tolist():
             self._count_anew(states, int(slots[entry]), int(rows[entry]))
-        if is_one_behind.any():
-            behind = slots[is_one_behind]
-            last = states.token_ids[behind, num_tokens[is_one_behind] - 1].astype(np.int64)
-            last = np.where(last == UNKNOWN, -1 - behind, last)
-            first_places, last_there = upload(self.counts.device, rows[is_one_behind] * self.counts.shape[1], last)
-            places = first_places + self._last_tokens.fill_in(last_there)
+        behind = slots[is_one_behind]
+        last = states.token_ids[behind, num_tokens[is_one_behind] - 1].astype(np.int64)
+        first_places, is_unknown = rows[is_one_behind] * self.counts.shape[1], last == UNKNOWN
+        is_device_ahead = bool(
+            is_unknown.all()
+        )  # of all of them, as it is of sequences that decode one step after another
+        last = behind.astype(np.int64) if is_device_ahead else np.where(is_unknown, -1 - behind, last)
+        rows_there, places, last_there, *others_there = upload(self.counts.device, rows, first_places, last, *others)
+        if behind.size:
+            tokens = self._last_tokens.of(last_there) if is_device_ahead else self._last_tokens.fill_in(last_there)
+            places = places + tokens
             self.counts.view(-1).index_add_(0, places, self.counts.new_full(places.shape, _GENERATED))
         self._tenancy[rows], self._num_counted[rows] = tenancy, num_tokens
-        return rows
+        return rows_there, *others_there
 
     def _count_anew(self, states: SequenceStates, slot: int, row: int) -> None:
         (token_ids,) = upload(self.counts.device, states.token_ids[slot, : states.num_tokens[slot]].astype(np.int64))

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor], torch.Tensor]
-"""(token_ids, positions, attention, logits_rows) to logits: `Model.forward` over one cache."""
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], object]
+"""(token_ids, positions, attention, logits_rows, out), which writes logits to `out`: `Model.forward` over one cache."""
 
 _SMALL = 8  # rows
 _STEPS = ((64, 8), (256, 16), (1024, 64))  # up to so many rows, a graph every so many; beyond, every 256
@@ -69,7 +69,13 @@ class _CapturedStep:
 
 
 class DecodeGraphs:
-    """Graphs of one model over one cache."""
+    """Graphs of one model over one cache.
+
+    Attributes:
+        block_tables: i32[max_num_seqs, blocks of the longest sequence], what every graph reads.
+        logits: f32[max_num_seqs, vocab], what every graph writes; read before the next one is replayed.
+        scratch: of attention; None: it needs none.
+    """
 
     def __init__(
         self,
@@ -85,14 +91,14 @@ class DecodeGraphs:
     ) -> None:
         """`capture` has to follow. `scratch` is handed on to attention."""
         self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
-        self._scratch = scratch
+        self.scratch = scratch
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         device = self._device = last_tokens.device
         num_columns = -(-max_model_len // block_size)
-        self._tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._logits_rows = torch.arange(max_num_seqs, device=device)
-        self._logits = torch.zeros(max_num_seqs, vocab_size, device=device)
+        self.logits = torch.zeros(max_num_seqs, vocab_size, device=device)
         packed, _ = pack(_padded(None, max_num_seqs), pin_memory=False)
         self._inputs = torch.zeros_like(packed, device=device)
         self._steps: list[_CapturedStep] = []  # rising
@@ -139,9 +145,9 @@ class DecodeGraphs:
         packed, _ = pack(_padded(arrays, step.num_rows), pin_memory=is_cuda)
         step.inputs.copy_(packed, non_blocking=True)
         (tables,) = upload(self._device, arrays.block_tables)
-        self._tables[:num_rows, :num_columns].copy_(tables)
+        self.block_tables[:num_rows, :num_columns].copy_(tables)
         step.graph.replay()
-        return self._logits[:num_rows]
+        return self.logits[:num_rows]
 
     def _capture(self, num_rows: int) -> _CapturedStep:
         template = _padded(None, num_rows)
@@ -153,16 +159,15 @@ class DecodeGraphs:
             slot_mapping=slot_mapping,
             query_starts=self._query_starts[: num_rows + 1],
             seq_lens=seq_lens,
-            block_tables=self._tables[:num_rows],
+            block_tables=self.block_tables[:num_rows],
             max_query_len=1,
             max_seq_len=self._max_model_len,
-            scratch=self._scratch,
+            scratch=self.scratch,
         )
 
         def work() -> None:
             known = self._last_tokens.fill_in(token_ids)
-            logits = self._forward(known, positions, attention, self._logits_rows[:num_rows])
-            self._logits[:num_rows].copy_(logits)
+            self._forward(known, positions, attention, self._logits_rows[:num_rows], self.logits[:num_rows])
 
         return _CapturedStep(num_rows, inputs, self._backend.capture(work))
 

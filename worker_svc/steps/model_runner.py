@@ -28,9 +28,10 @@ from worker_svc.sampling.logit_adjustments import LogitAdjustments
 from worker_svc.sampling.prompt_logprobs import PromptLogprobs
 from worker_svc.sampling.row_samples import RowSamples, check_candidates, draw_rows, largest_of_rows
 from worker_svc.steps.awaited_step import AwaitedStep
-from worker_svc.steps.decode_graphs import DecodeGraphs
+from worker_svc.steps.decode_graphs import DecodeGraphs, Forward
 from worker_svc.steps.input_batch import InputArrays, build_input_arrays
 from worker_svc.steps.launched_step import Launched, LaunchedStep
+from worker_svc.steps.mixed_graphs import MixedGraphs
 from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.step_timer import StepTimer
 
@@ -59,7 +60,7 @@ class ModelRunner:
         Args:
             cache_dtype: of keys and values; None: that of the model.
             outputs: how they come to the host; None: as the device has it.
-            graph_backend: makes what captures decode steps; None: nothing does.
+            graph_backend: makes what captures steps; None: nothing does.
             adapters: what rows may use beside the model; None: there are none.
             answers: between the stages of a pipeline, of which the model is one; None: it is the whole.
         """
@@ -71,7 +72,9 @@ class ModelRunner:
         self._draws = answers is None or answers.is_last  # else what is drawn comes from another stage
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
+        self._backend: GraphBackend | None = None  # of the graphs over the cache
         self._graphs: DecodeGraphs | None = None  # over the cache
+        self._mixed_graphs: MixedGraphs | None = None  # likewise, of all other steps
         self._scratch: Scratch | None = None  # of attention, where its kernels need one
         self._outputs = outputs or output_copies(self.device)
         self._last_tokens = LastTokens(self.device)
@@ -95,7 +98,8 @@ class ModelRunner:
 
     def allocate_scratch(self, max_num_seqs: int, max_model_len: int) -> None:
         """Replaces what attention uses besides the cache, for steps of such sizes; the old one's graphs are gone."""
-        self._scratch = self._graphs = None
+        self._scratch = None
+        self._release_graphs()
         kernels = kernels_for(self.device)
         if "attention_scratch" in kernels.__all__:
             heads = (self.config.num_heads, self.config.head_size)
@@ -118,7 +122,11 @@ class ModelRunner:
 
     def release_cache(self) -> None:
         """Gives the cache's memory back, and that of graphs over it and of attention's scratch."""
-        self._cache = self._graphs = self._scratch = None
+        self._cache = self._scratch = None
+        self._release_graphs()
+
+    def _release_graphs(self) -> None:
+        self._graphs = self._mixed_graphs = self._backend = None
 
     @property
     def uses_graphs(self) -> bool:
@@ -129,16 +137,10 @@ class ModelRunner:
         """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending."""
         if self._graph_backend is None:
             return []
-        layers = self.cache.layers
-
-        def forward(
-            token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata, logits_rows: torch.Tensor
-        ) -> torch.Tensor:
-            return self._model.forward(token_ids, positions, layers, attention, logits_rows)
-
+        self._backend = self._graph_backend(self.device)
         self._graphs = DecodeGraphs(
-            forward,
-            self._graph_backend(self.device),
+            self._pass_over_cache(),
+            self._backend,
             self._last_tokens,
             vocab_size=self.config.vocab_size,
             max_num_seqs=max_num_seqs,
@@ -149,10 +151,43 @@ class ModelRunner:
         self._graphs.capture(most_bytes)
         return self._graphs.sizes
 
-    def keep_graphs(self, sizes: Collection[int]) -> None:
-        """Of the captured ones, those of these batch sizes."""
+    def capture_mixed_graphs(self, max_num_batched_tokens: int, max_model_len: int, most_bytes: int) -> list[int]:
+        """After `capture_graphs`, captures other steps with what it has left of `most_bytes`; returns the captured
+        numbers of tokens, ascending."""
+        if self._graphs is None:
+            return []
+        assert self._backend is not None, "what has captured decode steps"
+        self._mixed_graphs = MixedGraphs(
+            self._pass_over_cache(),
+            self._backend,
+            self._last_tokens,
+            self._graphs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        self._mixed_graphs.capture(most_bytes)
+        return self._mixed_graphs.sizes
+
+    def _pass_over_cache(self) -> Forward:
+        layers = self.cache.layers
+
+        def forward(
+            token_ids: torch.Tensor,
+            positions: torch.Tensor,
+            attention: AttentionMetadata,
+            logits_rows: torch.Tensor,
+            out: torch.Tensor,
+        ) -> None:
+            self._model.forward(token_ids, positions, layers, attention, logits_rows, out=out)
+
+        return forward
+
+    def keep_graphs(self, batch_sizes: Collection[int], token_counts: Collection[int]) -> None:
+        """Of the captured ones, decode steps of these batch sizes and others of these numbers of tokens."""
         if self._graphs is not None:
-            self._graphs.keep(sizes)
+            self._graphs.keep(batch_sizes)
+        if self._mixed_graphs is not None:
+            self._mixed_graphs.keep(token_counts)
 
     def operate(self, operations: BlockOperations) -> None:
         """Swaps and copies of a step, in the protocol's order."""
@@ -239,8 +274,10 @@ class ModelRunner:
     def _forward(self, arrays: InputArrays, reader: LogitReader | None, adapters: Ints) -> torch.Tensor:
         """`adapters` [T]: the number of each token's adapter; -1: none. Graphs have none."""
         is_adapted = self.adapters is not None and bool((adapters >= 0).any())
-        if self._graphs is not None and reader is None and not is_adapted and self._graphs.suits(arrays):
-            return self._graphs.run(arrays)
+        if reader is None and not is_adapted:
+            for graphs in (self._graphs, self._mixed_graphs):
+                if graphs is not None and graphs.suits(arrays):
+                    return graphs.run(arrays)
         batch = arrays.to_device(self.device, self._last_tokens, self._scratch)
         with self.adapters.step(adapters) if self.adapters and is_adapted else nullcontext():
             return self._model.forward(

@@ -171,12 +171,15 @@ class Worker:
             swap_space_gib=swap_gib if self.config.swap_space is not None else f"{swap_gib} by default",
         )
         if runner.uses_graphs:
-            row.draw("warming up: decode graphs")
-            started_s = time.monotonic()
-            captured = runner.capture_graphs(sizes.limits.max_num_seqs, sizes.limits.max_model_len, graph_bytes)
+            row.draw("warming up: graphs of steps")
+            started_s, limits_of_step = time.monotonic(), sizes.limits
+            longest = limits_of_step.max_model_len
+            captured = runner.capture_graphs(limits_of_step.max_num_seqs, longest, graph_bytes)
+            mixed = runner.capture_mixed_graphs(limits_of_step.max_num_batched_tokens, longest, graph_bytes)
             if self._group is not None:
-                captured = self._captured_by_all(captured)
-            log.info("decode graphs captured", batch_sizes=captured, seconds=round(time.monotonic() - started_s, 2))
+                captured, mixed = self._captured_by_all(captured, mixed)
+            seconds = round(time.monotonic() - started_s, 2)
+            log.info("graphs captured", batch_sizes=captured, token_counts=mixed, seconds=seconds)
         row.draw("warming up: copies of cache blocks")
         self._sizes = worker_pb2.InitializeResponse(
             num_device_blocks=sizes.num_device_blocks,
@@ -216,13 +219,14 @@ class Worker:
             replace(own.limits, max_model_len=min(sizes.max_model_len for sizes in everyones)),
         )
 
-    def _captured_by_all(self, batch_sizes: list[int]) -> list[int]:
+    def _captured_by_all(self, batch_sizes: list[int], token_counts: list[int]) -> tuple[list[int], list[int]]:
         """Keeps the graphs that every rank has: a collective within one waits for the others' replay."""
         assert self._group is not None
-        everyones = self._group.exchange(ranks_pb2.RankGraphs(batch_sizes=batch_sizes))
-        common = set.intersection(*(set(graphs.batch_sizes) for graphs in everyones))
-        self._runner.keep_graphs(common)
-        return sorted(common)
+        everyones = self._group.exchange(ranks_pb2.RankGraphs(batch_sizes=batch_sizes, token_counts=token_counts))
+        of_all = set.intersection(*(set(graphs.batch_sizes) for graphs in everyones))
+        mixed_of_all = set.intersection(*(set(graphs.token_counts) for graphs in everyones))
+        self._runner.keep_graphs(of_all, mixed_of_all)
+        return sorted(of_all), sorted(mixed_of_all)
 
     # ---- Leases -----------------------------------------------------------------------------------------------------
 

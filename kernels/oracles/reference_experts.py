@@ -1,0 +1,53 @@
+"""What the way of tokens to their experts and back must compute, in plain torch; see `kernels.oracles.reference`."""
+
+from __future__ import annotations
+
+import torch
+
+
+def route_experts(
+    shares: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    first_expert: int = 0,
+    is_normalized: bool,
+) -> None:
+    """Which experts each token goes to, with which shares, and where its rows are once they are sorted by experts.
+
+    logits [T, num_experts] of a router. shares f32[T, k]: the k largest of their softmax, the largest first, equal ones
+    by the expert's number; where `is_normalized` divided by their sum. starts i32[own + 1]: the rows of each of the
+    `own` experts from `first_expert` on, as `grouped_matmul` takes them. rows i64[T * k]: the token of each row, rising
+    within an expert; of an expert that is elsewhere there are none, and what lies behind the last row means nothing.
+    places i32[T, k]: the row of each token's choice, -1 where that expert is elsewhere. A row with a NaN has shares of
+    NaN, and goes to some experts.
+    """
+    num_chosen, last_expert = shares.shape[1], first_expert + starts.numel() - 1
+    likely = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    ordered = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    chosen = ordered.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    of_chosen = likely.gather(1, chosen)
+    shares.copy_(of_chosen / of_chosen.sum(-1, keepdim=True) if is_normalized else of_chosen)
+    places.fill_(-1)
+    starts.zero_()
+    num_rows = 0
+    for expert in range(first_expert, last_expert):
+        tokens, choices = torch.where(chosen == expert)
+        places[tokens, choices] = torch.arange(num_rows, num_rows + tokens.numel(), device=places.device).int()
+        rows[num_rows : num_rows + tokens.numel()] = tokens
+        num_rows += tokens.numel()
+        starts[expert - first_expert + 1] = num_rows
+
+
+def combine_experts(out: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, places: torch.Tensor) -> None:
+    """out[t] = sum over c of shares[t, c] * x[places[t, c]], choice after choice; one whose place is -1 adds nothing.
+
+    out [T, n]; x [R, n], what experts made of their rows; shares f32[T, k], places i32[T, k] of `route_experts`.
+    """
+    total = torch.zeros(out.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=out.device)
+    for choice in range(shares.shape[1]):
+        is_here = places[:, choice] >= 0
+        total[is_here] += x[places[is_here, choice].long()].to(total.dtype) * shares[is_here, choice, None]
+    out.copy_(total)

@@ -1,0 +1,117 @@
+"""Tokens to their experts and back: sorted rows and sums of shares against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.combine_experts import combine_experts
+from kernels.gpu.route_experts import route_experts
+from kernels.oracles import reference
+from tests.kernels.device import DEVICE
+from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class Route:
+    """What `route` makes of logits, on the host."""
+
+    def __init__(self, route, logits, num_chosen, own=None, first_expert=0, is_normalized=True) -> None:
+        count, num_experts = logits.shape
+        own = num_experts if own is None else own
+        shares = torch.full((count, num_chosen), torch.nan, device=DEVICE)
+        places = torch.full((count, num_chosen), 99, dtype=torch.int32, device=DEVICE)
+        rows = torch.full((count * num_chosen,), 99, device=DEVICE)
+        starts = torch.full((own + 1,), 99, dtype=torch.int32, device=DEVICE)
+        route(shares, places, rows, starts, logits, first_expert=first_expert, is_normalized=is_normalized)
+        self.shares, self.places, self.starts = shares.cpu(), places.cpu(), starts.cpu()
+        self.rows = rows.cpu()[: self.starts[-1]]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("count", "num_experts", "num_chosen", "own", "first_expert"),
+    [(1, 5, 1, 5, 0), (130, 8, 2, 8, 0), (70, 8, 2, 3, 4), (150, 60, 4, 60, 0), (37, 128, 8, 32, 32), (3, 6, 6, 2, 4)],
+)
+def test_tokens_are_sorted_by_the_experts_of_their_largest_shares(
+    dtype: torch.dtype, count: int, num_experts: int, num_chosen: int, own: int, first_expert: int
+) -> None:
+    logits = strided(normal(count, num_experts, dtype=dtype))
+    logits[:, -1] = logits[:, 0]  # equal ones: the lower number first
+    is_normalized = num_chosen != 4
+    ours, exact = (
+        Route(route, x, num_chosen, own, first_expert, is_normalized)
+        for route, x in ((route_experts, logits), (reference.route_experts, logits.double()))
+    )
+    torch.testing.assert_close(ours.shares, exact.shares, rtol=3e-6, atol=3e-7)
+    assert torch.equal(ours.places, exact.places)
+    assert torch.equal(ours.rows, exact.rows) and torch.equal(ours.starts, exact.starts)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")  # the interpreter's numpy
+def test_rows_of_infinities_and_nan_go_somewhere_and_disturb_nobody() -> None:
+    logits = normal(6, 5)
+    plain = Route(route_experts, logits[4:].clone(), 2)
+    logits[0, 3] = torch.nan
+    logits[1] = torch.nan
+    logits[2, :4] = -torch.inf
+    logits[3] = -torch.inf
+    ours = Route(route_experts, logits, 2)
+    assert torch.equal(ours.places.flatten().sort().values, torch.arange(12)), "every row has a place of its own"
+    assert ours.shares[[0, 1, 3]].isnan().all() and ours.shares[2].tolist() == [1.0, 0.0]
+    assert torch.equal(ours.shares[4:], plain.shares)
+    exact = Route(reference.route_experts, logits, 2)
+    assert torch.equal(ours.places, exact.places) and torch.equal(ours.rows, exact.rows)
+
+
+def test_shares_of_a_token_are_the_same_in_any_company() -> None:
+    logits = normal(200, 24)
+    whole = Route(route_experts, logits, 3)
+    for tokens in (slice(7, 8), slice(100, 131)):
+        assert torch.equal(Route(route_experts, logits[tokens], 3).shares, whole.shares[tokens])
+
+
+@DTYPES
+@pytest.mark.parametrize(("count", "size", "num_chosen"), [(1, 33, 1), (5, 2100, 3), (9, 16, 8)])
+def test_rows_are_added_up_by_shares(dtype: torch.dtype, count: int, size: int, num_chosen: int) -> None:
+    x = strided(normal(count * num_chosen, size, dtype=dtype))
+    shares = normal(count, num_chosen, seed=1).softmax(-1)
+    places = torch.randperm(count * num_chosen, generator=torch.Generator().manual_seed(3)).view(count, num_chosen)
+    places[-1, -1] = -1
+    places = places.int().to(DEVICE)
+    out = poisoned(count, size, dtype=dtype)
+    exact = torch.empty(count, size, dtype=torch.float64, device=DEVICE)
+    combine_experts(out, x, shares, places)
+    reference.combine_experts(exact, x.double(), shares.double(), places)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert gaps_are_untouched(out)
+    x[0] = torch.nan  # as what no expert here has made may be
+    places[places == 0] = -1
+    combine_experts(out, x, shares, places)
+    assert out.isfinite().all()
+    alone = torch.empty(1, size, dtype=dtype, device=DEVICE)
+    combine_experts(alone, x, shares[:1].contiguous(), places[:1].contiguous())
+    assert torch.equal(alone[0], out[0])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits, shares, places = normal(4, 6), normal(4, 2), torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+    rows, starts = torch.zeros(8, dtype=torch.int64, device=DEVICE), torch.zeros(7, dtype=torch.int32, device=DEVICE)
+    for arguments, message in (
+        ((shares, places, rows, starts, logits[:, :1]), "2 chosen of 1"),
+        ((shares, places, rows[:3], starts, logits), "rows must be contiguous"),
+        ((shares, places.long(), rows, starts, logits), "places is torch.int64"),
+        ((shares.half(), places, rows, starts, logits), "shares is torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            route_experts(*arguments, is_normalized=True)
+    with pytest.raises(ValueError, match="7 from 0 on"):
+        route_experts(shares, places, rows, torch.zeros(8, dtype=torch.int32), logits, is_normalized=True)
+    for arguments, message in (
+        ((normal(4, 9), normal(8, 5), shares, places), "for out"),
+        ((normal(4, 9), normal(8, 9).half(), shares, places), "x is torch.float16"),
+        ((normal(4, 9), normal(8, 9), shares, places[:3]), "places must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            combine_experts(*arguments)

@@ -1,0 +1,169 @@
+"""Steps that are no decode, captured as graphs of a few numbers of tokens: prompts, chunks, and decodes beside them.
+
+What `decode_graphs` says of addresses, pads and memory holds here, too. A step of T tokens of S sequences is padded to
+the next number of tokens, and to as many sequences as there can be:
+
+    device     token_ids positions slots       [tokens]       pads have slot -1, and belong to no sequence
+               seq_lens logits_rows            [sequences]    pads have length 0; their logits are nobody's
+               query_starts                    [sequences + 1]  pads have no token: all begin where the last one ends
+               block_tables, logits            those of the decode graphs
+
+Attention's grids do not depend on lengths, so that a pass is captured whole. Products and norms compute pads like other
+rows, attention and the cache pass over them. Where a row's bits do not depend on its company, as with
+`--batch-invariant`, a replayed step has those of the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+
+from worker_svc.host.graph_backend import Graph, GraphBackend
+from worker_svc.host.uploads import pack, unpack, upload
+from worker_svc.models.attention import AttentionMetadata
+from worker_svc.sampling.last_tokens import LastTokens
+from worker_svc.steps.decode_graphs import DecodeGraphs, Forward
+from worker_svc.steps.failures import is_out_of_memory
+from worker_svc.steps.input_batch import InputArrays
+
+log = structlog.get_logger()
+
+_LEAST_TOKENS = 16
+# A step of more computes for longer than its launches take: 20 ms or so of 8 B parameters, 3 ms of 0.6 B.
+_MOST_TOKENS = 2048
+
+
+def token_counts(max_num_batched_tokens: int) -> list[int]:
+    """Tokens that graphs are captured for, ascending: 16, 24, 32, 48, 64, 96, ..., and the largest step's.
+
+    Less than a third of a replayed step's tokens are pads, but for steps of a few tokens.
+    """
+    most = min(max_num_batched_tokens, _MOST_TOKENS)
+    counts, count = [], _LEAST_TOKENS
+    while count < most:
+        counts += [count, count + count // 2]
+        count *= 2
+    return [count for count in counts if count < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedStep:
+    """A step of `num_tokens` tokens, and the inputs that it reads."""
+
+    num_tokens: int
+    inputs: torch.Tensor  # u8, what one copy fills
+    graph: Graph
+
+
+class MixedGraphs:
+    """Graphs of one model over one cache, beside its decode graphs, whose block tables, logits and scratch they use."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: GraphBackend,
+        last_tokens: LastTokens,
+        decode: DecodeGraphs,
+        *,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        """`capture` has to follow, after that of `decode`."""
+        self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
+        self._counts, self._max_model_len = token_counts(max_num_batched_tokens), max_model_len
+        self._device, self._tables, self._logits = last_tokens.device, decode.block_tables, decode.logits
+        self._scratch = decode.scratch
+        packed, _ = pack(self._padded(None, self._counts[-1]), pin_memory=False)
+        self._inputs = torch.zeros_like(packed, device=self._device)
+        self._steps: list[_CapturedStep] = []  # rising
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the steps that have been captured, ascending."""
+        return [step.num_tokens for step in self._steps]
+
+    @torch.inference_mode()
+    def capture(self, most_bytes: int) -> None:
+        """Captures as many numbers of tokens as `most_bytes` of the device's memory, less what the decode graphs have
+        taken of them, suffice for: the largest first, so that the others find theirs in its memory."""
+        for num_tokens in reversed(self._counts):
+            try:
+                step = self._capture(num_tokens)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                log.warning("no memory for the graph of a mixed step", tokens=num_tokens)
+                continue
+            if (num_bytes := self._backend.bytes_taken()) > most_bytes:
+                log.warning("no room for the graph of a mixed step", tokens=num_tokens, bytes=num_bytes, of=most_bytes)
+                del step  # a smaller one may fit
+                continue
+            self._steps.insert(0, step)
+
+    def keep(self, sizes: Collection[int]) -> None:
+        """Gives up the graphs of other numbers of tokens."""
+        self._steps = [step for step in self._steps if step.num_tokens in sizes]
+
+    def suits(self, arrays: InputArrays) -> bool:
+        """Whether there is a graph of as many tokens, or of not many more."""
+        return self._step_of(arrays) is not None
+
+    def run(self, arrays: InputArrays) -> torch.Tensor:
+        """Logits of a step that `suits`, f32[L, vocab]; they hold until the next run of any graph."""
+        step = self._step_of(arrays)
+        assert step is not None, "it suits"
+        num_rows, num_columns = arrays.block_tables.shape
+        packed, _ = pack(self._padded(arrays, step.num_tokens), pin_memory=self._device.type == "cuda")
+        step.inputs.copy_(packed, non_blocking=True)
+        (tables,) = upload(self._device, arrays.block_tables)
+        self._tables[:num_rows, :num_columns].copy_(tables)
+        step.graph.replay()
+        return self._logits[: arrays.logits_rows.size]
+
+    def _step_of(self, arrays: InputArrays) -> _CapturedStep | None:
+        num_tokens = arrays.token_ids.size
+        step = next((step for step in self._steps if step.num_tokens >= num_tokens), None)
+        # Where graphs between are missing, the next one may compute for longer than all launches take.
+        return None if step is None or step.num_tokens > max(2 * num_tokens, _LEAST_TOKENS) else step
+
+    def _capture(self, num_tokens: int) -> _CapturedStep:
+        template = self._padded(None, num_tokens)
+        packed, places = pack(template, pin_memory=False)
+        inputs = self._inputs[: packed.numel()]
+        inputs.copy_(packed)
+        token_ids, positions, slot_mapping, seq_lens, query_starts, logits_rows = unpack(inputs, template, places)
+        num_seqs = seq_lens.shape[0]
+        attention = AttentionMetadata(
+            slot_mapping=slot_mapping,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            block_tables=self._tables[:num_seqs],
+            max_query_len=num_tokens,
+            max_seq_len=self._max_model_len,
+            scratch=self._scratch,
+        )
+
+        def work() -> None:
+            known = self._last_tokens.fill_in(token_ids)
+            self._forward(known, positions, attention, logits_rows, self._logits[:num_seqs])
+
+        return _CapturedStep(num_tokens, inputs, self._backend.capture(work))
+
+    def _padded(self, arrays: InputArrays | None, num_tokens: int) -> tuple[np.ndarray, ...]:
+        """token_ids, positions, slot_mapping i64[num_tokens], seq_lens i32[S], query_starts i32[S + 1], logits_rows
+        i64[S]; None: pads alone."""
+        num_seqs = min(num_tokens, self._tables.shape[0])
+        token_ids, positions = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
+        slot_mapping, seq_lens = np.full(num_tokens, -1), np.zeros(num_seqs, np.int32)
+        query_starts, logits_rows = np.zeros(num_seqs + 1, np.int32), np.zeros(num_seqs, np.int64)
+        if arrays is not None:
+            num_used, num_rows = arrays.token_ids.size, arrays.seq_lens.size
+            token_ids[:num_used], positions[:num_used] = arrays.token_ids, arrays.positions
+            slot_mapping[:num_used], seq_lens[:num_rows] = arrays.slot_mapping, arrays.seq_lens
+            query_starts[: num_rows + 1], query_starts[num_rows + 1 :] = arrays.query_starts, num_used
+            logits_rows[: arrays.logits_rows.size] = arrays.logits_rows
+        return token_ids, positions, slot_mapping, seq_lens, query_starts, logits_rows
