@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from worker_svc.models.cache_scales import CacheScales
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families import FAMILIES
 from worker_svc.models.raw_config import RawConfig
@@ -51,6 +52,7 @@ class ModelConfig:
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
     quantization: str = ""  # of the weights of products: int8; empty: none
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
+    cache_scales: CacheScales | None = None  # of a cache of eight bits; None: it has more
 
     @property
     def weights_bytes(self) -> int:

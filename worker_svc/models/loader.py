@@ -11,6 +11,7 @@ from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
+from worker_svc.models.checkpoint_scales import is_cache_scale
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.int8_store import Int8Store
@@ -124,4 +125,6 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = Int8Store.of_model(part) if config.quantization else None
-    return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)
+    tensors = open_checkpoint(paths, load_format)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
+    return CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
