@@ -106,6 +106,13 @@ class WorkerConfig:
         group=MEMORY,
         choices=("auto", "float32", "float16", "bfloat16", "fp8"),
     )
+    kv_cache_scales: Path | None = option(
+        None,
+        "scales of --kv-cache-dtype fp8, from octavo model calibrate (default: the checkpoint's, else those that were "
+        "measured on this machine, else 1)",
+        group=MEMORY,
+        metavar="FILE",
+    )
     cuda_graph_memory: float = option(
         1.0, "GiB for CUDA graphs; with too little, fewer sizes of steps get one", group=MEMORY, metavar="GIB"
     )
@@ -178,6 +185,8 @@ class WorkerConfig:
             raise ValueError(f"device is {self.device!r}; auto, cpu, cuda and cuda:N are accepted")
         if self.kv_cache_dtype == "fp8" and self.device == "cpu":
             raise ValueError("kv_cache_dtype fp8 is for GPUs, not for device cpu")
+        if self.kv_cache_scales is not None and self.kv_cache_dtype != "fp8":
+            raise ValueError(f"kv_cache_scales are for kv_cache_dtype fp8, not for {self.kv_cache_dtype}")
         sizes = "block_size max_num_seqs max_num_batched_tokens tensor_parallel_size pipeline_parallel_size"
         for name in sizes.split():
             if getattr(self, name) < 1:

@@ -41,6 +41,7 @@ from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.models import ModelConfig
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.found_scales import find_scales
 from worker_svc.models.gguf_folder import model_folder
 from worker_svc.models.loader import load_model
 from worker_svc.models.parts import ModelPart
@@ -237,6 +238,9 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         )
         if name := served_name(config.model, path):
             model_config = dataclasses.replace(model_config, model_name=name)
+        if of_cache is not None and of_cache.itemsize == 1:
+            scales = find_scales(folder, model_config, config.load_format, config.kv_cache_scales)
+            model_config = dataclasses.replace(model_config, cache_scales=scales)
         if group is not None:
             group.check_alike(model_config.model_hash, _shared_settings(config, model_config))
         part = _part(model_config, config, group)

@@ -69,7 +69,7 @@ def _cut(x, scale, head, mask):  # type: ignore[no-untyped-def]
     """Divided by its head's scale where there is one, and no larger than 8 bits can tell; NaN stays NaN."""
     x = x.to(tl.float32)
     if scale is not None:
-        x = x / tl.load(scale + head, mask, 1.0)
+        x = tl.div_rn(x, tl.load(scale + head, mask, 1.0))  # as everywhere: `/` rounds otherwise on a GPU
     return tl.clamp(x, -_LARGEST_FP8, _LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -1,22 +1,22 @@
 """Blocks between a GPU's cache and pinned host memory, whatever their places, in few large transfers.
 
 A block of the cache lies in as many pieces as there are layers, keys and values apart; a block of the host's store is
-one piece (`block_major`), and neighbours are one. So a swap goes through a staging area on the device that is laid out
-as the host's store is:
+one piece (`block_major`), and neighbours are one. So a swap goes through areas on the device that are laid out as the
+host's store is, as many blocks at a time as an area holds:
 
-    cache [layers, 2, blocks, ...]  <- copy_blocks, one launch ->  staging [blocks, layers, 2, ...]
-                                                                       ^
-                                              one transfer a run of neighbouring host blocks
-                                                                       v
+    cache [layers, 2, blocks, ...]  -- gather, one launch -->   area [blocks, layers, 2, ...]
+                                    <-- scatter, one launch --    |  ^
+                                                          to_host |  | from_host: one transfer a run of neighbours
+                                                                  v  |
                                                              host [blocks, layers, 2, ...]
 
 For a model of 32 layers, 8 heads of 128 and 16 tokens in bfloat16 that is one transfer of 2 MiB a block at least, in
-place of 64 of 32 KiB.
+place of 64 of 32 KiB. Everything here is enqueued on the current stream and waits for nothing; who waits for whom is
+up to the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,11 +25,19 @@ from kernels.gpu.copy_blocks import copy_blocks
 
 
 class Run(NamedTuple):
-    """Blocks that are neighbours on the host, and in the staging area."""
+    """Blocks that are neighbours on the host, and in the area."""
 
-    staged: int  # the first one's place in the staging area
+    staged: int  # the first one's place in the area
     host: int  # the first one's place on the host
     length: int
+
+
+class Piece(NamedTuple):
+    """Blocks that are in an area at a time, in the order in which they stand there."""
+
+    cached: torch.Tensor  # i64[n], in host memory: their places in the cache
+    hosted: torch.Tensor  # i64[n], likewise: their places on the host, ascending
+    runs: list[Run]
 
 
 def block_major(
@@ -41,51 +49,42 @@ def block_major(
     return store.permute(1, 2, 0, 3, 4, 5)
 
 
-def swap_blocks(
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    pairs: torch.Tensor,
-    staging: torch.Tensor,
-    *,
-    when_done: Callable[[], None] = lambda: None,
-) -> None:
-    """Enqueue on the current stream what `kernels.oracles.reference.copy_blocks` does; waits for nothing.
-
-    One of source and destination is the host's store, block-major as `staging`, which is on the device of the other
-    and holds as many blocks as are moved at once. pairs i64[n, 2], n > 0, in host memory. `when_done` is called as soon
-    as nothing is left to be enqueued that reads or writes the cache: a transfer to the host may still be to come.
-    Raises ValueError for stores that do not fit.
-    """
-    if is_block_major(source) == is_block_major(destination) or not is_block_major(staging) or not staging.shape[2]:
-        raise ValueError(
-            "swap_blocks: one of source and destination must be block-major, and staging, of a block or more"
-        )
-    if pairs.device.type != "cpu":
-        raise ValueError(f"swap_blocks: pairs are on {pairs.device}; what is transferred is decided on the host")
-    is_out = is_block_major(destination)
-    ordered = pairs[pairs[:, int(is_out)].argsort()]  # by place on the host, so that neighbours meet
-    cached, hosted = ordered[:, int(not is_out)], ordered[:, int(is_out)].tolist()
-    capacity = staging.shape[2]
-    staged = torch.arange(len(hosted)) % capacity
-    moves = torch.stack((cached, staged) if is_out else (staged, cached), dim=1)
-    moves = on_device(moves, staging.device)
-    for start in range(0, len(hosted), capacity):
-        move, blocks = moves[start : start + capacity], hosted[start : start + capacity]
-        if is_out:
-            copy_blocks(source, staging, move)
-            if start + capacity >= len(hosted):
-                when_done()
-            for run in runs(blocks):
-                _transfer(staging, run.staged, destination, run.host, run.length)
-        else:
-            for run in runs(blocks):
-                _transfer(source, run.host, staging, run.staged, run.length)
-            copy_blocks(staging, destination, move)
-            if start + capacity >= len(hosted):
-                when_done()
+def cut(cached: torch.Tensor, hosted: torch.Tensor, capacity: int) -> list[Piece]:
+    """A swap of n > 0 blocks, `capacity` at a time; i64[n] their places in the cache and on the host."""
+    order = hosted.argsort()  # by place on the host, so that neighbours meet
+    both = zip(cached[order].split(capacity), hosted[order].split(capacity), strict=True)
+    return [Piece(some, places, _runs(places.tolist())) for some, places in both]
 
 
-def runs(host_blocks: list[int]) -> list[Run]:
+def gather(cache: torch.Tensor, area: torch.Tensor, cached: torch.Tensor) -> None:
+    """Blocks of the cache to the first places of an area. Raises ValueError for stores that do not fit."""
+    _check_block_major(area, "area")
+    copy_blocks(cache, area, on_device(torch.stack((cached, torch.arange(len(cached))), dim=1), area.device))
+
+
+def scatter(area: torch.Tensor, cache: torch.Tensor, cached: torch.Tensor) -> None:
+    """The first places of an area to blocks of the cache. Raises ValueError for stores that do not fit."""
+    _check_block_major(area, "area")
+    copy_blocks(area, cache, on_device(torch.stack((torch.arange(len(cached)), cached), dim=1), area.device))
+
+
+def to_host(area: torch.Tensor, host: torch.Tensor, runs: list[Run]) -> None:
+    """What was gathered to its places on the host. Raises ValueError for stores that do not fit."""
+    _check_block_major(area, "area")
+    _check_block_major(host, "host")
+    for run in runs:
+        _transfer(area, run.staged, host, run.host, run.length)
+
+
+def from_host(host: torch.Tensor, area: torch.Tensor, runs: list[Run]) -> None:
+    """Blocks of the host to the first places of an area. Raises ValueError for stores that do not fit."""
+    _check_block_major(area, "area")
+    _check_block_major(host, "host")
+    for run in runs:
+        _transfer(host, run.host, area, run.staged, run.length)
+
+
+def _runs(host_blocks: list[int]) -> list[Run]:
     """Runs of neighbours among blocks in ascending order, which are staged one after the other."""
     found: list[Run] = []
     for staged, host in enumerate(host_blocks):
@@ -96,9 +95,9 @@ def runs(host_blocks: list[int]) -> list[Run]:
     return found
 
 
-def is_block_major(store: torch.Tensor) -> bool:
-    """Whether a block's keys and values, layer after layer, follow each other in memory."""
-    return store.stride(1) == store[0, 0, :1].numel()
+def _check_block_major(store: torch.Tensor, name: str) -> None:
+    if store.stride(1) != store[0, 0, :1].numel() or not store.shape[2]:
+        raise ValueError(f"{name} is not of whole blocks, one or more: {tuple(store.shape)}, strides {store.stride()}")
 
 
 def _transfer(source: torch.Tensor, first: int, destination: torch.Tensor, place: int, count: int) -> None:

@@ -1,5 +1,5 @@
-"""`octavo model`: fetches models, shows and removes those that are here, in Octavo's cache and in the hub's, and lists
-those that a server has."""
+"""`octavo model`: fetches models, shows and removes those that are here, in Octavo's cache and in the hub's, lists
+those that a server has, and measures scales for a cache of eight bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands import connection
+from octavo.commands import connection, model_calibrate
 
 if TYPE_CHECKING:
     from octavo.models.catalog import ModelEntry
@@ -21,7 +21,7 @@ _NAME = "a name that `octavo model list` shows, OWNER/NAME[@REVISION][:QUANTISAT
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A parser for each action."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|list|show|rm")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|list|show|rm|calibrate")
     fetch = actions.add_parser("fetch", help="download a model by name, or convert a GGUF file")
     fetch.add_argument("name", metavar="NAME", help=f"{_NAME}, or the path of a .gguf file")
     fetch.add_argument(
@@ -43,9 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("--yes", action="store_true", help="do not ask")
     for action in (show, remove):
         action.add_argument("name", metavar="NAME", help="as `octavo model list` shows it, or with @REVISION")
-    for action in (fetch, listing, show, remove):
+    calibrate = actions.add_parser("calibrate", help="measure the scales of --kv-cache-dtype fp8 over a text")
+    model_calibrate.add_arguments(calibrate)
+    for action in (fetch, listing, show, remove, calibrate):
         action.add_argument("--json", action="store_true", help="print JSON")
-    for action in (fetch, listing, show, remove):
+    for action in (fetch, listing, show, remove, calibrate):
         action.add_argument("--download-dir", type=Path, metavar="DIR", help="where models lie (default: the caches)")
 
 
@@ -83,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         for entry in entries:
             _print_line(entry)
         return 0
+    if arguments.action == "calibrate":
+        return model_calibrate.run(arguments)
     return _show(arguments) if arguments.action == "show" else _remove(arguments)
 
 

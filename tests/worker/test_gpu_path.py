@@ -6,12 +6,15 @@ worker runs.
 
 from __future__ import annotations
 
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kernels import select
 from protos import worker_pb2
@@ -24,6 +27,7 @@ from tests.worker.replayed_graphs import ReplayedGraphs, kept
 from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.models.cache_scales import CacheScales
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.loader import Model, load_model
 from worker_svc.steps.model_runner import ModelRunner
@@ -90,6 +94,34 @@ def test_a_cache_of_8_bits_costs_its_rounding(model: Model, expected: list[tuple
     found = torch.cat([stepper.step({0: piece})[0].cpu() for piece in ((0, 9), (9, 10), (10, len(sequence)))])
     # Three bits of mantissa, which the interpreter cuts rather than rounds; unrelated logits differ by 1.1 of it.
     assert 1e-3 * exact.std() < (found - exact).abs().mean() < 0.3 * exact.std()
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("impl", ["octavo", "transformers"])
+def test_scales_bring_large_keys_into_a_cache_of_8_bits(
+    impl: str, folder: Path, tmp_path: Path, expected: list[tuple[list[int], torch.Tensor]]
+) -> None:
+    """Keys that are 1024 times as large, under queries that are as much smaller, are the same model: bit for bit, with
+    scales, and cut without. Values likewise, before a product that makes up for them."""
+    large = shutil.copytree(folder, tmp_path / "large")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        for part, factor in {"k_proj": 1024, "q_proj": 1 / 1024, "v_proj": 2048, "o_proj": 1 / 2048}.items():
+            if part in name:
+                tensor *= factor
+    save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
+    sequence, exact = expected[0]
+
+    def logits(folder: Path, scales: CacheScales | None) -> torch.Tensor:
+        config = ModelConfig.from_folder(folder, device=DEVICE, impl=impl)
+        model = load_model(folder, replace(config, cache_scales=scales), DEVICE)
+        stepper = Stepper(model, [sequence], torch.float8_e4m3fn, BLOCK_SIZE)
+        return torch.cat([stepper.step({0: piece})[0].cpu() for piece in ((0, 9), (9, 10), (10, len(sequence)))])
+
+    plain = logits(folder, None)
+    assert torch.equal(logits(large, CacheScales(((1024.0,),) * 2, ((2048.0,),) * 2)), plain)
+    cut = logits(large, CacheScales.ones(2, 1))
+    assert (cut - exact).abs().mean() > 0.3 * exact.std() > (plain - exact).abs().mean()
 
 
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.cache.cpu_moves import CpuMoves, untouched_zeros
 from worker_svc.models.config import ModelConfig
 
-STAGING_BYTES = 64 << 20  # of a GPU: what a step can swap out without waiting for the bus
+# Of a piece of a swap on a GPU. 0.7 ms on a PCIe 4.0 bus of 25 GB/s, for which the copies of a step may have to wait;
+# small enough for that, and so large that the 10 us of its launches are a few parts in a hundred.
+_PIECE_BYTES = 16 << 20
+_AREAS = 2  # for pieces under way, each way: one on the bus, one gathered or scattered
+
+Blocks = npt.NDArray[np.integer]
 
 
 class CacheEngine:
@@ -49,7 +56,7 @@ class CacheEngine:
             from worker_svc.cache.cuda_moves import CudaMoves  # a compiler of kernels that a CPU worker has no need of
 
             store = torch.zeros(shape, dtype=dtype, device=device)
-            self._moves = CudaMoves(store, num_host_blocks, STAGING_BYTES)
+            self._moves = CudaMoves(store, num_host_blocks, _PIECE_BYTES, _AREAS)
         self.store = store
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in store]
 
@@ -57,6 +64,11 @@ class CacheEngine:
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one block over all layers."""
         return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_size * dtype.itemsize
+
+    @staticmethod
+    def staging_bytes(block_bytes: int) -> int:
+        """Bytes of a GPU that the swaps of such blocks take beside the cache."""
+        return 2 * _AREAS * max(_PIECE_BYTES, block_bytes)
 
     def copy(self, pairs: torch.Tensor) -> None:
         """Device to device; `pairs` i64[n, 2] of (source, destination) in host memory, no block being both."""
@@ -70,6 +82,18 @@ class CacheEngine:
         """Host to device; `pairs` i64[n, 2] of (host block, device block), in host memory."""
         self._moves.swap_in(pairs)
 
+    @property
+    def are_swaps_under_way(self) -> bool:
+        """Whether a step may have to wait for some of its blocks: without `hold_steps` it would not."""
+        return self._moves.are_under_way
+
+    def hold_steps(self, read: Blocks, written: Blocks) -> None:
+        """Has what is computed from now on wait for the swaps of these device blocks, and for no others.
+
+        Call it before a step is launched: `read` and `written` i64[n] are the blocks that it reads and writes.
+        """
+        self._moves.hold_steps(read, written)
+
 
 class BlockMoves(Protocol):
     """What a kind of device does for `CacheEngine`."""
@@ -82,3 +106,10 @@ class BlockMoves(Protocol):
 
     def swap_in(self, pairs: torch.Tensor) -> None:
         """As `CacheEngine.swap_in`."""
+
+    @property
+    def are_under_way(self) -> bool:
+        """As `CacheEngine.are_swaps_under_way`."""
+
+    def hold_steps(self, read: Blocks, written: Blocks) -> None:
+        """As `CacheEngine.hold_steps`."""

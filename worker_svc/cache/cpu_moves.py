@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.host.huge_pages import untouched_bytes
@@ -17,6 +19,8 @@ class CpuMoves:
         self._cache = cache
         self._host = untouched_zeros((*cache.shape[:2], num_host_blocks, *cache.shape[3:]), cache.dtype)
 
+    are_under_way = False
+
     def copy(self, pairs: torch.Tensor) -> None:
         """As `CacheEngine.copy`; done when it returns."""
         _copy_blocks(self._cache, self._cache, pairs)
@@ -28,6 +32,9 @@ class CpuMoves:
     def swap_in(self, pairs: torch.Tensor) -> None:
         """As `CacheEngine.swap_in`; done when it returns."""
         _copy_blocks(self._host, self._cache, pairs)
+
+    def hold_steps(self, read: npt.NDArray[np.integer], written: npt.NDArray[np.integer]) -> None:
+        """As `CacheEngine.hold_steps`: nothing to wait for."""
 
 
 def _copy_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:

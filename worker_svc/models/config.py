@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from worker_svc.models.cache_scales import CacheScales
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families import FAMILIES
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
@@ -54,6 +55,7 @@ class ModelConfig:
     quantization: str = ""  # of the weights of products when they are loaded: int8; empty: none
     weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
+    cache_scales: CacheScales | None = None  # of a cache of eight bits; None: it has more
 
     @property
     def weights_bytes(self) -> int:

@@ -49,7 +49,8 @@ class Decoder:
             rope = style.rope_of_layer[i] if style.rope_of_layer else 0
             cos_sin = self._rotary_tables[rope] if self._rotary_tables else None
             prefix = base + names.layer.format(i)
-            self.layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels))
+            scales = {} if config.cache_scales is None else config.cache_scales.of_layer(i, part.kv_heads, device)
+            self.layers.append(layer_class(part, weights, prefix, i, cos_sin, slopes, kernels, scales))
         is_fused = part.ranks.size == 1 and FusedLayers.is_for(config, self.layers, kernels)
         self._fused = FusedLayers(config, self.layers) if is_fused else None
         embedding = None if self._embedding is None else self._embedding.weight

@@ -42,7 +42,8 @@ class StepTensors:
 
 
 class DecoderLayer:
-    """Takes its weights at construction; `index` counts from 0; `cos_sin` as `reference.rotary` takes it."""
+    """Takes its weights at construction; `index` counts from 0; `cos_sin` as `reference.rotary` takes it, and
+    `cache_scales` as `CacheScales.of_layer` gives them, empty for a cache without."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class DecoderLayer:
         cos_sin: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         kernels: ModuleType,
+        cache_scales: dict[str, torch.Tensor],
     ) -> None:
         config, whole = part.own, part.whole
         style, names, hidden = config.style, config.style.names, config.hidden_size
@@ -66,6 +68,7 @@ class DecoderLayer:
             "sliding_window": style.window(index),
             "logit_soft_cap": style.attention_soft_cap,
         }
+        self._cache_scales = cache_scales
 
         def norm(name: str, size: int = hidden) -> Norm:
             return take_norm(config, weights, prefix + name, size, kernels)
@@ -131,12 +134,11 @@ class DecoderLayer:
         )
         tokens, caches = slice(num_tokens), (key_cache, value_cache, attention.slot_mapping)
         if self.cos_sin is None:
-            kernels.reshape_and_cache(key[tokens], value[tokens], *caches)
+            kernels.reshape_and_cache(key[tokens], value[tokens], *caches, **self._cache_scales)
         else:
             angles = (step.positions[tokens], self.cos_sin)
-            kernels.rotary_and_cache(
-                query[tokens], key[tokens], value[tokens], *angles, *caches, **self._head_norm_options
-            )
+            new = query[tokens], key[tokens], value[tokens]
+            kernels.rotary_and_cache(*new, *angles, *caches, **self._head_norm_options, **self._cache_scales)
         kernels.paged_attention(
             step.attended.view(-1, config.num_heads, config.head_size),
             query,
@@ -149,6 +151,7 @@ class DecoderLayer:
             max_seq_len=attention.max_seq_len,
             **self.attention_options,
             **step.attention_options,
+            **self._cache_scales,
         )
 
 

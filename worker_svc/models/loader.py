@@ -18,6 +18,7 @@ from worker_svc.models.checkpoint_files import (
     detect_format,
     open_checkpoint,
 )
+from worker_svc.models.checkpoint_scales import is_cache_scale
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.int8_store import Int8Store
@@ -144,6 +145,7 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     tensors = open_checkpoint(paths, load_format)
     if config.weights_format is not None:
         tensors = with_quantized(folder, config.weights_format, tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = Int8Store.of_model(part) if config.quantization else None
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)

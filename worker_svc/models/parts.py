@@ -114,6 +114,11 @@ class ModelPart:
         return part_of(self.ranks, self.whole.num_heads)
 
     @property
+    def kv_heads(self) -> range:
+        """Those whose keys and values this rank has."""
+        return part_of(self.ranks, self.whole.num_kv_heads)
+
+    @property
     def outputs_of_heads(self) -> list[range]:
         """Of the products that give queries, keys and values: their rows for this rank's heads."""
         config = self.whole

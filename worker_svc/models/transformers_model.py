@@ -18,6 +18,7 @@ import torch
 from kernels.select import kernels_for
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import detect_format
+from worker_svc.models.checkpoint_scales import is_cache_scale
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.errors import ModelError
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE, LogitReader
@@ -36,6 +37,10 @@ class StepContext:
         self.attention: AttentionMetadata | None = None
         self.attention_options: dict[str, Any] = {}  # `AttentionMetadata.shared_options`
         self.layers_seen: set[int] = set()
+        self.cache_scales: list[dict[str, torch.Tensor]] = [{}] * config.num_layers
+        if config.cache_scales is not None:
+            heads = range(config.num_kv_heads)
+            self.cache_scales = [config.cache_scales.of_layer(i, heads, device) for i in range(config.num_layers)]
 
     def refuse(self, why: str) -> ModelError:
         """What to raise where the library's model asks for attention that our kernels do not have."""
@@ -159,7 +164,8 @@ def _attend(
     context.layers_seen.add(layer)
     key_cache, value_cache = context.caches[layer]
     query, key, value = (_by_token(part) for part in (query, key, value))
-    context.kernels.reshape_and_cache(key, value, key_cache, value_cache, attention.slot_mapping)
+    scales = context.cache_scales[layer]
+    context.kernels.reshape_and_cache(key, value, key_cache, value_cache, attention.slot_mapping, **scales)
     out = torch.empty_like(query)
     context.kernels.paged_attention(
         out,
@@ -175,6 +181,7 @@ def _attend(
         sliding_window=sliding_window or 0,
         logit_soft_cap=softcap or 0.0,
         **context.attention_options,
+        **scales,
     )
     return out[None], None
 
@@ -211,7 +218,7 @@ def _load(folder: Path, raw: Any, config: ModelConfig, load_format: str, seed: i
         ),
     )
     for key, what in (("missing_keys", "has no tensor"), ("unexpected_keys", "has one tensor too many:")):
-        if names := sorted(report.get(key) or ()):
+        if names := sorted(name for name in report.get(key) or () if not is_cache_scale(name)):
             raise ModelError(f"{folder}: the checkpoint {what} {names[0]}")
     for name, found, expected in sorted(report.get("mismatched_keys") or ()):
         raise ModelError(f"{folder}: tensor {name} is {list(found)}, config.json says {list(expected)}")

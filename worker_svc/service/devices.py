@@ -35,10 +35,7 @@ def choose_device(asked: str, local_rank: int = 0) -> torch.device:
 
 
 def cache_dtype(asked: str, device: torch.device) -> torch.dtype | None:
-    """The type of keys and values by `--kv-cache-dtype`; None (auto): the model's. Raises StartupError.
-
-    fp8 needs no scales: four bits of exponent hold keys and values of common models, and what is larger is cut.
-    """
+    """The type of keys and values by `--kv-cache-dtype`; None (auto): the model's. Raises StartupError."""
     if asked != "fp8":
         return DTYPES.get(asked)
     if device.type != "cuda":

@@ -99,7 +99,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return [worker_pb2.AdapterState(name=name, generation=number) for name, number in generations.items()]
 
     def _cache_dtype(self) -> str:
-        asked = self._worker.config.kv_cache_dtype
+        asked, scales = self._worker.config.kv_cache_dtype, self._model_config.cache_scales
+        if scales is not None and scales.digest:
+            return f"{asked}:{scales.digest}"  # other scales give other tokens
         return str(self._model_config.dtype).removeprefix("torch.") if asked == AUTO else asked
 
     def _lifecycle(self) -> worker_pb2.WorkerLifecycle:

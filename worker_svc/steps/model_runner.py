@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kernels.select import kernels_for
@@ -226,6 +227,7 @@ class ModelRunner:
         check_candidates(rows, self.config.vocab_size)
         arrays = build_input_arrays(states, rows, self.config.vocab_size)
         adapters = states.adapter_numbers[rows.slots].repeat(rows.query_lens)
+        self._wait_for_swaps(states, rows)
         if not self._draws:
             return self._hand_on(states, rows, arrays, adapters, timer)
         of_prompts = PromptLogprobs(states, rows) if states.sampling.wants_prompt_logprobs[rows.slots].any() else None
@@ -246,6 +248,17 @@ class ModelRunner:
         timer.end_phase("sample_ns")
         tell = None if self._answers is None else self._answers.give
         return LaunchedStep(states, rows, drawn, tenancies, of_prompts, copy, marks, tell)
+
+    def _wait_for_swaps(self, states: SequenceStates, rows: AppliedRows) -> None:
+        """Of the step's blocks; swaps of others go on beside it."""
+        if not self.cache.are_swaps_under_way:
+            return
+        ends = -(-rows.seq_lens // states.block_size)[:, None]
+        tables = states.block_tables[rows.slots, : int(ends.max())]
+        places = np.arange(tables.shape[1])
+        is_read = places < ends
+        is_written = is_read & (places >= rows.context_lens[:, None] // states.block_size)
+        self.cache.hold_steps(tables[is_read], tables[is_written])
 
     def _hand_on(
         self, states: SequenceStates, rows: AppliedRows, arrays: InputArrays, adapters: Ints, timer: StepTimer

@@ -27,7 +27,7 @@ from protos import ranks_pb2, worker_pb2
 from worker_svc.adapters.adapter_folder import Adapter
 from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.adapters.errors import AdapterError
-from worker_svc.cache.cache_engine import STAGING_BYTES
+from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.cache.cache_sizing import CacheSizes, Limits, size_cache
 from worker_svc.cache.cached_blocks import CachedBlocks
 from worker_svc.config import WorkerConfig
@@ -147,7 +147,7 @@ class Worker:
         graph_bytes = int(self.config.cuda_graph_memory * GIB) if runner.uses_graphs else 0
         adapters = runner.adapters
         adapter_bytes = 0 if adapters is None else adapters.most_bytes(limits.max_num_batched_tokens)
-        staging_bytes = 0 if self._memory.is_host else max(STAGING_BYTES, runner.block_bytes)
+        staging_bytes = 0 if self._memory.is_host else CacheEngine.staging_bytes(runner.block_bytes)
         sizes = self._least(
             partial(
                 size_cache,

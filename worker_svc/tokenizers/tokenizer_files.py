@@ -46,6 +46,11 @@ class TokenizerFiles:
             raise ModelError(f"{tokenizer_folder}: there is no tokenizer.json, nor anything to make one of")
         return cls(contents)
 
+    @property
+    def contents(self) -> dict[str, bytes]:
+        """By name, in sorted order."""
+        return self._contents
+
     def chunks(self) -> Iterator[worker_pb2.TokenizerChunk]:
         """All files in order, at most CHUNK_BYTES at a time; the last chunk carries the hash, and nothing else."""
         for name, data in self._contents.items():
