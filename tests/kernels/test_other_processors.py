@@ -68,7 +68,7 @@ def test_every_level_gives_the_same_bits(level: str) -> None:
 
 
 def test_every_profile_is_known_to_the_test_above() -> None:
-    assert list(PROFILES) == ["avx2", "avx512", "avx512-bf16"]
+    assert list(PROFILES) == ["avx2", build.EMULATED, "avx512", "avx512-bf16"]
 
 
 def test_an_avx2_processor_gives_the_bits_of_this_one(tmp_path: Path) -> None:
@@ -80,8 +80,9 @@ def test_an_avx2_processor_gives_the_bits_of_this_one(tmp_path: Path) -> None:
 @pytest.fixture
 def own_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a small part of the sources, of which libraries are compiled meanwhile."""
-    for name in ("checks.cpp", "threads.cpp", "threads.h", "vec.h", "vec_avx2.h", "vec_avx512.h", "vec_plain.h"):
-        shutil.copy(build.SOURCES / name, tmp_path)
+    sources = [build.SOURCES / name for name in ("checks.cpp", "threads.cpp", "threads.h", "tiles.h")]
+    for path in (*sources, *build.SOURCES.glob("vec*.h")):
+        shutil.copy(path, tmp_path)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     build._digest.cache_clear()

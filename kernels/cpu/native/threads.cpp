@@ -4,6 +4,7 @@
 // rest is the number of the work. A helper goes in by counting itself, and the caller shuts the gate and waits until
 // nobody is inside, so that no helper touches work that is over, however late it comes.
 #include "threads.h"
+#include "tiles.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -49,6 +50,7 @@ void help_once(int thread) {
     if (thread < pool.threads) {
         Team team = {pool.counters, thread, pool.threads, pool.phases, 0};
         pool.body(team, pool.argument);
+        release_tiles();
     }
     __atomic_sub_fetch(&pool.gate, 1, __ATOMIC_ACQ_REL);
 }
@@ -96,6 +98,7 @@ void run_alone(i64 phases, void (*body)(Team &, void *), void *argument) {
     if (counters_size(1, phases) > 64) counters = (int32_t *)calloc(counters_size(1, phases), COUNTER_BYTES);
     Team team = {counters, 0, 1, (int)phases, 0};
     body(team, argument);
+    release_tiles();
     if (counters != few) free(counters);
 }
 
@@ -137,6 +140,7 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
     if (look_at(&pool.sleepers)) wake(&pool.number);
     Team team = {pool.counters, 0, (int)threads, (int)phases, 0};
     body(team, argument);
+    release_tiles();
     __atomic_sub_fetch(&pool.gate, OPEN, __ATOMIC_ACQ_REL);
     for (int looks = 0; __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE; looks++) {
         if (looks < LOOKS) look_away();
