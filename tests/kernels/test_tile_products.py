@@ -1,4 +1,4 @@
-"""Products with AMX's tiles, emulated where the processor has none: the order of their sums, and what they leave alone."""
+"""Products with AMX's tiles, emulated where there are none: the order of their sums, and what they leave alone."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ def sums_in_steps(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
 
 @pytest.mark.parametrize(("out_features", "in_features"), SIZES)
 def test_sums_of_bfloat16_run_in_the_order_of_the_instruction(out_features: int, in_features: int) -> None:
-    weight, x, bias = numbers(out_features, in_features), numbers(37, in_features, seed=1), numbers(out_features, seed=2)
-    expected = sums_in_steps(x, weight, bias.float()).bfloat16()
-    assert torch.equal(product(x, pack_pairs(weight), bias.float(), out_features), expected)
+    weight, x = numbers(out_features, in_features), numbers(37, in_features, seed=1)
+    bias = numbers(out_features, seed=2).float()
+    expected = sums_in_steps(x, weight, bias).bfloat16()
+    assert torch.equal(product(x, pack_pairs(weight), bias, out_features), expected)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), SIZES)
@@ -81,7 +82,8 @@ def test_quantised_rows_give_the_bits_of_every_other_processor(
     dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
     weight, scale = quantize_int8(numbers(out_features, in_features))
-    packed, x, bias = pack_int8(weight), numbers(45, in_features, seed=1).to(dtype), numbers(out_features, seed=2).float()
+    packed, x = pack_int8(weight), numbers(45, in_features, seed=1).to(dtype)
+    bias = numbers(out_features, seed=2).float()
 
     def run(rows: int) -> torch.Tensor:
         out = torch.full((rows, out_features), float("nan"), dtype=dtype)

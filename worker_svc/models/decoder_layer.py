@@ -79,7 +79,7 @@ class DecoderLayer:
             is_transposed=names.is_transposed,
             num_turns=whole.num_heads if names.has_heads_in_turn else 1,
         )
-        self._head_norms = [
+        self.head_norms = [
             norm(name, config.head_size) for name in (names.query_norm, names.key_norm) if style.has_head_norms
         ]
         attention_out = take_linear(
@@ -92,17 +92,17 @@ class DecoderLayer:
             is_transposed=names.is_transposed,
         )
         self.attention_out = summed(attention_out, part.ranks)
-        self._attention_post_norm = norm(names.attention_post_norm) if names.attention_post_norm else None
+        self.attention_post_norm = norm(names.attention_post_norm) if names.attention_post_norm else None
         self.mlp_norm = norm(names.mlp_norm)
         self.mlp = _take_mlp(part, weights, prefix, index, kernels)
-        self._mlp_post_norm = norm(names.mlp_post_norm) if names.mlp_post_norm else None
+        self.mlp_post_norm = norm(names.mlp_post_norm) if names.mlp_post_norm else None
         for name in names.ignored:
             weights.ignore(prefix + name)
 
     @property
     def weights_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
-        norms = [self.input_norm, *self._head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
+        norms = [self.input_norm, *self.head_norms, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm]
         products = [self.qkv, self.attention_out, self.mlp]
         return sum(part.weight_bytes for part in [*norms, *products] if part is not None)
 
@@ -113,12 +113,12 @@ class DecoderLayer:
         self.input_norm(step.normed, update, step.residual)
         self._attend(key_cache, value_cache, step)
         update = self.attention_out(step.attended)
-        if self._attention_post_norm:
-            self._attention_post_norm(update, update)
+        if self.attention_post_norm:
+            self.attention_post_norm(update, update)
         self.mlp_norm(step.normed, update, step.residual)
         update = self.mlp(step.normed)
-        if self._mlp_post_norm:
-            self._mlp_post_norm(update, update)
+        if self.mlp_post_norm:
+            self.mlp_post_norm(update, update)
         return update
 
     def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> None:
@@ -126,8 +126,8 @@ class DecoderLayer:
         query, key, value = (
             part.unflatten(1, (-1, config.head_size)) for part in self.qkv(step.normed).split(self._part_sizes, dim=1)
         )
-        if self._head_norms:
-            query, key = (_normed(norm, x) for norm, x in zip(self._head_norms, (query, key), strict=True))
+        if self.head_norms:
+            query, key = (_normed(norm, x) for norm, x in zip(self.head_norms, (query, key), strict=True))
         tokens, caches = slice(num_tokens), (key_cache, value_cache, attention.slot_mapping)
         if self.cos_sin is None:
             kernels.reshape_and_cache(key[tokens], value[tokens], *caches)
