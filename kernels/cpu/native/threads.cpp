@@ -2,7 +2,8 @@
 //
 // `gate` says what helpers may do: its lowest bits count those inside, the next bit is set while there is work, and the
 // rest is the number of the work. A helper goes in by counting itself, and the caller shuts the gate and waits until
-// nobody is inside, so that no helper touches work that is over, however late it comes.
+// nobody is inside, so that no helper touches work that is over, however late it comes. Work that is over soon may find a
+// helper only when the next has begun: it then goes in twice, and finds nothing left the second time.
 #include "threads.h"
 #include "tiles.h"
 
