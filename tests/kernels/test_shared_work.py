@@ -46,6 +46,13 @@ def test_several_callers_at_once_each_get_their_work_done() -> None:
         assert all(pool.map(often, range(4)))
 
 
+def test_a_helper_that_comes_late_takes_no_part_twice() -> None:
+    """Of short work, one after the other: a second part would replace what the first has summed up."""
+    ones = torch.ones(3 << 18)  # three pieces of 1 MB
+    read = library().read_memory
+    assert {read(ones.data_ptr(), ones.nbytes, 3, 0) for _ in range(300)} == {float(3 << 18)}
+
+
 def test_a_forked_process_has_helpers_of_its_own() -> None:
     count(3, 17)
     child = os.fork()
