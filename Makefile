@@ -41,7 +41,7 @@ NATIVE := $(wildcard kernels/cpu/native/*.cpp kernels/cpu/native/*.h kernels/cpu
 
 # As other processors would compute, which only tests ask for.
 .venv/.warm-tests: .venv/.warm
-	@$(BIN)/python kernels/cpu/native/build.py --all
+	@$(BIN)/python kernels/cpu/native/build.py --tests
 	@touch $@
 
 model: setup

@@ -1,8 +1,8 @@
 """Runs tests as another processor would: `python -m tests.isa PROFILE [PYTEST ARGUMENT ...]`, or `all` for one by one.
 
 torch, oneDNN, MKL and the library of CPU kernels each have a variable that takes instructions away from them; a profile
-sets all of them. Instructions that this machine lacks cannot be made up: there is no profile of
-AMX. It needs none, as no promise of Octavo rests on a library's products (`tests/worker/test_batch_invariant.py`).
+sets all of them. Instructions that this machine lacks cannot be made up, but for AMX's tiles, which the library of CPU
+kernels emulates; no promise of Octavo rests on the products of others (`tests/worker/test_batch_invariant.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kernels.cpu.native.build import LEVELS, processor_features
+from kernels.cpu.native.build import EMULATED, LEVELS, processor_features
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_TESTS = ["tests/kernels", "tests/worker"]
 # Level of `kernels.cpu.native.build` -> what ATen may use, what oneDNN may, what MKL may.
 PROFILES = {
     "avx2": ("avx2", "AVX2", "AVX2"),
+    EMULATED: ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
     "avx512-bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
 }

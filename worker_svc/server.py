@@ -36,7 +36,7 @@ from worker_svc.adapters.adapter_set import AdapterSet
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import GroupError, StartupError
 from worker_svc.follower import follow
-from worker_svc.host.compute_threads import set_threads
+from worker_svc.host.compute_threads import log_arithmetic, set_threads
 from worker_svc.host.graph_backend import CudaGraphBackend
 from worker_svc.host.memory import GIB
 from worker_svc.models import ModelConfig
@@ -247,6 +247,7 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
         model = load_model(folder, part, device, config.load_format, config.seed, config.trust_remote_code)
         files = _tokenizer_files(config, folder)
     seconds, gib = time.monotonic() - started_s, model.weights_bytes / GIB
+    log_arithmetic(device, model_config.dtype)
     log.info("weights loaded", gib=round(gib, 3), seconds=round(seconds, 2), gib_per_s=round(gib / seconds, 2))
     has_graphs = device.type == "cuda" and model.is_capturable and not config.enforce_eager
     backend = CudaGraphBackend if has_graphs and config.cuda_graph_memory > 0 else None

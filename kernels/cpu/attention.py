@@ -10,7 +10,7 @@ import struct
 
 import torch
 
-from kernels.cpu.elements import element_of, stored_element_of
+from kernels.cpu.elements import check_cache, check_heads, check_integers, element_of, stored_element_of
 from kernels.cpu.library import library, num_threads
 
 _ATTENTION = struct.Struct("=6q7q7q2fq")  # `Attention` of native/attention.h
@@ -40,9 +40,16 @@ def paged_attention(
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
     if num_heads % num_kv_heads or query.shape[2] != key_cache.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit a cache of {tuple(key_cache.shape)}")
-    for name, integers in (("block_tables", block_tables), ("seq_lens", seq_lens), ("query_starts", query_starts)):
-        if integers.dtype != torch.int32 or integers.stride(-1) != 1:
-            raise ValueError(f"{name} is {integers.dtype} of strides {integers.stride()}, not int32 line by line")
+    if out.shape != query.shape:
+        raise ValueError(f"out {tuple(out.shape)} does not fit query {tuple(query.shape)}")
+    check_heads(out=out, query=query)
+    check_cache(key_cache, value_cache)
+    check_integers(torch.int32, block_tables=block_tables, seq_lens=seq_lens, query_starts=query_starts)
+    if len(query_starts) != len(seq_lens) + 1 or len(block_tables) < len(seq_lens):
+        starts, tables = len(query_starts), len(block_tables)
+        raise ValueError(f"{starts} query starts or {tables} block tables do not fit {len(seq_lens)} sequences")
+    if alibi_slopes is not None and (alibi_slopes.dtype != torch.float32 or alibi_slopes.shape != (num_heads,)):
+        raise ValueError(f"slopes {tuple(alibi_slopes.shape)} of {alibi_slopes.dtype} are not {num_heads} float32")
     passed = _ATTENTION.pack(
         element_of(out, query),
         out.data_ptr(),

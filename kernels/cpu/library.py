@@ -44,6 +44,7 @@ _DECLARED = {
     "octavo_uniforms": (None, [*[_PLACE] * 4, _I64]),
     "octavo_token_logprobs": (None, [*[_PLACE] * 7, *[_I64] * 3]),
     "octavo_top_logits": (None, [*[_PLACE] * 5, *[_I64] * 4]),
+    "octavo_begin_tiles": (_I64, []),
     "octavo_pin_threads": (_I64, [_PLACE, _PLACE, _I64]),
     "octavo_count_phases": (_I64, [_PLACE, *[_I64] * 5]),
     "octavo_read_memory": (_FLOAT, [_PLACE, _I64, _I64, _I64]),
@@ -51,12 +52,19 @@ _DECLARED = {
 _log = logging.getLogger(__name__)
 
 
+class TilesError(RuntimeError):
+    """This system or processor does not multiply with tiles (AMX), though it says that it has them."""
+
+
 class Library:
-    """A library of one level; `call` has its functions under their names without `octavo_`."""
+    """A library of one level, with the library's functions under their names without `octavo_`.
+
+    Raises TilesError for one with tiles where the system refuses them, or a product comes out wrong.
+    """
 
     def __init__(self, level: str) -> None:
         self.level = level
-        self.has_pairs = "avx512bf16" in " ".join(build.LEVELS[level].flags)
+        self.has_pairs = build.LEVELS[level].has_pairs
         try:
             loaded = ctypes.CDLL(str(_path_of(level)))
         except OSError:  # made for a newer C library than this machine has, as a wheel's may be
@@ -67,9 +75,17 @@ class Library:
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("octavo_"), function)
+        _check_tiles(self.begin_tiles())
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the library of CPU kernels has no {name}")
+
+
+def _check_tiles(failed: int) -> None:
+    """Takes what `begin_tiles` says. Raises TilesError."""
+    if failed:
+        why = "multiplies wrongly with them" if failed < 0 else f"refuses them: {os.strerror(failed)}"
+        raise TilesError(f"AMX tiles are not used, as this system {why}")
 
 
 def library() -> Library:
@@ -106,8 +122,18 @@ def _choose() -> Library:
     name, usable = os.environ.get(_LEVEL), build.usable_levels()
     if name and name not in usable:
         raise ValueError(f"{_LEVEL}: this processor has {', '.join(usable)}, not {name}")
-    _in_use[:] = [load(name or build.best_level(lambda level: _found(level) is not None, _log.warning))]
+    try:
+        _in_use[:] = [load(name or _best(usable))]
+    except TilesError as error:
+        if name:
+            raise
+        _log.warning("%s: CPU kernels do without", error)
+        _in_use[:] = [load(_best(usable[:-1]))]
     return _in_use[0]
+
+
+def _best(levels: list[str]) -> str:
+    return build.best_level(levels, lambda level: _found(level) is not None, _log.warning)
 
 
 def _path_of(level: str) -> Path:

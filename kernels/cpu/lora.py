@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.elements import element_of
+from kernels.cpu.elements import check_integers, element_of
 from kernels.cpu.library import library, num_threads
 
 
@@ -25,6 +25,7 @@ def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapter
     (count, size), (_, rank, depth) = x.shape, a.shape
     if between.shape != (1, count, rank) or depth != size or not (between.is_contiguous() and a.is_contiguous()):
         raise ValueError(f"between {tuple(between.shape)}, x {tuple(x.shape)} and a {tuple(a.shape)} do not fit")
+    _check_adapters(count, between, adapters, a)
     places = between.data_ptr(), x.data_ptr(), x.stride(0), a.data_ptr(), adapters.data_ptr()
     library().lora_shrink(element_of(x), *places, count, size, rank, num_threads())
 
@@ -39,5 +40,15 @@ def lora_expand(
     (count, size), (_, outputs, rank) = out.shape, b.shape
     if between.shape != (1, count, rank) or outputs != size or not b.mT.is_contiguous():
         raise ValueError(f"out {tuple(out.shape)}, between {tuple(between.shape)} and b {tuple(b.shape)} do not fit")
+    _check_adapters(count, between, adapters, b, scales)
     addresses = between.data_ptr(), b.data_ptr(), adapters.data_ptr(), scales.data_ptr()
     library().lora_expand(element_of(out), out.data_ptr(), out.stride(0), *addresses, count, size, rank, num_threads())
+
+
+def _check_adapters(count: int, between: torch.Tensor, adapters: torch.Tensor, *numbers: torch.Tensor) -> None:
+    check_integers(torch.int32, adapters=adapters)
+    if len(adapters) < count:
+        raise ValueError(f"{len(adapters)} rows have adapters, of {count}")
+    for tensor in (between, *numbers):
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"numbers of adapters are float32, not {tensor.dtype}")

@@ -10,7 +10,7 @@ import struct
 
 import torch
 
-from kernels.cpu.elements import element_of, stored_element_of
+from kernels.cpu.elements import check_cache, check_heads, check_integers, element_of, stored_element_of
 from kernels.cpu.library import library, num_threads
 
 _CACHE = struct.Struct("=7q")  # `Cache` of native/rows.h
@@ -26,10 +26,16 @@ def rms_norm(
     weight_offset: float = 0.0,
 ) -> None:
     """See `kernels.oracles.reference.rms_norm`; all contiguous."""
-    if not (out.is_contiguous() and x.is_contiguous() and (residual is None or residual.is_contiguous())):
-        raise ValueError("rows of a norm are contiguous")
+    for rows in (out, x) if residual is None else (out, x, residual):
+        if rows.shape != x.shape or not rows.is_contiguous():
+            raise ValueError(
+                f"rows {tuple(rows.shape)} of a norm of {tuple(x.shape)} are not as many, or not contiguous"
+            )
+    if weight.shape != x.shape[1:] or not weight.is_contiguous():
+        raise ValueError(f"weight {tuple(weight.shape)} is not for rows {tuple(x.shape)}")
+    element = element_of(out, x, weight) if residual is None else element_of(out, x, weight, residual)
     addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr()
-    library().rms_norm(element_of(out, x, weight), *addresses, *x.shape, eps, weight_offset, num_threads())
+    library().rms_norm(element, *addresses, *x.shape, eps, weight_offset, num_threads())
 
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -45,6 +51,8 @@ def _check_halves(out: torch.Tensor, x: torch.Tensor) -> None:
 
 def gelu(out: torch.Tensor, x: torch.Tensor, *, is_approximate: bool) -> None:
     """See `kernels.oracles.reference.gelu`; both contiguous."""
+    if x.shape != out.shape or not (out.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"x {tuple(x.shape)} is not for out {tuple(out.shape)}, both contiguous")
     _gelu(out, x, False, is_approximate)
 
 
@@ -62,8 +70,13 @@ def _gelu(out: torch.Tensor, x: torch.Tensor, is_gated: bool, is_approximate: bo
 def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """See `reference.rotary`; `cos_sin` is float32; query and key may be strided in their first dimension. Raises
     IndexError for a position without angles."""
-    check_positions(positions, cos_sin.shape[0])
     rows, num_heads, head_size = query.shape
+    check_heads(query=query, key=key)
+    if key.shape[::2] != (rows, head_size) or len(positions) != rows:
+        raise ValueError(f"key {tuple(key.shape)} or {len(positions)} positions do not fit query {tuple(query.shape)}")
+    check_angles(cos_sin, head_size)
+    check_integers(torch.int64, positions=positions)
+    check_positions(positions, cos_sin.shape[0])
     library().rotary(
         element_of(query, key),
         query.data_ptr(),
@@ -87,6 +100,13 @@ def check_positions(positions: torch.Tensor, num_angles: int) -> None:
         raise IndexError("a position is not within those that have angles")
 
 
+def check_angles(cos_sin: torch.Tensor, head_size: int) -> None:
+    """Raises ValueError for a table that is not float32[positions, elements that are turned], contiguous."""
+    is_table = cos_sin.dtype == torch.float32 and cos_sin.dim() == 2 and cos_sin.is_contiguous()
+    if not is_table or cos_sin.shape[1] > head_size or cos_sin.shape[1] % 2:
+        raise ValueError(f"cos_sin {tuple(cos_sin.shape)} of {cos_sin.dtype} turns no heads of {head_size}")
+
+
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -95,8 +115,12 @@ def reshape_and_cache(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `kernels.oracles.reference.reshape_and_cache`; key and value may be strided in their first dimension."""
-    if slot_mapping.dtype != torch.int64 or not slot_mapping.is_contiguous():
-        raise ValueError(f"slot_mapping is {slot_mapping.dtype}, not contiguous int64")
+    check_integers(torch.int64, slot_mapping=slot_mapping)
+    check_heads(key=key, value=value)
+    check_cache(key_cache, value_cache)
+    for name, rows in (("key", key), ("value", value)):
+        if rows.shape[1:] != key_cache.shape[1::2] or len(rows) < len(slot_mapping):
+            raise ValueError(f"{name} {tuple(rows.shape)} does not fit a cache of {tuple(key_cache.shape)}")
     stored = stored_element_of(key_cache, value_cache)
     cache = _CACHE.pack(key_cache.data_ptr(), value_cache.data_ptr(), stored, *key_cache.shape)
     places = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)

@@ -63,10 +63,20 @@ def run(**changed: Any) -> None:
         (stack, {"mlp_out": product(4, 8)}, "mlp_out is 8 x 4, not 8 x 2"),
         (stack, {"qkv": of_pairs(8, 16)}, "qkv is for rows of bfloat16, not torch.float32"),
         (stack, {"mlp_norm": torch.ones(4)}, r"mlp_norm \(4,\) is not for 8 elements"),
-        (run, {"residual": torch.zeros(2, 4)}, r"\(2, 4\) are not rows of 8"),
+        (stack, {"key_norm": torch.ones(8)}, r"key_norm \(8,\) is not for 4 elements"),
+        (stack, {"cos_sin": torch.ones(2, 4).bfloat16()}, r"cos_sin \(2, 4\) of torch.bfloat16 turns no heads"),
+        (stack, {"cos_sin": torch.ones(2, 6)}, r"cos_sin \(2, 6\) of torch.float32 turns no heads of 4"),
+        (run, {"residual": torch.zeros(2, 4)}, r"\(2, 4\) are not contiguous rows of 8"),
         (run, {"residual": torch.zeros(3, 8)}, "2 positions or 2 slots for 3 rows"),
         (run, {"caches": []}, "0 caches are not those of 1 layers"),
         (run, {"caches": [(torch.zeros(1, 2, 2, 4),) * 2]}, "are not of 1 heads of 4"),
+        (run, {"caches": [(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4))]}, "are not alike and contiguous"),
+        (run, {"step": StackStep(torch.arange(2), torch.arange(2), *[torch.zeros(1, 1).int()] * 3)}, "1 query starts"),
+        (
+            run,
+            {"step": StackStep(torch.arange(2), torch.arange(2).int(), *[torch.zeros(n, 1).int() for n in (1, 1, 2)])},
+            "slot_mapping is torch.int32",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Any, changed: dict[str, Any], message: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -45,6 +46,13 @@ def test_several_callers_at_once_each_get_their_work_done() -> None:
         assert all(pool.map(often, range(4)))
 
 
+def test_a_helper_that_comes_late_takes_no_part_twice() -> None:
+    """Of short work, one after the other: a second part would replace what the first has summed up."""
+    ones = torch.ones(3 << 18)  # three pieces of 1 MB
+    read = library().read_memory
+    assert {read(ones.data_ptr(), ones.nbytes, 3, 0) for _ in range(300)} == {float(3 << 18)}
+
+
 def test_a_forked_process_has_helpers_of_its_own() -> None:
     count(3, 17)
     child = os.fork()
@@ -74,19 +82,47 @@ def test_a_thread_that_ends_gives_its_memory_back() -> None:
     assert in_threads(60) - before < 60 << 20
 
 
-@pytest.mark.parametrize("kernel", ["silu_and_mul", "paged_attention", "reshape_and_cache"])
-def test_what_would_be_read_as_something_else_is_refused(kernel: str) -> None:
-    rows, cache = torch.zeros(2, 2, 16), torch.zeros(1, 2, 16, 16)
-    integers = torch.zeros(1, 1, dtype=torch.int64)
-    calls = {
-        "silu_and_mul": lambda: cpu.silu_and_mul(torch.zeros(2, 16), torch.zeros(2, 8)),
-        "paged_attention": lambda: cpu.paged_attention(
-            rows, rows, cache, cache, integers, integers[0], integers[0], scale=1.0, max_query_len=1, max_seq_len=1
-        ),
-        "reshape_and_cache": lambda: cpu.reshape_and_cache(rows, rows, cache, cache, torch.zeros(2, dtype=torch.int32)),
-    }
-    with pytest.raises(ValueError, match="is"):
-        calls[kernel]()
+ROWS, CACHE, ANGLES = torch.zeros(2, 2, 16), torch.zeros(1, 2, 16, 16), torch.zeros(9, 16)
+POSITIONS, INTEGERS, STARTS = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1).int(), torch.zeros(2).int()
+FLAT, WEIGHT, ADAPTERS = torch.zeros(2, 16), torch.ones(16), torch.zeros(2).int()
+ATTENTION = {"scale": 1.0, "max_query_len": 1, "max_seq_len": 1}
+
+
+def attend(**changed: torch.Tensor) -> None:
+    tensors = {"out": ROWS, "query": ROWS, "key_cache": CACHE, "value_cache": CACHE, "block_tables": INTEGERS}
+    cpu.paged_attention(**{**tensors, "seq_lens": STARTS[:1], "query_starts": STARTS, **changed}, **ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cpu.silu_and_mul(FLAT.clone(), torch.zeros(2, 8)), "is not a gate"),
+        (lambda: cpu.gelu(FLAT.clone(), torch.zeros(2, 8), is_approximate=True), "is not for out"),
+        (lambda: cpu.rms_norm(FLAT.clone(), FLAT, WEIGHT[:8], eps=1e-5), "weight .* is not for rows"),
+        (lambda: cpu.rms_norm(FLAT.clone(), FLAT, WEIGHT, eps=1e-5, residual=FLAT[:1].clone()), "not as many"),
+        (lambda: cpu.rotary(ROWS, ROWS, POSITIONS, ANGLES.bfloat16()), "cos_sin .* turns no heads"),
+        (lambda: cpu.rotary(ROWS, ROWS, POSITIONS.int(), ANGLES), "positions is torch.int32"),
+        (lambda: cpu.rotary(ROWS, ROWS[:1], POSITIONS, ANGLES), "do not fit query"),
+        (lambda: cpu.rotary(ROWS.transpose(1, 2), ROWS, POSITIONS, ANGLES), "no contiguous rows of heads"),
+        (lambda: cpu.reshape_and_cache(ROWS, ROWS, CACHE, CACHE, POSITIONS.int()), "slot_mapping is torch.int32"),
+        (lambda: cpu.reshape_and_cache(ROWS[:1], ROWS, CACHE, CACHE, POSITIONS), "key .* does not fit a cache"),
+        (lambda: cpu.reshape_and_cache(ROWS, ROWS, CACHE, CACHE.transpose(2, 3), POSITIONS), "not contiguous"),
+        (lambda: attend(seq_lens=STARTS[:1].long()), "seq_lens is torch.int64"),
+        (lambda: attend(out=torch.zeros(1, 2, 16)), "does not fit query"),
+        (lambda: attend(query_starts=STARTS[:1]), "1 query starts"),
+        (lambda: attend(value_cache=torch.zeros(2, 2, 16, 16)), "are not alike"),
+        (lambda: cpu.lora_shrink(torch.zeros(1, 2, 4), FLAT, torch.zeros(1, 4, 16), ADAPTERS.long()), "adapters is"),
+        (lambda: cpu.lora_shrink(torch.zeros(1, 2, 4), FLAT, torch.zeros(1, 4, 16).double(), ADAPTERS), "are float32"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(call: Callable[[], None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_residual_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="bfloat16"):
+        cpu.rms_norm(FLAT.clone(), FLAT, WEIGHT, eps=1e-5, residual=FLAT.bfloat16())
 
 
 def test_nan_stays_nan_in_a_cache_of_bfloat16_and_a_slot_outside_of_it_is_nowhere() -> None:

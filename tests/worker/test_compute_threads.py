@@ -17,14 +17,17 @@ from typing import TypeVar
 import psutil
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from kernels.cpu import pinning
+from kernels.cpu.library import library
 from kernels.cpu.pinning import pin_threads
 from octavo.shared.cores import allowed_cores
 from tests.worker.fake_model import fake_config
 from worker_svc.config import WorkerConfig
 from worker_svc.errors import StartupError
 from worker_svc.host.busy_cores import CoreTimes, read_core_times, used_by_others
-from worker_svc.host.compute_threads import set_threads
+from worker_svc.host.compute_threads import log_arithmetic, set_threads
 from worker_svc.steps.giving_way import STALE_S, WINDOW_S, GivingWay, may_give_way
 
 CPU = torch.device("cpu")
@@ -94,6 +97,25 @@ def test_the_option_pins_as_many_threads_as_compute():
 def test_what_cannot_be_pinned_prevents_the_start(config, message):
     with pytest.raises(StartupError, match=message):
         in_own_thread(lambda: set_threads(config, CPU))
+
+
+def test_a_thread_that_does_not_come_prevents_the_start(monkeypatch: pytest.MonkeyPatch):
+    def pin_nothing(cores: list[int]) -> None:
+        raise RuntimeError("of 2 threads only 1 came")
+
+    monkeypatch.setattr(pinning, "pin_threads", pin_nothing)
+    with pytest.raises(StartupError, match="cpu_pinning auto: of 2 threads only 1 came"):
+        in_own_thread(lambda: set_threads(WorkerConfig(cpu_pinning="auto"), CPU))
+
+
+@pytest.mark.parametrize(("level", "severity"), [("avx512-bf16", "info"), ("plain", "warning")])
+def test_a_line_of_the_log_names_the_instructions(level: str, severity: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library(), "level", level)
+    with capture_logs() as lines:
+        log_arithmetic(CPU, torch.bfloat16)
+    assert [(line["log_level"], line["dtype"], line["instructions"]) for line in lines] == [
+        (severity, "bfloat16", level)
+    ]
 
 
 class Readings:

@@ -18,6 +18,7 @@ from worker_svc.models.loader import load_model
 
 LENGTHS = [1, 7, 83, 83, 83]  # more rows than an MLP takes at once
 FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-all", "qwen2", "phi3", "phi3-partial"]
+FUSED += ["llama-gelu", "qwen3", "qwen3-one-head", "qwen3-biased", "gemma", "gemma2", "gemma3"]
 
 
 # What weights are kept in, and what is computed in.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu.library import library
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.rope import Rope
 
@@ -111,16 +112,29 @@ def test_stop_tokens_come_from_the_generation_config_first(
 
 
 @pytest.mark.parametrize(
-    ("own", "asked", "device", "expected"),
+    ("own", "asked", "device", "has_pairs", "expected"),
     [
-        ("bfloat16", "auto", "cpu", torch.bfloat16),
-        ("float16", "auto", "cpu", torch.float32),
-        ("float16", "auto", "cuda", torch.float16),
-        ("float32", "bfloat16", "cpu", torch.bfloat16),
-        ("bfloat16", "float32", "cpu", torch.float32),
+        ("bfloat16", "auto", "cpu", True, torch.bfloat16),
+        ("bfloat16", "auto", "cpu", False, torch.float32),
+        ("bfloat16", "auto", "cuda", False, torch.bfloat16),
+        ("float16", "auto", "cpu", True, torch.float32),
+        ("float16", "auto", "cuda", False, torch.float16),
+        ("float32", "auto", "cpu", True, torch.float32),
+        ("float32", "bfloat16", "cpu", False, torch.bfloat16),
+        ("bfloat16", "float32", "cpu", True, torch.float32),
     ],
 )
-def test_dtype(tmp_path: Path, own: str, asked: str, device: str, expected: torch.dtype) -> None:
+def test_dtype(
+    tmp_path: Path,
+    own: str,
+    asked: str,
+    device: str,
+    has_pairs: bool,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`has_pairs`: whether the processor multiplies bfloat16."""
+    monkeypatch.setattr(library(), "has_pairs", has_pairs)
     assert ModelConfig.from_folder(write(tmp_path, dtype=own), asked, device=device).dtype == expected
     assert ModelConfig.from_folder(write(tmp_path, torch_dtype=own), asked, device=device).dtype == expected
 

@@ -33,6 +33,21 @@ def set_threads(config: WorkerConfig, device: torch.device, local_rank: int = 0,
 
     try:
         pin_threads(cores[:num_threads])
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a thread did not come
         raise StartupError(f"cpu_pinning {config.cpu_pinning}: {error}") from error
     log.info("threads pinned", cores=cores[:num_threads])
+
+
+def log_arithmetic(device: torch.device, dtype: torch.dtype) -> None:
+    """One line on what computes: numbers, and on a CPU the instructions that its kernels use."""
+    fields: dict[str, object] = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    if device.type != "cpu":
+        log.info("computing", **fields)
+        return
+    from kernels.cpu.library import library
+
+    fields |= {"threads": torch.get_num_threads(), "instructions": library().level}
+    if library().level == "plain":
+        log.warning("computing without AVX2, many times slower than with it", **fields)
+    else:
+        log.info("computing", **fields)

@@ -86,8 +86,9 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read a Hugging Face folder.
 
-        `dtype` auto takes the checkpoint's own, but float32 in place of float16 on a CPU, which computes in no float16.
-        A GGUF file's is float32 on a CPU, where its numbers are then exact, and bfloat16 on a GPU.
+        `dtype` auto takes the checkpoint's own where the device multiplies it. On a CPU it takes float32 in place of
+        float16, and of bfloat16 where the processor has no instructions for its products. A GGUF file's is float32 on
+        a CPU, where its numbers are then exact, and bfloat16 on a GPU.
         `impl` auto takes Octavo's own code for the families it knows, else that of transformers (`trust_remote_code`:
         also code that lies in the folder).
         Raises `ModelError` where the folder, a key or a value is missing or is one that Octavo does not know.
@@ -166,9 +167,19 @@ def _dtype(raw: RawConfig, asked: str, device: str, *, is_gguf: bool) -> torch.d
             raise ModelError("dtype float16 is not computed on a CPU; use float32 or bfloat16")
         return DTYPES[asked]
     own = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), torch.float32)
-    if torch.device(device).type == "cpu":
-        return torch.float32 if own == torch.float16 else own
-    return torch.bfloat16 if is_gguf else own
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16 if is_gguf else own
+    if own == torch.float16 or (own == torch.bfloat16 and not _has_pairs()):
+        return torch.float32
+    return own
+
+
+def _has_pairs() -> bool:
+    """Whether this processor multiplies bfloat16: without, products of float32 by the same weights are faster."""
+    # Here, so that a worker with a GPU waits for no compiler of CPU code.
+    from kernels.cpu.library import library
+
+    return library().has_pairs
 
 
 def _eos_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:

@@ -98,17 +98,17 @@ class DecoderLayer:
             is_transposed=names.is_transposed,
         )
         self.attention_out = summed(attention_out, part.ranks)
-        self._attention_post_norm = norm(names.attention_post_norm) if names.attention_post_norm else None
+        self.attention_post_norm = norm(names.attention_post_norm) if names.attention_post_norm else None
         self.mlp_norm = norm(names.mlp_norm)
         self.mlp = _take_mlp(part, weights, prefix, index, kernels)
-        self._mlp_post_norm = norm(names.mlp_post_norm) if names.mlp_post_norm else None
+        self.mlp_post_norm = norm(names.mlp_post_norm) if names.mlp_post_norm else None
         for name in names.ignored:
             weights.ignore(prefix + name)
 
     @property
     def weights_bytes(self) -> int:
         """Bytes that its weights occupy on the device."""
-        norms = [self.input_norm, *self.head_norms, self._attention_post_norm, self.mlp_norm, self._mlp_post_norm]
+        norms = [self.input_norm, *self.head_norms, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm]
         products = [self.qkv, self.attention_out, self.mlp]
         return sum(part.weight_bytes for part in [*norms, *products] if part is not None)
 
@@ -119,12 +119,12 @@ class DecoderLayer:
         self.input_norm(step.normed, update, step.residual)
         self._attend(key_cache, value_cache, step)
         update = self.attention_out(step.attended)
-        if self._attention_post_norm:
-            self._attention_post_norm(update, update)
+        if self.attention_post_norm:
+            self.attention_post_norm(update, update)
         self.mlp_norm(step.normed, update, step.residual)
         update = self.mlp(step.normed)
-        if self._mlp_post_norm:
-            self._mlp_post_norm(update, update)
+        if self.mlp_post_norm:
+            self.mlp_post_norm(update, update)
         return update
 
     def _attend(self, key_cache: torch.Tensor, value_cache: torch.Tensor, step: StepTensors) -> None:

@@ -52,6 +52,7 @@ class FusedLayers:
                     mlp_norm=layer.mlp_norm.weight,
                     mlp_in=mlp_in,
                     mlp_out=mlp_out,
+                    **_optional_norms(layer),
                 )
             )
         shape = StackShape(
@@ -63,6 +64,7 @@ class FusedLayers:
             norm_eps=style.norm_eps,
             norm_weight_offset=style.norm_weight_offset,
             logit_soft_cap=style.attention_soft_cap,
+            activation=style.activation,
         )
         self._stack, self._step = LayerStack(shape, weights), StackStep
 
@@ -75,12 +77,9 @@ class FusedLayers:
             and style.norm == "rms"
             and not style.are_norms_behind
             and style.positions == "rotary"
-            and style.activation == "silu"
+            and style.activation != "relu"
             and style.is_gated
             and style.experts is None
-            and not style.has_head_norms
-            and not style.names.attention_post_norm
-            and not style.names.mlp_post_norm
             and all(len(_products(layer)) == NUM_PRODUCTS for layer in layers)
         )
 
@@ -104,6 +103,13 @@ class FusedLayers:
             query_starts=attention.query_starts,
         )
         return self._stack(residual, caches, step, wanted)
+
+
+def _optional_norms(layer: DecoderLayer) -> dict[str, torch.Tensor]:
+    """Weights of the norms that only some families have, by their names in `LayerWeights`."""
+    norms = dict(zip(("query_norm", "key_norm"), layer.head_norms, strict=False))
+    norms |= {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
+    return {name: norm.weight for name, norm in norms.items() if isinstance(norm, RmsNorm)}
 
 
 def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear | Int4Linear]:

@@ -3,6 +3,7 @@
     residual += update;  q, k, v = W_qkv norm(residual);  q, k turned by position;  k, v -> cache
     residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
 
+Some families norm each head of q and k, or what attention and MLP give, or have another activation than silu.
 The kernels are those of the single operations, bit for bit. What is saved is the way from Python to each of them, and
 that of the threads into and out of each. The code: native/layers.cpp.
 """
@@ -16,11 +17,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from kernels.cpu.elements import element_of, stored_element_of
+from kernels.cpu.elements import check_integers, element_of, stored_element_of
 from kernels.cpu.layers.layer_workspace import LayerWorkspace, LayerWorkspaces, StackShape
 from kernels.cpu.library import library, num_threads
 from kernels.cpu.products.layer_product import PRODUCT, Product
-from kernels.cpu.rows import check_positions
+from kernels.cpu.rows import check_angles, check_positions
 
 _ROWS_WORTH_A_CUT = 16  # left out behind the last attention; a second call of compiled code costs more than fewer
 _ADDRESS = _COUNT = np.int64
@@ -38,6 +39,7 @@ LAYER = np.dtype(  # `Layer` of native/layers.cpp
         ("mlp_norm", _ADDRESS),
         ("mlp_in", PRODUCT),
         ("mlp_out", PRODUCT),
+        *[(name, _ADDRESS) for name in ("query_norm", "key_norm", "attention_post_norm", "mlp_post_norm")],  # 0: none
     ]
 )
 # `Step`, of a pass: sizes, the step's tensors and a workspace between operations.
@@ -49,9 +51,11 @@ STEP = np.dtype(
         *[(name, _ADDRESS) for name in ("update", "residual", "normed", "qkv", "attended", "inner", "activated")],
         ("workspace", _ADDRESS),
         *[(name, np.float64) for name in ("norm_eps", "norm_weight_offset", "logit_soft_cap")],
+        ("activation", _COUNT),
     ]
 )
 _STEP_FIELDS = STEP.names or ()
+_ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # `Activation` of native/rows.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,10 @@ class LayerWeights:
     mlp_norm: torch.Tensor
     mlp_in: Product  # gate, then up
     mlp_out: Product
+    query_norm: torch.Tensor | None = None  # [head_size], of each head
+    key_norm: torch.Tensor | None = None
+    attention_post_norm: torch.Tensor | None = None  # [hidden], of what attention adds to the residual
+    mlp_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +101,13 @@ class LayerStack:
                 record[name] = getattr(layer, name).record
             for name in ("input_norm", "mlp_norm", "cos_sin"):
                 record[name] = getattr(layer, name).data_ptr()
+            for name in ("query_norm", "key_norm", "attention_post_norm", "mlp_post_norm"):
+                record[name] = 0 if getattr(layer, name) is None else getattr(layer, name).data_ptr()
             record["num_turned"] = layer.cos_sin.shape[1]
             record["attention_scale"], record["window"] = layer.attention_scale, layer.sliding_window
         # Of `STEP`, the same in all passes.
         self._fields = {name: value for name, value in asdict(shape).items() if name in _STEP_FIELDS}
+        self._fields["activation"] = _ACTIVATIONS[shape.activation]
         self._workspaces = LayerWorkspaces(shape)
         # The caches of the call before, of which the first and the last stand for all, and records of layers with them.
         self._bound: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], np.ndarray] | None = None
@@ -169,20 +180,30 @@ class LayerStack:
         return layers
 
     def _check_call(self, residual: torch.Tensor, step: StackStep) -> None:
-        shape, rows = self._shape, residual.shape[0]
-        if residual.shape != (rows, shape.hidden):
-            raise ValueError(f"{tuple(residual.shape)} are not rows of {shape.hidden}")
+        shape, rows, sequences = self._shape, residual.shape[0], step.seq_lens.shape[0]
+        if residual.shape != (rows, shape.hidden) or not residual.is_contiguous():
+            raise ValueError(f"{tuple(residual.shape)} are not contiguous rows of {shape.hidden}")
         if len(step.positions) != rows or len(step.slot_mapping) != rows:
             raise ValueError(f"{len(step.positions)} positions or {len(step.slot_mapping)} slots for {rows} rows")
+        if len(step.block_tables) < sequences or len(step.query_starts) != sequences + 1:
+            tables, starts = len(step.block_tables), len(step.query_starts)
+            raise ValueError(f"{tables} block tables or {starts} query starts for {sequences} sequences")
+        check_integers(torch.int64, positions=step.positions, slot_mapping=step.slot_mapping)
+        check_integers(torch.int32, block_tables=step.block_tables)
+        check_integers(torch.int32, seq_lens=step.seq_lens, query_starts=step.query_starts)
         check_positions(step.positions, self._num_angles)
 
     def _check_caches(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         shape = self._shape
         if len(caches) != len(self._layers):
             raise ValueError(f"{len(caches)} caches are not those of {len(self._layers)} layers")
-        cache_shape = caches[0][0].shape
-        if cache_shape[1::2] != (shape.num_kv_heads, shape.head_size):
-            raise ValueError(f"caches {tuple(cache_shape)} are not of {shape.num_kv_heads} heads of {shape.head_size}")
+        first = caches[0][0]
+        if first.dim() != 4 or first.shape[1::2] != (shape.num_kv_heads, shape.head_size):
+            raise ValueError(f"caches {tuple(first.shape)} are not of {shape.num_kv_heads} heads of {shape.head_size}")
+        for cache in (cache for pair in caches for cache in pair):
+            stored_element_of(first, cache)
+            if cache.shape != first.shape or not cache.is_contiguous():
+                raise ValueError(f"caches {tuple(first.shape)} and {tuple(cache.shape)} are not alike and contiguous")
 
 
 def run_layers(layers: np.ndarray, step: np.ndarray, stages: range) -> None:
@@ -205,6 +226,14 @@ def _check(shape: StackShape, layer: LayerWeights) -> None:
             raise ValueError(f"{name} is for rows of bfloat16, not {layer.input_norm.dtype}")
         if (product.out_features, product.in_features) != size:
             raise ValueError(f"{name} is {product.out_features} x {product.in_features}, not {size[0]} x {size[1]}")
-    for name in ("input_norm", "mlp_norm"):
-        if getattr(layer, name).shape != (shape.hidden,):
-            raise ValueError(f"{name} {tuple(getattr(layer, name).shape)} is not for {shape.hidden} elements")
+    norms = {"input_norm": shape.hidden, "mlp_norm": shape.hidden}
+    norms |= {"attention_post_norm": shape.hidden, "mlp_post_norm": shape.hidden}
+    norms |= {"query_norm": shape.head_size, "key_norm": shape.head_size}
+    for name, elements in norms.items():
+        weight = getattr(layer, name)
+        if weight is None:
+            continue
+        if weight.shape != (elements,) or not weight.is_contiguous():
+            raise ValueError(f"{name} {tuple(weight.shape)} is not for {elements} elements")
+        element_of(layer.input_norm, weight)
+    check_angles(layer.cos_sin, shape.head_size)

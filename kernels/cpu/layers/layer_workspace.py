@@ -7,8 +7,11 @@ several times what it does in a loop.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 MLP_ROWS = 256  # as many as an MLP takes at a time (native/layers.cpp)
 _BYTES_OF_GROUP = 40
@@ -27,6 +30,7 @@ class StackShape:
     norm_eps: float
     norm_weight_offset: float
     logit_soft_cap: float
+    activation: Activation = "silu"
 
 
 class LayerWorkspace:

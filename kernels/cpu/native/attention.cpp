@@ -19,8 +19,9 @@
 // runs of 16 keys later is prefetched. Many rows share a copy of a tile: keys transposed, values as float32.
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
-// keys. Masked keys add exact zeros, to finite values. So a row's result does not depend on the rows beside it, nor on whether its token
-// is computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
+// keys. Masked keys add exact zeros, as long as their values are finite. So a row's result does not depend on the rows
+// beside it, nor on whether its token is computed alone, within a prompt, within a chunk or over a shared prefix: bit for
+// bit.
 #include "attention.h"
 
 namespace {

@@ -33,6 +33,10 @@ FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-uni
 SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=alignment"]
 
 
+EMULATED = "amx-emulated"
+_EMULATION = ["-DEMULATE_TILES"]
+
+
 @dataclass(frozen=True)
 class Level:
     """Instructions that a library may use: what a processor has to have, as Linux calls it, and compiler flags."""
@@ -40,24 +44,34 @@ class Level:
     needs: frozenset[str]
     flags: list[str]
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether rows of bfloat16 are multiplied by weights of bfloat16 two inputs at a time."""
+        return bool({"-mavx512bf16", *_EMULATION} & set(self.flags))
+
 
 _AVX2 = ["avx2", "fma", "f16c"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]
+_BFLOAT16 = [*_AVX512, "avx512vnni", "avx512bf16"]
 
 
 def _level(names: list[str]) -> Level:
     of_linux = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
-    return Level(frozenset(of_linux.get(name, name) for name in names), [f"-m{name}" for name in names])
+    needs = frozenset(of_linux.get(name, name.replace("-", "_")) for name in names)
+    return Level(needs, [f"-m{name}" for name in names])
 
 
-# The most capable last; a processor takes the last that it has all of.
+# The most capable last; a processor takes the last that it has all of. Only tests ask for emulated tiles by name: any
+# processor that could run them has a level that is better.
 LEVELS = {
     "plain": Level(frozenset(), ["-O1", "-Wno-psabi"]),  # with -O2 a minute in place of ten seconds
+    EMULATED: Level(_level(_AVX2).needs, [*_level(_AVX2).flags, *_EMULATION]),
     "avx2": _level(_AVX2),
     "avx2-vnni": _level([*_AVX2, "avxvnni"]),
     "avx512": _level(_AVX512),
     "avx512-vnni": _level([*_AVX512, "avx512vnni"]),
-    "avx512-bf16": _level([*_AVX512, "avx512vnni", "avx512bf16"]),
+    "avx512-bf16": _level(_BFLOAT16),
+    "amx": _level([*_BFLOAT16, "amx-tile", "amx-bf16", "amx-int8"]),
 }
 
 
@@ -77,7 +91,7 @@ def processor_features() -> frozenset[str]:
 
 
 def usable_levels() -> list[str]:
-    """Those that this processor has all of."""
+    """Those that this processor has all of, as its system says; tiles also need its leave (`kernels.cpu.library`)."""
     return [name for name, level in LEVELS.items() if level.needs <= processor_features()]
 
 
@@ -115,14 +129,13 @@ def knows(level: str) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def best_level(is_there: Callable[[str], bool], say: Callable[[str], object]) -> str:
-    """The most capable level that this processor has, and whose library is there or can be compiled; where that is not
-    the processor's best, `say` is told. Raises NoCompilerError where there is none."""
-    best = usable_levels()[-1]
-    for level in reversed(usable_levels()):
+def best_level(levels: list[str], is_there: Callable[[str], bool], say: Callable[[str], object]) -> str:
+    """The last of `levels` whose library is there or can be compiled; where that is not the very last, `say` is told.
+    Raises NoCompilerError where there is none."""
+    for level in reversed(levels):
         if is_there(level) or knows(level):
-            if level != best:
-                say(f"no C++ compiler here knows {best}: CPU kernels are used as compiled for {level}")
+            if level != levels[-1]:
+                say(f"no C++ compiler here knows {levels[-1]}: CPU kernels are used as compiled for {level}")
             return level
     command = " ".join(compiler())
     raise NoCompilerError(f"CPU kernels have to be compiled, and the C++ compiler does not work: {command}")
@@ -190,6 +203,7 @@ def main() -> None:
     """Compiles what is not there yet."""
     parser = argparse.ArgumentParser(prog="kernels/cpu/native/build.py")
     parser.add_argument("--all", action="store_true", help="for every kind of processor, not for this one alone")
+    parser.add_argument("--tests", action="store_true", help="all, and what only tests use")
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
@@ -200,13 +214,14 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    if options.all:
+    if options.all or options.tests:
         levels = [name for name in LEVELS if platform.machine() == "x86_64" or name == "plain"]
+        levels = [name for name in levels if name != EMULATED or options.tests]
         for level in [name for name in levels if not is_there(name) and not knows(name)]:
             levels.remove(level)
             say(f"left out: {' '.join(compiler())} does not know {level}")
     else:
-        levels = [best_level(is_there, say)]
+        levels = [best_level(usable_levels(), is_there, say)]
     for level in [name for name in levels if not is_there(name)]:
         start = time.perf_counter()
         library_of(level, options.into, say, is_sanitized=options.sanitize)

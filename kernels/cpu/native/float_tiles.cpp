@@ -8,6 +8,7 @@
 // of 8 has no place for that: it takes 6 rows by 16 columns, three times. Every sum runs over the inputs in order, one
 // fused multiply-add after the other, whatever tile it is in.
 #include "products.h"
+#include "tiles.h"
 
 namespace {
 
@@ -106,5 +107,6 @@ void add_panel(const PanelWork &work) {
 void add_floats(i64 kind, const PanelWork &work) {
     if (kind == WEIGHT_FLOAT32) add_panel<Float32Weight>(work);
     else if (kind == WEIGHT_BFLOAT16) add_panel<Bfloat16Weight>(work);
+    else if (HAS_TILES) add_pairs_by_tiles(work);
     else if (HAS_PAIRS) add_panel<PairWeight>(work);
 }

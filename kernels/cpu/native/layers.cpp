@@ -3,6 +3,8 @@
 //     residual += update;  q, k, v = W_qkv norm(residual);  q, k turned by position;  k, v -> cache
 //     residual += W_out attention(q, cache);  update = W_down (silu(gate) * up),  gate, up = W_inner norm(residual)
 //
+// Some families norm each head of q and k, or what attention and MLP give, or have another activation than silu.
+//
 // Threads go through the phases together; see threads.h. Every phase is what the single operation does, bit for bit.
 // What is saved is the way from Python to each of them, and that of the threads into and out of each.
 #include "attention.h"
@@ -20,6 +22,7 @@ struct Layer {
     Product attention_out;
     const void *mlp_norm;
     Product mlp_in, mlp_out;
+    const void *query_norm, *key_norm, *attention_post_norm, *mlp_post_norm;  // each may be 0: none
 };
 
 struct Step {
@@ -30,6 +33,7 @@ struct Step {
     char *update, *residual, *normed, *qkv, *attended, *inner, *activated;  // rows, contiguous
     char *workspace;                                                        // of `multiply`, for any of the products
     double norm_eps, norm_weight_offset, logit_soft_cap;
+    i64 activation;
 };
 
 // So what an MLP holds in between stays in the caches. A pass of 2,048 rows of int8, SmolLM2-135M on two Zen 5 cores:
@@ -37,8 +41,8 @@ struct Step {
 const i64 MLP_ROWS = 256;
 
 i64 mlp_parts(i64 rows) { return (rows + MLP_ROWS - 1) / MLP_ROWS; }
-// A product has two, norms, rotation, attention and gates one.
-i64 phases_of_layer(i64 rows) { return 2 * PHASES_OF_PRODUCT + 4 + mlp_parts(rows) * (2 * PHASES_OF_PRODUCT + 1); }
+// A product has two, norms (of which some layers have fewer), rotation, attention and gates one.
+i64 phases_of_layer(i64 rows) { return 2 * PHASES_OF_PRODUCT + 5 + mlp_parts(rows) * (2 * PHASES_OF_PRODUCT + 1); }
 
 struct Pass {
     Team &team;
@@ -51,10 +55,16 @@ struct Pass {
         multiply(team, product, step.element, out, product.num_out, x, product.num_in, rows, step.workspace);
     }
 
-    void norm(const void *weight) {
-        Norm norm = {weight, step.hidden, (float)step.norm_eps, (float)step.norm_weight_offset};
+    Norm norm_of(const void *weight, i64 size) const {
+        return {weight, size, (float)step.norm_eps, (float)step.norm_weight_offset};
+    }
+
+    // normed = norm(residual += update), where the update itself is normed first if there is a weight for it.
+    void norm(const void *weight, const void *of_update) {
+        Norm norm = norm_of(weight, step.hidden), before = norm_of(of_update, step.hidden);
         i64 row_bytes = step.hidden * bytes;
         share(team, step.rows, [&](i64 row, i64) {
+            norm_in_place(step.element, before, step.update + row * row_bytes, 1);
             norm_row(step.element, norm, step.normed + row * row_bytes, step.update + row * row_bytes,
                      step.residual + row * row_bytes);
         });
@@ -85,13 +95,16 @@ struct Pass {
     }
 
     void before_attention(const Layer &layer) {
-        norm(layer.input_norm);
+        norm(layer.input_norm, 0);
         multiply_rows(layer.qkv, step.qkv, step.normed, step.rows);
         i64 row_bytes = layer.qkv.num_out * bytes, head_bytes = step.head_size * bytes;
         Cache cache = cache_of(layer);
+        Norm query_norm = norm_of(layer.query_norm, step.head_size), key_norm = norm_of(layer.key_norm, step.head_size);
         share(team, step.rows, [&](i64 row, i64) {
             char *query = step.qkv + row * row_bytes, *key = query + step.num_heads * head_bytes,
                  *value = key + step.num_kv_heads * head_bytes;
+            norm_in_place(step.element, query_norm, query, step.num_heads);
+            norm_in_place(step.element, key_norm, key, step.num_kv_heads);
             const float *angles = layer.cos_sin + step.positions[row] * layer.num_turned;
             rotate_row(step.element, query, step.num_heads + step.num_kv_heads, step.head_size, angles,
                        layer.num_turned);  // keys lie behind
@@ -101,16 +114,22 @@ struct Pass {
 
     void after_attention(const Layer &layer) {
         multiply_rows(layer.attention_out, step.update, step.attended, step.rows);
-        norm(layer.mlp_norm);
+        norm(layer.mlp_norm, layer.attention_post_norm);
         i64 size = layer.mlp_out.num_in, row_bytes = size * bytes;
         for (i64 first = 0; first < step.rows; first += MLP_ROWS) {
             i64 rows = smaller(MLP_ROWS, step.rows - first), place = first * step.hidden * bytes;
             multiply_rows(layer.mlp_in, step.inner, step.normed + place, rows);
             share(team, rows, [&](i64 row, i64) {
-                activate_row(step.element, step.activated + row * row_bytes, step.inner + 2 * row * row_bytes, size);
+                activate_row(step.element, step.activation, step.activated + row * row_bytes,
+                             step.inner + 2 * row * row_bytes, size);
             });
             multiply_rows(layer.mlp_out, step.update + place, step.activated, rows);
         }
+        if (!layer.mlp_post_norm) return;
+        Norm norm = norm_of(layer.mlp_post_norm, step.hidden);
+        share(team, step.rows, [&](i64 row, i64) {
+            norm_in_place(step.element, norm, step.update + row * step.hidden * bytes, 1);
+        });
     }
 };
 

@@ -84,7 +84,7 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
     if (prepared) from = workspace, stride = prepared;
     i64 num_panels = (product.num_out + PANEL - 1) / PANEL;
     if (!is_quantized(product.kind)) {
-        i64 at_once = ROWS_BYTES / (4 * larger(product.num_in, 1)) / 8 * 8 + 8;
+        i64 at_once = ROWS_BYTES / (4 * larger(product.num_in, 1)) / 16 * 16 + 16;
         FloatItem item = {product, element, (char *)out, out_stride, from, stride, rows, at_once, num_panels};
         share(team, (rows + at_once - 1) / at_once * num_panels, item);
         return;

@@ -54,6 +54,7 @@ struct PanelWork {
 i64 panel_bytes(i64 kind, i64 depth);
 void add_floats(i64 kind, const PanelWork &work);
 void add_few_bits(i64 kind, const PanelWork &work);
+void add_pairs_by_tiles(const PanelWork &work);
 
 // Quantised rows: of each group of 32 inputs the numbers, in the order of `int8_weight.QUAD_ORDER`, what they are
 // scaled by, and -128 times their sum.
@@ -67,5 +68,9 @@ void quantize_row(i64 element, const void *x, i64 size, Group *groups);
 // A panel of quantised weights by all rows; `count` of its outputs exist. scale: of INT8.
 void multiply_quantized(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
                         const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next);
+// The same for INT8, whole panels, and rows that are multiples of 16, by tiles.
+template <class T>
+void multiply_bytes_by_tiles(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
+                             const float *bias, T *out, i64 out_stride);
 // Sums [rows, 48] to the first `width` columns of out.
 void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, i64 out_stride);

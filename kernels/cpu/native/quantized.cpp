@@ -14,6 +14,7 @@
 // gets the scale NaN, and with it everything that is computed of the row. One whose numbers are all below 1e-30 counts
 // as zeros: 127 / max has to be finite.
 #include "products.h"
+#include "tiles.h"
 
 namespace {
 
@@ -180,6 +181,12 @@ template <class T>
 void multiply_bytes(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
                     const float *bias, i64 count, T *out, i64 out_stride, bool has_next) {
     const float zeros[PANEL] = {};
+    if (HAS_TILES && rows >= TILE_ROWS && count == PANEL) {
+        i64 whole = rows / TILE_ROWS * TILE_ROWS;
+        multiply_bytes_by_tiles(groups, whole, num_groups, weight, scale, bias ? bias : zeros, out, out_stride);
+        if ((rows -= whole) == 0) return;
+        groups += whole * num_groups, out += whole * out_stride;
+    }
     if (HAS_WIDE_REGISTERS && rows >= WIDE_ROWS && count == PANEL)
         return rows_by_bytes<VECTORS>(groups, rows, num_groups, weight, scale, bias ? bias : zeros, out, out_stride,
                                       has_next);

@@ -83,12 +83,25 @@ void norm_row(i64 element, const Norm &norm, void *out, const void *x, void *res
     with(element, [&](auto *type) { norm_of(norm, (decltype(type))out, (decltype(type))x, (decltype(type))residual); });
 }
 
-void activate_row(i64 element, void *out, const void *x, i64 size) {
+void norm_in_place(i64 element, const Norm &norm, void *heads, i64 num_heads) {
+    if (!norm.weight) return;
+    i64 bytes = norm.size * element_bytes(element);
+    for (i64 i = 0; i < num_heads; i++) {
+        char *head = (char *)heads + i * bytes;
+        norm_row(element, norm, head, head, 0);
+    }
+}
+
+void activate_row(i64 element, i64 activation, void *out, const void *x, i64 size) {
     with(element, [&](auto *type) {
         auto to = (decltype(type))out, gate = (decltype(type))x, up = gate + size;
-        each_vector(size, [&](i64 i, i64 count) INLINED {
-            store_some(to + i, silu_of(load_some(gate + i, count)) * load_some(up + i, count), count);
-        });
+        auto each = [&](auto activated) INLINED {
+            each_vector(size, [&](i64 i, i64 count) INLINED {
+                store_some(to + i, activated(load_some(gate + i, count)) * load_some(up + i, count), count);
+            });
+        };
+        if (activation == SILU) each([](F x) INLINED { return silu_of(x); });
+        else each([&](F x) INLINED { return gelu_of(x, activation == GELU_TANH); });
     });
 }
 
@@ -119,19 +132,21 @@ EXPORT void octavo_rms_norm(i64 element, void *out, const void *x, const void *w
 EXPORT void octavo_silu_and_mul(i64 element, void *out, const void *x, i64 rows, i64 size, i64 threads) {
     i64 bytes = size * element_bytes(element);
     for_each(threads_for(rows * size, threads), rows, [&](i64 row, i64) {
-        activate_row(element, (char *)out + row * bytes, (const char *)x + 2 * row * bytes, size);
+        activate_row(element, SILU, (char *)out + row * bytes, (const char *)x + 2 * row * bytes, size);
     });
 }
 
 EXPORT void octavo_gelu(i64 element, void *out, const void *x, i64 rows, i64 size, i64 is_gated, i64 is_approximate,
                         i64 threads) {
+    i64 bytes = size * element_bytes(element);
     for_each(threads_for(rows * size, threads), rows, [&](i64 row, i64) {
+        char *to = (char *)out + row * bytes;
+        const char *from = (const char *)x + row * bytes * (1 + is_gated);
+        if (is_gated) return activate_row(element, is_approximate ? GELU_TANH : GELU, to, from, size);
         with(element, [&](auto *type) {
-            auto to = (decltype(type))out + row * size, gate = (decltype(type))x + row * size * (1 + is_gated);
             each_vector(size, [&](i64 i, i64 count) INLINED {
-                F value = gelu_of(load_some(gate + i, count), is_approximate);
-                if (is_gated) value = value * load_some(gate + size + i, count);
-                store_some(to + i, value, count);
+                F value = gelu_of(load_some((decltype(type))from + i, count), is_approximate);
+                store_some((decltype(type))to + i, value, count);
             });
         });
     });

@@ -2,8 +2,11 @@
 //
 // `gate` says what helpers may do: its lowest bits count those inside, the next bit is set while there is work, and the
 // rest is the number of the work. A helper goes in by counting itself, and the caller shuts the gate and waits until
-// nobody is inside, so that no helper touches work that is over, however late it comes.
+// nobody is inside, so that no helper touches work that is over, however late it comes. A helper that loses its core
+// inside, even between two items, therefore holds the caller up until it is back: once a call at most, and what it would
+// touch lies on the caller's stack.
 #include "threads.h"
+#include "tiles.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -20,6 +23,7 @@ namespace {
 // Looks before a waiting thread sleeps, some 15 ns each: longer than most items take, and less than waking a thread
 // costs where a core without work is given back to a hypervisor. Helpers look as long for the next work.
 enum { LOOKS = 4000, MOST_HELPERS = 1023 };
+const uint32_t EVERY_KIND = 0xffffffff;
 const i64 INSIDE = 0xffff, OPEN = 0x10000, NEXT = 0x20000;
 
 struct {
@@ -39,39 +43,53 @@ void look_away() {
     __builtin_ia32_pause();
 #endif
 }
-void sleep_while(int32_t *place, int32_t value) { syscall(SYS_futex, place, FUTEX_WAIT_PRIVATE, value, 0, 0, 0); }
+// Sleepers are told apart in 32 kinds: helpers whose number is too high for some work are not woken for it.
+void sleep_while(int32_t *place, int32_t value, uint32_t kind) {
+    syscall(SYS_futex, place, FUTEX_WAIT_BITSET | FUTEX_PRIVATE_FLAG, value, 0, 0, kind);
+}
+void wake_kinds(int32_t *place, uint32_t kinds) {
+    syscall(SYS_futex, place, FUTEX_WAKE_BITSET | FUTEX_PRIVATE_FLAG, INT_MAX, 0, 0, kinds);
+}
+uint32_t kind_of(int thread) { return 1u << (thread < 31 ? thread : 31); }
+uint32_t kinds_below(int threads) { return threads < 32 ? (1u << threads) - 1 : EVERY_KIND; }
 
-void help_once(int thread) {
+// Helps with the work there is, unless it is the one of number `last`: that one is counted anew.
+void help_once(int thread, i64 &last) {
     i64 gate = __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE);
     do {
-        if (!(gate & OPEN)) return;
+        if (!(gate & OPEN) || gate / NEXT == last) return;
     } while (!__atomic_compare_exchange_n(&pool.gate, &gate, gate + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    last = gate / NEXT;
     if (thread < pool.threads) {
         Team team = {pool.counters, thread, pool.threads, pool.phases, 0};
         pool.body(team, pool.argument);
+        release_tiles();
     }
     __atomic_sub_fetch(&pool.gate, 1, __ATOMIC_ACQ_REL);
 }
 
-void *help(void *thread) {
+void *help(void *number) {
     pthread_setname_np(pthread_self(), "octavo-kernels");
+    int thread = (int)(intptr_t)number;
+    i64 last = 0;
     for (int32_t seen = 0;;) {
         for (int looks = 0; look_at(&pool.number) == seen && looks < LOOKS; looks++) look_away();
         while (look_at(&pool.number) == seen) {
             count_on(&pool.sleepers, 1);
-            sleep_while(&pool.number, seen);
+            sleep_while(&pool.number, seen, kind_of(thread));
             count_on(&pool.sleepers, -1);
         }
         seen = look_at(&pool.number);
-        help_once((int)(intptr_t)thread);
+        help_once(thread, last);
     }
     return 0;
 }
 
-// In a child process there are no helpers any more.
+// In a child process there are no helpers any more, and the counters may have been on their way to another place.
 void forget_helpers() {
     pool.lock = PTHREAD_MUTEX_INITIALIZER;
     pool.gate = 0, pool.number = 0, pool.sleepers = 0, pool.num_helpers = 0;
+    pool.counters = 0, pool.counters_bytes = 0;
 }
 
 void start_helpers(int wanted) {
@@ -92,11 +110,12 @@ void start_helpers(int wanted) {
 }
 
 void run_alone(i64 phases, void (*body)(Team &, void *), void *argument) {
-    int32_t few[64] = {}, *counters = few;
-    if (counters_size(1, phases) > 64) counters = (int32_t *)calloc(counters_size(1, phases), COUNTER_BYTES);
+    i64 bytes = counters_size(1, phases) * COUNTER_BYTES;
+    int32_t *counters = (int32_t *)scratch(OF_TEAM, bytes);
+    memset(counters, 0, bytes);
     Team team = {counters, 0, 1, (int)phases, 0};
     body(team, argument);
-    if (counters != few) free(counters);
+    release_tiles();
 }
 
 bool make_counters(i64 size) {
@@ -117,11 +136,11 @@ void wait_for(int32_t *counter, int32_t value, int32_t *sleepers) {
         look_away();
     }
     count_on(sleepers, 1);
-    for (int32_t now; (now = look_at(counter)) != value;) sleep_while(counter, now);
+    for (int32_t now; (now = look_at(counter)) != value;) sleep_while(counter, now, EVERY_KIND);
     count_on(sleepers, -1);
 }
 
-void wake(int32_t *counter) { syscall(SYS_futex, counter, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0); }
+void wake(int32_t *counter) { wake_kinds(counter, EVERY_KIND); }
 
 void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *argument) {
     if (threads > MOST_HELPERS + 1) threads = MOST_HELPERS + 1;
@@ -134,9 +153,10 @@ void in_parallel(i64 threads, i64 phases, void (*body)(Team &, void *), void *ar
     pool.body = body, pool.argument = argument, pool.threads = (int)threads, pool.phases = (int)phases;
     __atomic_add_fetch(&pool.gate, NEXT | OPEN, __ATOMIC_ACQ_REL);
     count_on(&pool.number, 1);
-    if (look_at(&pool.sleepers)) wake(&pool.number);
+    if (look_at(&pool.sleepers)) wake_kinds(&pool.number, kinds_below((int)threads));
     Team team = {pool.counters, 0, (int)threads, (int)phases, 0};
     body(team, argument);
+    release_tiles();
     __atomic_sub_fetch(&pool.gate, OPEN, __ATOMIC_ACQ_REL);
     for (int looks = 0; __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) & INSIDE; looks++) {
         if (looks < LOOKS) look_away();

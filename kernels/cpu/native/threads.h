@@ -62,7 +62,7 @@ static inline void for_each(i64 threads, i64 num_items, Do run) {
 
 // Memory of the calling thread until it ends, at least so many bytes, on a cache line; what it held before is gone. One
 // piece a slot: who calls another function that needs memory, too, takes another slot.
-enum Slot { OF_CALL, OF_ITEM, OF_PANEL, NUM_SLOTS };
+enum Slot { OF_CALL, OF_TEAM, OF_ITEM, OF_PANEL, NUM_SLOTS };
 void *scratch(Slot slot, i64 bytes);
 
 // Rows that write no more numbers than this are not worth waking a thread for.
