@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import torch
 
-from kernels.cpu.products.few_bits import PANEL
 from kernels.cpu.products.packed_weight import packed_shape
+from kernels.cpu.products.records import PANEL
 
 KINDS = {  # of GGUF, by the type that such a weight is packed as
     torch.int32: gguf.GGMLQuantizationType.Q4_0,
@@ -38,7 +38,7 @@ def pack_float32(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, out_features: int) -> torch.Tensor:
-    """What the layout of `kernels.cpu.products.few_bits` says, number by number: f32[out_features, in_features]."""
+    """What the layout of `kernels.cpu.products.records` says, number by number: f32[out_features, in_features]."""
     records = packed.view(torch.uint8).flatten(2).numpy()
     num_scales = 2 if packed.dtype == torch.uint8 else 1
     scales = records[:, :, : num_scales * PANEL * 2].copy().view(np.float16).astype(np.float32)

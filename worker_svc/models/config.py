@@ -49,7 +49,7 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
-    quantization: str = ""  # of the weights of products: int8; empty: none
+    quantization: str = ""  # of the weights of products: int8, int4, int4-128; empty: none
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
 
     @property
@@ -63,7 +63,9 @@ class ModelConfig:
             inner += num_sparse * experts.num_experts * experts.intermediate_size
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
-        return table * self.dtype.itemsize + (table + layers) * (1 if self.quantization else self.dtype.itemsize)
+        of_head = 1 if self.quantization else self.dtype.itemsize
+        of_layers = {"": self.dtype.itemsize, "int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8}[self.quantization]
+        return table * (self.dtype.itemsize + of_head) + int(layers * of_layers)
 
     @classmethod
     def from_folder(

@@ -13,9 +13,9 @@ from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 
@@ -91,7 +91,7 @@ def load_model(
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
-        weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
+        weights = DummyWeights(config.dtype, device, seed, QuantizedStore(config) if config.quantization else None)
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
     weights.is_batch_invariant = config.is_batch_invariant
@@ -101,13 +101,13 @@ def load_model(
     except torch.OutOfMemoryError:
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
-    if weights.int8 is not None:
-        weights.int8.finish()
+    if weights.store is not None:
+        weights.store.finish()
     return model
 
 
 def check_quantization(config: ModelConfig, device: torch.device) -> None:
-    """Raises ModelError where products cannot be of eight bits."""
+    """Raises ModelError where products cannot be of few bits."""
     if device.type != "cpu":
         raise ModelError(f"quantization {config.quantization} is computed on a CPU alone: --device cpu, not {device}")
     if config.impl == "transformers":
@@ -123,5 +123,5 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     config, paths = part.whole, checkpoint_paths(folder, load_format)
     num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
-    store = Int8Store.of_model(part) if config.quantization else None
+    store = QuantizedStore.of_model(part) if config.quantization else None
     return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)
