@@ -9,9 +9,8 @@ from kernels.cpu.library import at_level
 from kernels.cpu.native.build import usable_levels
 from kernels.cpu.products.four_bits import find_four_bits, quantize_four_bits
 from kernels.cpu.products.layer_product import Product
-from kernels.cpu.products.records import RecordWeight
 from kernels.oracles import reference
-from tests.kernels.few_bits_weights import few_bits_weight
+from tests.kernels.few_bits_weights import few_bits_weight, unpack_four_bits
 
 # out x in, group: short groups and panels, inputs that are no multiple of 32, other groups than 32 and 128.
 SIZES = [(48, 256, 32), (61, 576, 128), (5, 60, 32), (101, 157, 128), (50, 31, 32), (17, 320, 96)]
@@ -23,23 +22,6 @@ def numbers(out_features: int, in_features: int) -> torch.Tensor:
     weight = torch.randn(out_features, in_features, generator=generator) * torch.logspace(-3, 1, out_features)[:, None]
     weight[::3, 5] *= 4
     return weight
-
-
-def unpack(weight: RecordWeight) -> torch.Tensor:
-    """What the layout of `kernels.cpu.products.records` says, output by output and group by group: f32[out, in]."""
-    group, columns = weight.records.group, []
-    for panel in weight.packed:
-        place, of_panel = 0, []
-        for start in range(0, -(-weight.in_features // 32) * 32, group):
-            inputs = min(group, -(-weight.in_features // 32) * 32 - start)
-            line = panel[place : place + 192].view(torch.float16).float()
-            words = panel[place + 192 : place + 192 + inputs * 24].view(torch.int32).view(-1, 1, 48)
-            codes = (words >> torch.arange(0, 32, 4).view(8, 1) & 15).reshape(inputs, 48)
-            of_panel.append(line[:48] * codes + line[48:])
-            place += 192 + inputs * 24
-        assert place == len(panel)
-        columns.append(torch.cat(of_panel).T)
-    return torch.cat(columns)[: weight.out_features, : weight.in_features]
 
 
 def by_range(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -57,7 +39,7 @@ def by_range(weight: torch.Tensor, group: int) -> torch.Tensor:
 def test_quantised_weights_are_nearer_than_those_by_range(size: tuple[int, int, int]) -> None:
     *shape, group = size
     weight = numbers(*shape)
-    found = unpack(quantize_four_bits(weight, group))
+    found = unpack_four_bits(quantize_four_bits(weight, group))
     errors = [(one - weight).norm(dim=1) / weight.norm(dim=1) for one in (found, by_range(weight, group))]
     # Steps of a fifteenth of what 32 to 128 normal numbers span are wrong by 8 to 11 parts in a hundred.
     assert errors[0].mean() < min(0.97 * errors[1].mean(), 0.11) and (errors[0] < 1.01 * errors[1]).all()
@@ -85,7 +67,7 @@ def test_products_are_those_of_the_rounded_rows_and_the_quantised_weight(size: t
     weight = quantize_four_bits(numbers(*shape), group)
     product = Product.of_records(weight, None, are_rows_rounded=True)
     x = torch.randn(9, shape[1], generator=torch.Generator().manual_seed(1))
-    exact = reference.rounded_rows(x) @ unpack(weight).double().T
+    exact = reference.rounded_rows(x) @ unpack_four_bits(weight).double().T
     out = torch.full((9, shape[0]), float("nan"))
     product.multiply(out, x)
     assert ((out.double() - exact).abs() <= 2e-6 * exact.abs().amax(dim=1, keepdim=True)).all()
@@ -98,7 +80,7 @@ def test_products_are_those_of_the_rounded_rows_and_the_quantised_weight(size: t
 def test_numbers_that_are_alike_stay_so_and_nan_makes_its_group_nan() -> None:
     weight = torch.zeros(3, 64)
     weight[1], weight[2, 40] = 0.75, float("nan")
-    found = unpack(quantize_four_bits(weight, 32))
+    found = unpack_four_bits(quantize_four_bits(weight, 32))
     assert torch.equal(found[:2], weight[:2])
     assert not found[2, :32].any() and found[2, 32:].isnan().all()
 
@@ -106,7 +88,7 @@ def test_numbers_that_are_alike_stay_so_and_nan_makes_its_group_nan() -> None:
 def test_weights_of_four_bits_are_found_and_no_others() -> None:
     weight = few_bits_weight(torch.uint8, 50, 64)
     found = find_four_bits(weight)
-    assert found is not None and torch.equal(unpack(found), weight)
+    assert found is not None and torch.equal(unpack_four_bits(found), weight)
     assert find_four_bits(few_bits_weight(torch.int8, 50, 64)) is None and find_four_bits(weight.bfloat16()) is None
 
 

@@ -21,7 +21,13 @@ FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-
 
 
 # What weights are kept in, and what is computed in.
-KINDS = [("float", "float32"), ("float", "bfloat16"), ("int8", "float32"), ("int8", "bfloat16")]
+KINDS = [
+    ("float", "float32"),
+    ("float", "bfloat16"),
+    ("int8", "float32"),
+    ("int8", "bfloat16"),
+    ("int4", "float32"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, weights: str = "float", dtype: str = "float32") -> Decoder:
-    """With products of float weights, or of eight bits."""
-    quantization = "int8" if weights == "int8" else ""
+    """With products of float weights, or of eight bits or four."""
+    quantization = "" if weights == "float" else weights
     model = load_model(folder, ModelConfig.from_folder(folder, dtype, quantization=quantization), "cpu")
     assert isinstance(model, Decoder)
     return model
