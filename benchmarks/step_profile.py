@@ -113,15 +113,16 @@ class Profiler:
 
         return run
 
-    def _kernel(self, name: str) -> Callable[..., None]:
+    def _kernel(self, name: str) -> Callable[..., Any]:
         kernel = getattr(cpu, name)
 
-        def run(*arguments: Any, **options: Any) -> None:
+        def run(*arguments: Any, **options: Any) -> Any:
             started = time.perf_counter()
-            kernel(*arguments, **options)
+            found = kernel(*arguments, **options)
             seconds = time.perf_counter() - started
             costs = _attention_costs(*arguments) if name == "paged_attention" else (0, 0)
             self._add(name, seconds, *costs)
+            return found
 
         return run
 
@@ -251,7 +252,7 @@ def main() -> int:
     """Prints the operators of a pass beside their limits, as a table or JSON."""
     parser = argparse.ArgumentParser(description="Profiles a decode step, operator by operator, against the limits.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--quantization", choices=["none", "int8"], default="none")
+    parser.add_argument("--quantization", choices=["none", "int8", "int4", "int4-128"], default="none")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32], help="W1 has 1, W2 up to 32")
     parser.add_argument("--seq-len", type=int, default=200, help="tokens of each sequence (default: %(default)s)")

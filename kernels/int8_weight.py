@@ -8,7 +8,7 @@ group 8 quads of inputs, in a quad the outputs one after the other, each with it
     [ceil(out / 16), ceil(in / 32), 8, 16, 4]        64 bytes, one vector: 16 outputs of one quad
 
 Of eight inputs in a row the first quad has 0, 2, 4 and 6, the second 1, 3, 5 and 7. So they come out of weights of four
-bits (`kernels.cpu.products.int4_linear`), and rows are quantised once for both.
+bits (`kernels.cpu.products.records`), and rows are quantised once for both.
 
 Rows and columns that fill the last panel and group up are zeros (128). Knows nothing of activations.
 """

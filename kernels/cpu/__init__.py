@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.lora import lora_expand, lora_shrink
-from kernels.cpu.products.int4_linear import int4_linear
 from kernels.cpu.products.int8_linear import int8_linear
+from kernels.cpu.products.quantized_product import quantized_product
 from kernels.cpu.rows import (
     gelu,
     gelu_and_mul,
@@ -39,7 +39,6 @@ __all__ = [
     "draw_tokens",
     "gelu",
     "gelu_and_mul",
-    "int4_linear",
     "int8_linear",
     "kept_range",
     "layer_norm",
@@ -48,6 +47,7 @@ __all__ = [
     "most_likely",
     "paged_attention",
     "penalize",
+    "quantized_product",
     "reshape_and_cache",
     "rms_norm",
     "rotary",

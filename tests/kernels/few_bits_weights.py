@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import torch
 
-from kernels.cpu.products.few_bits import PANEL
 from kernels.cpu.products.packed_weight import packed_shape
+from kernels.cpu.products.records import PANEL, RecordWeight
 
 KINDS = {  # of GGUF, by the type that such a weight is packed as
     torch.int32: gguf.GGMLQuantizationType.Q4_0,
@@ -38,7 +38,7 @@ def pack_float32(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, out_features: int) -> torch.Tensor:
-    """What the layout of `kernels.cpu.products.few_bits` says, number by number: f32[out_features, in_features]."""
+    """What the layout of `kernels.cpu.products.records` says, number by number: f32[out_features, in_features]."""
     records = packed.view(torch.uint8).flatten(2).numpy()
     num_scales = 2 if packed.dtype == torch.uint8 else 1
     scales = records[:, :, : num_scales * PANEL * 2].copy().view(np.float16).astype(np.float32)
@@ -53,3 +53,20 @@ def unpack(packed: torch.Tensor, out_features: int) -> torch.Tensor:
     if num_scales == 2:
         numbers = numbers + scales[:, :, None, PANEL:]
     return torch.from_numpy(numbers).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:out_features]
+
+
+def unpack_four_bits(weight: RecordWeight) -> torch.Tensor:
+    """What the layout of `kernels.cpu.products.records` says, output by output and group by group: f32[out, in]."""
+    group, columns = weight.records.group, []
+    for panel in weight.packed:
+        place, of_panel = 0, []
+        for start in range(0, -(-weight.in_features // 32) * 32, group):
+            inputs = min(group, -(-weight.in_features // 32) * 32 - start)
+            line = panel[place : place + 192].view(torch.float16).float()
+            words = panel[place + 192 : place + 192 + inputs * 24].view(torch.int32).view(-1, 1, 48)
+            codes = (words >> torch.arange(0, 32, 4).view(8, 1) & 15).reshape(inputs, 48)
+            of_panel.append(line[:48] * codes + line[48:])
+            place += 192 + inputs * 24
+        assert place == len(panel)
+        columns.append(torch.cat(of_panel).T)
+    return torch.cat(columns)[: weight.out_features, : weight.in_features]

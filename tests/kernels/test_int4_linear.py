@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import cpu
 from kernels.cpu.library import at_level
 from kernels.cpu.native.build import usable_levels
 from kernels.cpu.products.few_bits_fit import pack_few_bits
 from kernels.cpu.products.layer_product import Product
+from kernels.cpu.products.records import FORMATS, RecordWeight
 from kernels.oracles import reference
 from tests.kernels.few_bits_weights import few_bits_weight, unpack
 
-FORMATS = {"scales": torch.int32, "scales and minima": torch.uint8}
+KINDS = {"scales": torch.int32, "scales and minima": torch.uint8}
 # out x in: less than a panel, whole panels, neither, many groups.
 SIZES = [(1, 32), (96, 64), (60, 160), (1031, 32), (49, 2112)]
 
@@ -28,20 +28,30 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def of(packed: torch.Tensor, out_features: int, in_features: int) -> RecordWeight:
+    """What `pack_few_bits` gives, as records."""
+    return RecordWeight(FORMATS[packed.dtype], packed.view(torch.uint8).flatten(1), out_features, in_features)
+
+
+def multiply(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    product = Product.of_records(of(packed, out.shape[1], x.shape[1]), bias, are_rows_rounded=True)
+    product.multiply(out, x)
+
+
 class Case:
     """A product of random numbers, some rows much larger than others."""
 
     def __init__(self, kept: str, num_out: int, num_in: int, num_rows: int) -> None:
         generator = torch.Generator().manual_seed(num_out * 1000 + num_in)
-        packed = pack_few_bits(few_bits_weight(FORMATS[kept], num_out, num_in), most_bits=4)
-        assert packed is not None and packed.dtype == FORMATS[kept]
+        packed = pack_few_bits(few_bits_weight(KINDS[kept], num_out, num_in), most_bits=4)
+        assert packed is not None and packed.dtype == KINDS[kept]
         self.packed, self.bias = packed, torch.randn(num_out, generator=generator)
         self.x = torch.randn(num_rows, num_in, generator=generator) * torch.logspace(-6, 6, num_rows)[:, None]
 
     def run(self, rows: slice = slice(None), bias: bool = True) -> torch.Tensor:
         x = self.x[rows]
         out = torch.full((x.shape[0], len(self.bias)), float("nan"))
-        cpu.int4_linear(out, x, self.packed, self.bias if bias else None)
+        multiply(out, x, self.packed, self.bias if bias else None)
         return out
 
     def exact(self, bias: bool) -> torch.Tensor:
@@ -51,7 +61,7 @@ class Case:
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kept", FORMATS)
+@pytest.mark.parametrize("kept", KINDS)
 def test_result_is_that_of_the_rounded_rows_and_the_weight_itself(kept: str, size: tuple[int, int], bias: bool) -> None:
     case = Case(kept, *size, num_rows=13)
     exact = case.exact(bias)
@@ -62,7 +72,7 @@ def test_result_is_that_of_the_rounded_rows_and_the_weight_itself(kept: str, siz
 
 @pytest.mark.parametrize("level", usable_levels()[:-1])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 11])
-@pytest.mark.parametrize("kept", FORMATS)
+@pytest.mark.parametrize("kept", KINDS)
 def test_every_way_to_multiply_gives_the_same_bits(kept: str, num_rows: int, level: str) -> None:
     case = Case(kept, 61, 160, 11)
     expected = case.run()[:num_rows]
@@ -71,7 +81,7 @@ def test_every_way_to_multiply_gives_the_same_bits(kept: str, num_rows: int, lev
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kept", FORMATS)
+@pytest.mark.parametrize("kept", KINDS)
 def test_a_row_is_the_same_alone_and_beside_any_number_of_others(kept: str, size: tuple[int, int]) -> None:
     case = Case(kept, *size, num_rows=333)
     whole = case.run()
@@ -94,9 +104,9 @@ def test_integers_are_multiplied_exactly(kept: str, first: int, num_in: int) -> 
     x[1], weight[3], weight[4] = 127, first, first + 15  # the largest sums, and none of them wraps
     weight[:, 1::32], weight[:, 2::32] = first, first + 15
     packed = pack_few_bits(weight, most_bits=4)
-    assert packed is not None and packed.dtype == FORMATS[kept]
+    assert packed is not None and packed.dtype == KINDS[kept]
     out = torch.full((9, 50), float("nan"))
-    cpu.int4_linear(out, x, packed)
+    multiply(out, x, packed)
     assert torch.equal(out, x @ weight.T)
 
 
@@ -123,12 +133,12 @@ def test_rows_of_zeros_give_the_bias_and_broken_rows_nan(num_rows: int) -> None:
         case.x = before
 
 
-@pytest.mark.parametrize("kept", FORMATS)
+@pytest.mark.parametrize("kept", KINDS)
 def test_memory_may_be_strided_and_nothing_beside_it_is_touched(kept: str) -> None:
     case = Case(kept, 53, 64, 9)
     room, wide = torch.full((9, 80), -7.0), torch.full((9, 80), float("nan"))
     wide[:, 3:67] = case.x
-    cpu.int4_linear(room[:, 11:64], wide[:, 3:67], case.packed, case.bias)
+    multiply(room[:, 11:64], wide[:, 3:67], case.packed, case.bias)
     assert torch.equal(room[:, 11:64], case.run())
     assert (room[:, :11] == -7).all() and (room[:, 64:] == -7).all()
 
@@ -142,16 +152,16 @@ def test_what_does_not_fit_is_refused() -> None:
     out, x, eight_bits = torch.empty(4, 37), case.x, pack_few_bits(few_bits_weight(torch.int8, 37, 64))
     assert eight_bits is not None and pack_few_bits(few_bits_weight(torch.int8, 37, 64), most_bits=4) is None
     for arguments, why in (
-        ((out, x[:, :32], case.packed), r"weight .* is not of 4 bits for 37 x 32"),
-        ((out, x[:, :33], case.packed), r"weight .* is not of 4 bits for 37 x 33"),
-        ((out, x, eight_bits), r"weight .* of torch.int8 is not of 4 bits"),
+        ((out, x[:, :32], case.packed), r"weight .* is not in Records.* for 37 x 32"),
+        ((out, x[:, :31], case.packed), r"weight .* is not in Records.* for 37 x 31"),
+        ((out, x, eight_bits), "rows that are rounded are not multiplied by INT8"),
         ((out[:3], x, case.packed), r"out .* does not fit 37 outputs"),
         ((out, x, case.packed, case.bias.double()), r"bias .* is not float32 for 37 outputs"),
         ((out, x, case.packed, case.bias[:5]), r"bias .* is not float32 for 37 outputs"),
     ):
         with pytest.raises(ValueError, match=why):
-            cpu.int4_linear(*arguments)
+            multiply(*arguments)
     with pytest.raises(TypeError, match="float32 or bfloat16, not"):
-        cpu.int4_linear(out.bfloat16(), x, case.packed)
-    with pytest.raises(ValueError, match=r"weight .* is not of 4 bits for 37 x 96"):
-        Product.of_int4(case.packed, None, 37, 96)
+        multiply(out.bfloat16(), x, case.packed)
+    with pytest.raises(ValueError, match=r"weight .* is not in Records.* for 37 x 96"):
+        of(case.packed, 37, 96)

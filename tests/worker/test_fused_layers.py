@@ -22,7 +22,13 @@ FUSED += ["llama-gelu", "qwen3", "qwen3-one-head", "qwen3-biased", "gemma", "gem
 
 
 # What weights are kept in, and what is computed in.
-KINDS = [("float", "float32"), ("float", "bfloat16"), ("int8", "float32"), ("int8", "bfloat16")]
+KINDS = [
+    ("float", "float32"),
+    ("float", "bfloat16"),
+    ("int8", "float32"),
+    ("int8", "bfloat16"),
+    ("int4", "float32"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +38,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, weights: str = "float", dtype: str = "float32") -> Decoder:
-    """With products of float weights, or of eight bits."""
-    quantization = "int8" if weights == "int8" else ""
+    """With products of float weights, or of eight bits or four."""
+    quantization = "" if weights == "float" else weights
     model = load_model(folder, ModelConfig.from_folder(folder, dtype, quantization=quantization), "cpu")
     assert isinstance(model, Decoder)
     return model

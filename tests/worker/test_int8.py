@@ -1,4 +1,4 @@
-"""Models with weights of eight bits: near the float ones, the same in any batch, and read back as they were made."""
+"""Models with weights of eight bits or four: near the float ones, the same in any batch, and read back as they were."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.cpu.products.four_bits import quantize_four_bits
+from tests.kernels.few_bits_weights import unpack_four_bits
+from tests.tiny_models import make_tiny_llama
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.gguf_files import write_gguf
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig, ModelError
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.gguf_folder import model_folder
+from worker_svc.models.int4_linear import Int4Linear
+from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.loader import Model, load_model
+from worker_svc.models.mlp import Mlp
 
 LENGTHS = [1, 7, 83]
 
@@ -81,6 +88,50 @@ def test_weights_take_a_byte_each(name: str, tmp_path: Path) -> None:
     model, plain = load(make_family(name, tmp_path / "model")), load(tmp_path / "model", "")
     assert model.config.weights_bytes == pytest.approx(model.weights_bytes, rel=0.4)  # sizes of 60 are filled up to 64
     assert model.weights_bytes < 0.5 * plain.weights_bytes
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int4-128"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral"])
+def test_four_bits_are_the_same_from_the_cache_and_in_chunks(
+    name: str, quantization: str, tmp_path: Path, cache: Path
+) -> None:
+    folder = make_family(name, tmp_path / "model")
+    model = load(folder, quantization)
+    made = logits_of(model)
+    for one, other in zip(made, logits_of(load(folder, quantization)), strict=True):
+        assert torch.equal(one, other)
+    alone = Stepper(model, [tokens(83)])
+    for first, last in ((0, 40), (40, 41), (41, 83)):
+        assert torch.equal(alone.step({0: (first, last)})[0], made[2][first:last])
+    load(folder, "int8")
+    assert len(list(cache.iterdir())) == 2  # each is kept by itself
+
+
+@pytest.mark.parametrize(("quantization", "group"), [("int4", 32), ("int4-128", 128)])
+def test_four_bits_give_the_logits_of_a_model_with_these_very_weights(
+    quantization: str, group: int, tmp_path: Path
+) -> None:
+    folder = make_tiny_llama(tmp_path / "model", hidden_size=192, intermediate_size=224)
+    exact, found = torch.cat(logits_of(load(folder, ""))), torch.cat(logits_of(load(folder, quantization)))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            tensors[name] = unpack_four_bits(quantize_four_bits(tensor, group)).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    own = torch.cat(logits_of(load(folder, "")))
+    # Rows of eight bits are what is left; see the families above.
+    assert 0.002 < ((found - own).std(dim=1) / own.std(dim=1)).median() < 0.06
+    assert (found - own).std() < 0.4 * (found - exact).std()
+
+
+def test_four_bits_are_for_all_products_but_the_head(tmp_path: Path) -> None:
+    model = load(make_family("qwen2", tmp_path / "model"), "int4")
+    assert isinstance(model, Decoder) and model._head is not None
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Mlp)
+        for product in (layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer):
+            assert isinstance(product, Int4Linear) and product.weight.records.group == 32
+    assert isinstance(model._head._product, Int8Linear)
 
 
 def test_a_gguf_file_is_quantised_as_the_model_that_it_was_made_of(tmp_path: Path, cache: Path) -> None:

@@ -52,7 +52,7 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
-    quantization: str = ""  # of the weights of products when they are loaded: int8; empty: none
+    quantization: str = ""  # of the weights of products when they are loaded: int8, int4, int4-128; empty: none
     weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
     cache_scales: CacheScales | None = None  # of a cache of eight bits; None: it has more
@@ -70,7 +70,9 @@ class ModelConfig:
         table = self.vocab_size * self.hidden_size
         if self.weights_format is not None and not self.quantization:
             return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.bits_per_number / 8)
-        return table * self.dtype.itemsize + (table + layers) * (1 if self.quantization else self.dtype.itemsize)
+        of_head = 1 if self.quantization else self.dtype.itemsize
+        of_layers = {"": self.dtype.itemsize, "int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8}[self.quantization]
+        return table * (self.dtype.itemsize + of_head) + int(layers * of_layers)
 
     @classmethod
     def from_folder(

@@ -10,11 +10,9 @@ import torch
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer
-from worker_svc.models.int4_linear import Int4Linear
-from worker_svc.models.int8_linear import Int8Linear
+from worker_svc.models.linear import CompiledLinear
 from worker_svc.models.mlp import Mlp
 from worker_svc.models.norm import RmsNorm
-from worker_svc.models.packed_linear import PackedLinear
 
 NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
 
@@ -112,8 +110,8 @@ def _optional_norms(layer: DecoderLayer) -> dict[str, torch.Tensor]:
     return {name: norm.weight for name, norm in norms.items() if isinstance(norm, RmsNorm)}
 
 
-def _products(layer: DecoderLayer) -> list[PackedLinear | Int8Linear | Int4Linear]:
+def _products(layer: DecoderLayer) -> list[CompiledLinear]:
     """The products of a layer that have a compiled form."""
     assert isinstance(layer.mlp, Mlp)
     products = layer.qkv, layer.attention_out, layer.mlp.inner, layer.mlp.outer
-    return [product for product in products if isinstance(product, PackedLinear | Int8Linear | Int4Linear)]
+    return [product for product in products if isinstance(product, CompiledLinear)]

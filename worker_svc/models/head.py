@@ -37,7 +37,7 @@ class Head:
             weights.ignore(f"{names.head}.weight")
         table = base + names.embedding if is_tied else names.head
         # A tied table of few bits is multiplied as it is stored; the embedding's own copy is expanded.
-        if is_tied and (weights.int8 is not None or not weights.format_of(f"{table}.weight")):
+        if is_tied and (weights.store is not None or not weights.format_of(f"{table}.weight")):
             embedding = take_embedding(part, weights, base) if embedding is None else embedding
             self._product = tied_linear(weights, names.head, embedding)
         else:

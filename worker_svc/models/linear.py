@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -11,6 +11,9 @@ from worker_svc.models.dense import dense
 from worker_svc.models.fused_parts import in_order, stored_rows
 from worker_svc.models.quantized.quantized_layer import drop_zero_biases, take_quantized
 from worker_svc.models.weights import Weights
+
+if TYPE_CHECKING:
+    from kernels.cpu.products.layer_product import Product
 
 
 class Linear(Protocol):
@@ -22,6 +25,14 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features], contiguous, to [T, out_features]."""
+
+
+@runtime_checkable
+class CompiledLinear(Protocol):
+    """A dense layer that compiled code can multiply by itself (`FusedLayers`)."""
+
+    def compiled(self, in_features: int) -> Product:
+        """What it needs for that. Raises ValueError where the layer has not so many inputs."""
 
 
 def take_linear(
@@ -54,7 +65,7 @@ def take_linear(
         is_biased = False
         for name in names:
             weights.ignore(f"{name}.bias")
-    store = weights.int8
+    store = weights.store
     if store is not None and (found := store.find(names[0], sum(sizes), in_features)) is not None:
         for name in names:
             weights.ignore(f"{name}.weight")
@@ -81,6 +92,6 @@ def take_linear(
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
     """A product with a matrix that has been taken for something else."""
-    if weights.int8 is None:
+    if weights.store is None:
         return dense(weight, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
-    return weights.int8.find(name, *weight.shape) or weights.int8.make(name, weight)
+    return weights.store.find(name, *weight.shape) or weights.store.make(name, weight)

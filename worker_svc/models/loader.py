@@ -21,12 +21,12 @@ from worker_svc.models.checkpoint_files import (
 from worker_svc.models.checkpoint_scales import is_cache_scale
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
+from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 
@@ -99,7 +99,7 @@ def load_model(
     weights: Weights
     if load_format == "dummy":
         _check_memory(part, device, config.weights_bytes)
-        weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
+        weights = DummyWeights(config.dtype, device, seed, QuantizedStore(config) if config.quantization else None)
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
     weights.is_batch_invariant = config.is_batch_invariant
@@ -110,13 +110,13 @@ def load_model(
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
     weights.quantized.finish()
-    if weights.int8 is not None:
-        weights.int8.finish()
+    if weights.store is not None:
+        weights.store.finish()
     return model
 
 
 def check_quantization(config: ModelConfig, device: torch.device) -> None:
-    """Raises ModelError where products cannot be of eight bits."""
+    """Raises ModelError where products cannot be of few bits."""
     if device.type != "cpu":
         raise ModelError(f"quantization {config.quantization} is computed on a CPU alone: --device cpu, not {device}")
     if config.impl == "transformers":
@@ -147,7 +147,7 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
-    store = Int8Store.of_model(part) if config.quantization else None
+    store = QuantizedStore.of_model(part) if config.quantization else None
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
     _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
     return weights

@@ -5,26 +5,45 @@
 // those of quantised rows are exact within a group, and groups are added in order. So a row's result depends neither on
 // the other rows nor on the number of threads nor on how the weight is kept: bit for bit. Sums are float32, and rounded
 // once where rows are bfloat16.
-#include "products.h"
+#include "records.h"
 
 namespace {
 
 const i64 ROWS_BYTES = 512 << 10;  // of x that are multiplied before the next: they stay in the second cache level
 
 bool is_quantized(i64 kind) { return kind >= INT8; }
+float as_float(float x) { return x; }
+float as_float(Bfloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
 bool takes_float32(i64 kind) { return kind < WEIGHT_PAIRS; }
 
 // Bytes from a row to the next as kernels take them.
 i64 prepared_bytes(const Product &product, i64 element) {
     if (is_quantized(product.kind)) return groups_of(product.num_in) * (i64)sizeof(Group);
-    return takes_float32(product.kind) && element == BFLOAT16 ? product.num_in * 4 : 0;  // 0: as they are
+    bool is_taken_as_it_is = !takes_float32(product.kind) || (element == FLOAT32 && !product.order);
+    return is_taken_as_it_is ? 0 : product.num_in * 4;
+}
+
+template <class T>
+void to_floats(const T *x, const i64 *order, i64 size, float *to) {
+    if (order)
+        for (i64 i = 0; i < size; i++) to[i] = as_float(x[order[i]]);
+    else
+        each_vector(size, [&](i64 i, i64 count) INLINED { store_some(to + i, load_some(x + i, count), count); });
 }
 
 void prepare_row(const Product &product, i64 element, const void *x, void *to) {
-    if (is_quantized(product.kind)) return quantize_row(element, x, product.num_in, (Group *)to);
-    each_vector(product.num_in, [&](i64 i, i64 count) INLINED {
-        store_some((float *)to + i, load_some((const Bfloat16 *)x + i, count), count);
-    });
+    i64 size = product.num_in;
+    if (is_quantized(product.kind) && !product.order) return quantize_row(element, x, size, (Group *)to);
+    float *numbers = is_quantized(product.kind) ? (float *)scratch(OF_ITEM, size * 4) : (float *)to;
+    if (element == FLOAT32) to_floats((const float *)x, product.order, size, numbers);
+    else to_floats((const Bfloat16 *)x, product.order, size, numbers);
+    if (is_quantized(product.kind)) quantize_row(FLOAT32, numbers, size, (Group *)to);
 }
 
 // One panel and some rows.
@@ -49,19 +68,29 @@ struct FloatItem {
                           x_stride,
                           count,
                           product.num_in,
-                          product.weight + panel * panel_bytes(product.kind, product.num_in),
+                          product.weight + panel * panel_bytes(product),
                           start,
                           sums,
                           is_direct ? out_stride : (i64)PANEL,
                           panel + 1 < num_panels && item + 1 < end};
-        bool is_few_bits = product.kind >= WEIGHT_4_BITS_AND_MINIMUM && product.kind <= WEIGHT_4_BITS;
-        if (is_few_bits) add_few_bits(product.kind, work);
+        if (product.kind == WEIGHT_RECORDS) add_few_bits(product.records, work);
         else add_floats(product.kind, work);
         if (!is_direct) write_sums(sums, count, width, element, to, out_stride);
     }
 };
 
 }  // namespace
+
+i64 panel_bytes(const Product &product) {
+    i64 depth = product.num_in;
+    switch (product.kind) {
+        case WEIGHT_FLOAT32: return depth * PANEL * 4;
+        case WEIGHT_BFLOAT16: return depth * PANEL * 2;
+        case WEIGHT_PAIRS: return depth / 2 * PANEL * 4;
+        case INT8: return groups_of(depth) * GROUP * PANEL;
+        default: return RecordLayout(product.records).panel_bytes(groups_of(depth) * GROUP);
+    }
+}
 
 void write_sums(const float *sums, i64 rows, i64 width, i64 element, void *out, i64 out_stride) {
     for (i64 row = 0; row < rows; row++)
@@ -89,12 +118,11 @@ void multiply(Team &team, const Product &product, i64 element, void *out, i64 ou
         share(team, (rows + at_once - 1) / at_once * num_panels, item);
         return;
     }
-    i64 num_groups = groups_of(product.num_in), bytes = panel_bytes(product.kind, product.num_in);
+    i64 bytes = panel_bytes(product);
     share(team, rows ? num_panels : 0, [&](i64 panel, i64 end) {
-        i64 column = panel * PANEL, count = smaller(product.num_out - column, PANEL);
-        multiply_quantized(product.kind, (const Group *)from, rows, num_groups, product.weight + panel * bytes,
-                           product.scale ? product.scale + column : 0, product.bias ? product.bias + column : 0, count,
-                           element, (char *)out + column * size, out_stride, panel + 1 < end);
+        i64 column = panel * PANEL;
+        multiply_quantized(product, (const Group *)from, rows, product.weight + panel * bytes, column, element,
+                           (char *)out + column * size, out_stride, panel + 1 < end);
     });
 }
 

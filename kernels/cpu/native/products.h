@@ -3,23 +3,22 @@
 #include "threads.h"
 
 enum Element { FLOAT32, BFLOAT16 };  // of rows
-// How a weight is kept. Of the first five numbers say exactly what the weight is, and rows are not rounded; PAIRS are
+// How a weight is kept. Of the first four numbers say exactly what the weight is, and rows are not rounded; PAIRS are
 // of bfloat16, for rows of bfloat16; of the rest rows are quantised as they come.
-enum Kind {
-    WEIGHT_FLOAT32,
-    WEIGHT_BFLOAT16,
-    WEIGHT_4_BITS_AND_MINIMUM,
-    WEIGHT_8_BITS,
-    WEIGHT_4_BITS,
-    WEIGHT_PAIRS,
-    INT8,
-    INT4_AND_MINIMUM,
-    INT4
+enum Kind { WEIGHT_FLOAT32, WEIGHT_BFLOAT16, WEIGHT_RECORDS, WEIGHT_PAIRS, INT8, INT4 };
+
+// What records consist of (records.h); of INT4 they have codes of four bits without a table of their own.
+enum Codes { CODES_UINT4, CODES_INT4, CODES_E2M1, CODES_INT8, CODES_E4M3 };  // 0 .. 15, -8 .. 7, doubled, 1 / 256
+enum Scale { SCALE_FLOAT16, SCALE_FLOAT32, SCALE_FACTOR };
+enum Second { NO_OFFSET, OFFSET_FLOAT16, ZERO, OFFSET_FACTOR };  // of ZERO the offset is -scale zero
+struct Records {
+    i64 codes, scale, second;
+    i64 group;  // inputs that share a scale: a multiple of 32 for codes of four bits, of 16 for others
 };
 
 const i64 PANEL = 48;  // outputs of a panel, which a thread multiplies at a time
 const i64 VECTORS = PANEL / LANES;
-const i64 GROUP = 32;  // inputs that share a scale
+const i64 GROUP = 32;  // inputs of a row that share a scale where rows are quantised
 
 struct Product {
     i64 kind;
@@ -27,6 +26,8 @@ struct Product {
     const float *scale;  // of INT8, one an output
     const float *bias;   // or 0
     i64 num_in, num_out;
+    Records records;   // of WEIGHT_RECORDS and INT4
+    const i64 *order;  // or 0; which input of a row the weight's are for, in turn
 };
 
 INLINE i64 element_bytes(i64 element) { return element == FLOAT32 ? 4 : 2; }
@@ -51,9 +52,9 @@ struct PanelWork {
     bool has_next;
     i64 start_stride = 0;
 };
-i64 panel_bytes(i64 kind, i64 depth);
+i64 panel_bytes(const Product &product);
 void add_floats(i64 kind, const PanelWork &work);
-void add_few_bits(i64 kind, const PanelWork &work);
+void add_few_bits(const Records &records, const PanelWork &work);
 void add_pairs_by_tiles(const PanelWork &work);
 
 // Quantised rows: of each group of 32 inputs the numbers, in the order of `int8_weight.QUAD_ORDER`, what they are
@@ -65,10 +66,10 @@ struct Group {
 };
 INLINE i64 groups_of(i64 num_in) { return (num_in + GROUP - 1) / GROUP; }
 void quantize_row(i64 element, const void *x, i64 size, Group *groups);
-// A panel of quantised weights by all rows; `count` of its outputs exist. scale: of INT8.
-void multiply_quantized(i64 kind, const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
-                        const float *bias, i64 count, i64 element, void *out, i64 out_stride, bool has_next);
-// The same for INT8, whole panels, and rows that are multiples of 16, by tiles.
+// A panel of quantised weights, which begins with output `column`, by all rows.
+void multiply_quantized(const Product &product, const Group *groups, i64 rows, const char *weight, i64 column,
+                        i64 element, void *out, i64 out_stride, bool has_next);
+// Of INT8, a whole panel by rows that are multiples of 16, by tiles.
 template <class T>
 void multiply_bytes_by_tiles(const Group *groups, i64 rows, i64 num_groups, const char *weight, const float *scale,
                              const float *bias, T *out, i64 out_stride);

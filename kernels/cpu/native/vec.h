@@ -5,7 +5,7 @@
 // with sums only where `fma` says so, and sums over lanes have one order: a result has the same bits everywhere, but
 // for products of pairs of bfloat16, which only some processors have.
 //
-// An element is how a number lies in memory: float, Bfloat16 or Float16.
+// An element is how a number lies in memory: float, Bfloat16, Float16 or E4m3.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -16,6 +16,9 @@ struct Bfloat16 {
 };
 struct Float16 {
     uint16_t bits;
+};
+struct E4m3 {  // of eight bits, without infinities; loaded as its 256th, which is a float16 of the same bits
+    uint8_t bits;
 };
 const i64 LANES = 16, CACHE_LINE = 64;
 

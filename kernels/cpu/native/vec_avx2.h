@@ -16,6 +16,11 @@ INLINE F load(const Float16 *p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
 }
+INLINE F load(const E4m3 *p) {
+    __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    words = _mm256_and_si256(words, _mm256_set1_epi16((int16_t)0xbf80));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(words)), _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
+}
 INLINE I load(const int32_t *p) {
     return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
 }
@@ -120,8 +125,21 @@ INLINE F float_of(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x
 INLINE I to_int(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }  // of whole numbers
 INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 
-// The integers that the lowest four bits of each lane stand for, 0 .. 15, and so much more.
-INLINE F of_four_bits(I x, float least) { return to_float((x & splat(15)) + splat((int32_t)least)); }
+// Sixteen integers of eight bits, and what bits 4 INDEX .. 4 INDEX + 3 of each lane choose of them.
+struct Sixteen {
+    __m256i v;  // twice
+};
+INLINE Sixteen sixteen(const int8_t *p) { return {_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p))}; }
+template <int INDEX>
+INLINE __m256 chosen(__m256i x, __m256i table) {  // bytes are looked up together, those of four indices
+    __m256i fours = _mm256_and_si256(INDEX % 2 ? _mm256_srli_epi32(x, 4) : x, _mm256_set1_epi8(15));
+    __m256i upper = _mm256_slli_epi32(_mm256_shuffle_epi8(table, fours), 24 - INDEX / 2 * 8);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(upper, 24));
+}
+template <int INDEX>
+INLINE F chosen(I x, Sixteen table) {
+    return {chosen<INDEX>(x.a, table.v), chosen<INDEX>(x.b, table.v)};
+}
 
 INLINE __m256i dot_bytes(__m256i sums, __m256i weights, __m256i inputs) {
 #ifdef __AVXVNNI__

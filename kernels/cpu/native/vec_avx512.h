@@ -13,6 +13,10 @@ struct I {
 
 INLINE F load(const float *p) { return {_mm512_loadu_ps(p)}; }
 INLINE F load(const Float16 *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+INLINE F load(const E4m3 *p) {
+    __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    return {_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((int16_t)0xbf80)))};
+}
 INLINE I load(const int32_t *p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store(float *p, F x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(Float16 *p, F x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x.v, 8)); }
@@ -80,10 +84,14 @@ INLINE F float_of(I x) { return {_mm512_castsi512_ps(x.v)}; }
 INLINE I to_int(F x) { return {_mm512_cvttps_epi32(x.v)}; }  // of whole numbers
 INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
 
-// The integers that the lowest four bits of each lane stand for, 0 .. 15, and so much more.
-INLINE F of_four_bits(I x, float least) {
-    const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return {_mm512_permutexvar_ps(x.v, _mm512_add_ps(table, _mm512_set1_ps(least)))};
+// Sixteen integers of eight bits, and what bits 4 INDEX .. 4 INDEX + 3 of each lane choose of them.
+struct Sixteen {
+    __m512 v;
+};
+INLINE Sixteen sixteen(const int8_t *p) { return {to_float(widen(p)).v}; }
+template <int INDEX>
+INLINE F chosen(I x, Sixteen table) {
+    return {_mm512_permutexvar_ps(shift_right<4 * INDEX>(x).v, table.v)};
 }
 
 // sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact.

@@ -59,6 +59,11 @@ static F load(const Float16 *p) {
     for (int i = 0; i < LANES; i++) x.v[i] = wide(p[i]);
     return x;
 }
+static F load(const E4m3 *p) {
+    F x;
+    for (int i = 0; i < LANES; i++) x.v[i] = wide(Float16{(uint16_t)((p[i].bits & 128) << 8 | (p[i].bits & 127) << 7)});
+    return x;
+}
 static void store(Float16 *p, F x) {
     for (int i = 0; i < LANES; i++) p[i] = half(x.v[i]);
 }
@@ -144,8 +149,17 @@ static I to_int(F x) {  // of whole numbers; of what none is, as x86 does
 }
 INLINE F to_float(I x) { return {__builtin_convertvector(x.v, Floats)}; }
 
-// The integers that the lowest four bits of each lane stand for, 0 .. 15, and so much more.
-INLINE F of_four_bits(I x, float least) { return {__builtin_convertvector(x.v & 15, Floats) + least}; }
+// Sixteen integers of eight bits, and what bits 4 INDEX .. 4 INDEX + 3 of each lane choose of them.
+struct Sixteen {
+    const int8_t *p;
+};
+INLINE Sixteen sixteen(const int8_t *p) { return {p}; }
+template <int INDEX>
+static F chosen(I x, Sixteen table) {
+    F y;
+    for (int i = 0; i < LANES; i++) y.v[i] = table.p[(uint32_t)x.v[i] >> 4 * INDEX & 15];
+    return y;
+}
 
 // sums + in each lane four products of an unsigned byte of `weights` and a signed one of `inputs`, exact.
 INLINE I dot_bytes(I sums, I weights, I inputs) {

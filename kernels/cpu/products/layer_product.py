@@ -10,30 +10,49 @@ import torch
 
 from kernels.cpu.elements import BFLOAT16, element_of
 from kernels.cpu.library import library, num_threads
-from kernels.cpu.products.few_bits import FORMATS
 from kernels.cpu.products.packed_weight import kind_of_packed, packed_shape
+from kernels.cpu.products.records import FORMATS, GROUP, Codes, Records, RecordWeight
 from kernels.int8_weight import GROUP as INT8_GROUP
 from kernels.int8_weight import PANEL as INT8_PANEL
 
-FIELDS = ("kind", "weight", "scale", "bias", "num_in", "num_out")
+FIELDS = (
+    "kind",
+    "weight",
+    "scale",
+    "bias",
+    "num_in",
+    "num_out",
+    "codes",
+    "scale_kind",
+    "offset_kind",
+    "group",
+    "order",
+)
 PRODUCT = np.dtype([(name, np.int64) for name in FIELDS])  # `Product` of native/products.h
 _RECORD: Any = ctypes.c_int64 * len(FIELDS)
-_PAIRS = 5
-_INT8 = 6
-_INT4 = {torch.uint8: 7, torch.int32: 8}  # by the type of the packed weight: with minima, without
+_RECORDS, _PAIRS, _INT8, _INT4 = 2, 3, 4, 5  # `Kind`
 
 
 class Product:
     """A weight with what belongs to it, checked once; `record`, of `PRODUCT`, is good for as long as this lives."""
 
     def __init__(
-        self, kind: int, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, *sizes: int
+        self,
+        kind: int,
+        weight: torch.Tensor,
+        scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *sizes: int,
+        records: Records | None = None,
+        order: torch.Tensor | None = None,
     ) -> None:
         self.out_features, self.in_features = sizes
-        self._kept = weight, scale, bias
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self._kept]
+        self._kept = weight, scale, bias, order
+        self.weight_bytes = sum(tensor.nbytes for tensor in self._kept if tensor is not None)
+        of_weight, of_scale, of_bias, of_order = (0 if tensor is None else tensor.data_ptr() for tensor in self._kept)
+        format_ = (0, 0, 0, 0) if records is None else (records.codes, records.scale, records.offset, records.group)
         self._kind = kind
-        self.record = (kind, *addresses, self.in_features, self.out_features)
+        self.record = (kind, of_weight, of_scale, of_bias, self.in_features, self.out_features, *format_, of_order)
         self._passed = _RECORD(*self.record)
 
     @classmethod
@@ -46,16 +65,39 @@ class Product:
         if packed.shape != packed_shape(packed.dtype, out_features, inputs) or not packed.is_contiguous():
             raise ValueError(f"weight {tuple(packed.shape)} is not packed for {out_features} x {in_features}")
         _check_bias(bias, out_features)
-        return cls(kind, packed, None, bias, out_features, in_features)
+        return cls(kind, packed, None, bias, out_features, in_features, records=FORMATS.get(packed.dtype))
 
     @classmethod
-    def of_int4(cls, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int) -> Product:
-        """A weight as `int4_linear` takes it. Raises ValueError for one that is not of this size."""
-        if not is_int4_weight(packed, out_features, in_features):
-            sizes = f"{tuple(packed.shape)} of {packed.dtype} is not of 4 bits for {out_features} x {in_features}"
-            raise ValueError(f"weight {sizes}")
-        _check_bias(bias, out_features)
-        return cls(_INT4[packed.dtype], packed, None, bias, out_features, in_features)
+    def of_records(
+        cls,
+        weight: RecordWeight,
+        bias: torch.Tensor | None,
+        *,
+        order: torch.Tensor | None = None,
+        are_rows_rounded: bool = False,
+    ) -> Product:
+        """A weight in records. `order` i64[in_features]: which inputs of a row its columns are for, in turn.
+
+        `are_rows_rounded`: to 8 bits as they come, as those of `of_int8`; codes are UINT4 or INT4 then:
+
+            out[t, o] = bias[o] + sum_g step[t, g] * sum_{k in g} p[t, k] W[o, k]
+
+        p and step as in `reference.int8_linear`, g the groups of 32 inputs. Else `in_features` is a multiple of 32.
+        Raises ValueError for what does not fit.
+        """
+        _check_bias(bias, weight.out_features)
+        in_features = weight.in_features
+        if order is not None and (order.shape != (in_features,) or order.dtype != torch.int64):
+            raise ValueError(f"order {tuple(order.shape)} of {order.dtype} is not int64 for {in_features} inputs")
+        if order is not None and not torch.equal(order.sort().values, torch.arange(in_features)):
+            raise ValueError(f"order does not have each of {in_features} inputs once")
+        if are_rows_rounded and weight.records.codes not in (Codes.UINT4, Codes.INT4):
+            raise ValueError(f"rows that are rounded are not multiplied by {weight.records.codes.name}")
+        if not are_rows_rounded and in_features % GROUP:
+            raise ValueError(f"{in_features} inputs are not whole groups of {GROUP}")
+        kind, sizes = _INT4 if are_rows_rounded else _RECORDS, (weight.out_features, in_features)
+        order = None if order is None else order.contiguous()
+        return cls(kind, weight.packed, None, bias, *sizes, records=weight.records, order=order)
 
     @classmethod
     def of_int8(cls, packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, in_features: int) -> Product:
@@ -68,6 +110,12 @@ class Product:
         for name, values in (("scale", scale), ("bias", bias)):
             _check_numbers(name, values, out_features)
         return cls(_INT8, packed, scale, bias, out_features, in_features)
+
+    def compiled(self, in_features: int) -> Product:
+        """Itself, as layers in one call take it. Raises ValueError where it has not so many inputs."""
+        if in_features != self.in_features:
+            raise ValueError(f"a product of {self.in_features} inputs is not one of {in_features}")
+        return self
 
     def is_for(self, dtype: torch.dtype) -> bool:
         """Whether rows of this type can be multiplied by it."""
@@ -88,13 +136,6 @@ class Product:
         if rows:
             places = out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0)
             library().multiply(ctypes.addressof(self._passed), element, *places, rows, num_threads())
-
-
-def is_int4_weight(packed: torch.Tensor, out_features: int, in_features: int) -> bool:
-    """Whether it is packed as four bits a number for so many outputs and inputs."""
-    few = FORMATS.get(packed.dtype)
-    has_size = packed.shape == packed_shape(packed.dtype, out_features, in_features)
-    return few is not None and few.bits == 4 and has_size and packed.is_contiguous()
 
 
 def _check_bias(bias: torch.Tensor | None, out_features: int) -> None:

@@ -2,7 +2,7 @@
 
     packed [panels, in_features, 48]     packed[p, k, c] = W[48 p + c, k], zeros past the last row of W
 
-A weight that was quantised once is kept as it was then, in records of 48 outputs and 32 inputs (`few_bits`); one whose
+A weight that was quantised once is kept as it was then, in records of 48 outputs and 32 inputs (`records`); one whose
 numbers all fit bfloat16, as those of most checkpoints do, as bfloat16. The type of a packed tensor says which it is.
 
 For rows of bfloat16 and a processor that multiplies pairs of such numbers, two inputs are one element (`pack_pairs`):
@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.products.few_bits import FORMATS, GROUP, PANEL
 from kernels.cpu.products.few_bits_fit import pack_few_bits
+from kernels.cpu.products.records import FORMATS, GROUP, PANEL
 
 # `Kind` of native/products.h, by the type of a packed tensor.
 KINDS = {
     torch.float32: 0,
     torch.bfloat16: 1,
-    torch.uint8: 2,
-    torch.int8: 3,
-    torch.int32: 4,
-    torch.uint32: 5,
+    **dict.fromkeys(FORMATS, 2),
+    torch.uint32: 3,
 }
 
 
@@ -58,12 +56,12 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
     """Of a weight packed as `dtype`; for uint32 `in_features` are pairs. Few bits come in whole groups of inputs, other
     `in_features` give no shape."""
     num_panels = -(-out_features // PANEL)
-    few = FORMATS.get(dtype)
-    if few is None:
+    records = FORMATS.get(dtype)
+    if records is None:
         return num_panels, in_features, PANEL
     if in_features % GROUP:
         return ()
-    return num_panels, in_features // GROUP, few.record_bytes // dtype.itemsize
+    return num_panels, in_features // GROUP, records.record_bytes(GROUP) // dtype.itemsize
 
 
 def kind_of_packed(packed: torch.Tensor) -> int:

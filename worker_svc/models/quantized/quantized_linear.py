@@ -32,9 +32,13 @@ class QuantizedLinear:
         self._product.multiply(out, x)
         return out
 
-    def compiled(self, in_features: int) -> Product | None:
-        """What compiled code needs to multiply by this weight; None where the product is of another kind."""
+    def compiled(self, in_features: int) -> Product:
+        """What compiled code on a CPU needs to multiply by this weight. Raises ValueError where it has not so many
+        inputs."""
         from kernels.cpu.products.layer_product import Product
 
         product: object = self._product
-        return product if isinstance(product, Product) and product.in_features == in_features else None
+        assert isinstance(product, Product), "compiled code is that of a CPU"
+        if product.in_features != in_features:
+            raise ValueError(f"a weight of {product.in_features} inputs, not {in_features}")
+        return product

@@ -1,10 +1,12 @@
-"""The products of a model with weights of eight bits or four: made once, and read from a file at every later start.
+"""The products of a model that are quantised when it is loaded, to eight bits or four: made once, and read from a file
+at every later start.
 
-A weight whose numbers come from four bits each keeps these (`Int4Linear`); any other is quantised to eight.
+A weight whose numbers come from four bits each keeps these, whatever is asked for (`Int4Linear`). Any other is
+quantised: with int8 to eight bits (`Int8Linear`), with int4 to four, but for the head, which takes eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
-in and the version of the layout: a file that is there fits. It is written whole and then renamed. One that cannot be
-read or written costs time and nothing else.
+in, the quantisation and the version of the layout: a file that is there fits. It is written whole and then renamed. One
+that cannot be read or written costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -22,44 +26,53 @@ from kernels.int8_weight import GROUP, PANEL, pack_int8, quantize_int8
 from octavo.models.safetensors_stream import PendingTensor, write_safetensors
 from octavo.shared.cache import cache_dir
 from worker_svc.host.huge_pages import HugePages
+from worker_svc.models.config import ModelConfig
 from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.parts import ModelPart
 
+if TYPE_CHECKING:
+    from kernels.cpu.products.records import RecordWeight
+
 log = structlog.get_logger()
 
-_LAYOUT_VERSION = 2  # to be counted up with every change of what is made of the same weights
-_PACKED, _SCALE, _BIAS = "packed", "scale", "bias"
+_LAYOUT_VERSION = 3  # to be counted up with every change of what is made of the same weights
+_PACKED, _SCALE, _RECORDS, _BIAS = "packed", "scale", "records", "bias"
+GROUPS = {"int4": 32, "int4-128": 128}  # inputs that share a scale; int8 has one an output
 
 
-class Int8Store:
-    """Products of 8-bit or 4-bit weights by name in the checkpoint; `path` None keeps nothing for later starts."""
+class QuantizedStore:
+    """Products of 8-bit or 4-bit weights by name in the checkpoint."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, config: ModelConfig, path: Path | None = None) -> None:
+        """For the quantization of `config`; `path` None keeps nothing for later starts."""
         self._path, self._started_s = path, time.monotonic()
+        self._quantization, self._group = config.quantization, GROUPS.get(config.quantization)
+        self._head = config.style.names.head
         self._products: dict[str, Int8Linear | Int4Linear] = {}
         self._num_made, self._memory = 0, HugePages()
         self._stored = _read(path) if path is not None else {}
 
     @classmethod
-    def of_model(cls, part: ModelPart) -> Int8Store:
+    def of_model(cls, part: ModelPart) -> QuantizedStore:
         """The store of a checkpoint's products, or of those of a stage."""
         config, layers = part.whole, part.layers
         dtype = str(config.dtype).removeprefix("torch.")
         of_stage = f"-layers-{layers.start}-{layers.stop}" if part.stages.count > 1 else ""
-        name = f"{config.model_hash[:32]}-{dtype}-int8-{_LAYOUT_VERSION}{of_stage}.safetensors"
-        return cls(cache_dir() / "quantized" / name)
+        kind = f"{dtype}-{config.quantization}-{_LAYOUT_VERSION}{of_stage}"
+        return cls(config, cache_dir() / "quantized" / f"{config.model_hash[:32]}-{kind}.safetensors")
 
     def find(self, name: str, out_features: int, in_features: int) -> Int8Linear | Int4Linear | None:
         """The product that an earlier start kept; None where there is none of these sizes."""
-        packed, scale, bias = (self._stored.pop(f"{name}.{part}", None) for part in (_PACKED, _SCALE, _BIAS))
+        parts = (_PACKED, _SCALE, _RECORDS, _BIAS)
+        packed, scale, records, bias = (self._stored.pop(f"{name}.{part}", None) for part in parts)
         if packed is None:
             return None
         bias = None if bias is None else bias.clone()
-        if scale is None:
-            is_whole = Int4Linear.is_packed(packed, out_features, in_features)
-            return self._keep_four_bits(name, packed, bias, out_features) if is_whole else None
-        if tuple(scale.shape) != (out_features,):
+        if records is not None:
+            weight = _record_weight(packed, records.tolist(), out_features, in_features)
+            return None if weight is None else self._keep_four_bits(name, weight, bias)
+        if scale is None or tuple(scale.shape) != (out_features,):
             return None
         if tuple(packed.shape[:2]) != (-(-out_features // PANEL), -(-in_features // GROUP)):
             return None
@@ -67,10 +80,14 @@ class Int8Store:
 
     def make(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear | Int4Linear:
         """Quantises a product; its weight [out_features, in_features] is not needed afterwards."""
+        from kernels.cpu.products import four_bits  # here, see `_record_weight`
+
         self._num_made += 1
         bias = None if bias is None else bias.float()
-        if (packed := Int4Linear.pack(weight)) is not None:
-            return self._keep_four_bits(name, packed, bias, len(weight))
+        if (found := four_bits.find_four_bits(weight)) is not None:
+            return self._keep_four_bits(name, found, bias)
+        if self._group is not None and name != self._head:
+            return self._keep_four_bits(name, four_bits.quantize_four_bits(weight, self._group), bias)
         quantized, scale = quantize_int8(weight)
         return self._keep(name, pack_int8(quantized), scale, bias)
 
@@ -78,10 +95,9 @@ class Int8Store:
         product = self._products[name] = Int8Linear(self._memory.keep(packed), scale, bias)
         return product
 
-    def _keep_four_bits(
-        self, name: str, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
-    ) -> Int4Linear:
-        product = self._products[name] = Int4Linear(self._memory.keep(packed), bias, out_features)
+    def _keep_four_bits(self, name: str, weight: RecordWeight, bias: torch.Tensor | None) -> Int4Linear:
+        kept = replace(weight, packed=self._memory.keep(weight.packed))
+        product = self._products[name] = Int4Linear(kept, bias)
         return product
 
     def finish(self) -> None:
@@ -90,7 +106,12 @@ class Int8Store:
         if self._path is None or not self._num_made:
             return
         seconds = round(time.monotonic() - self._started_s, 2)
-        log.info("weights quantised to int8", products=self._num_made, seconds=seconds, kept_in=str(self._path))
+        log.info(
+            f"weights quantised to {self._quantization}",
+            products=self._num_made,
+            seconds=seconds,
+            kept_in=str(self._path),
+        )
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,11 +138,29 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 def _tensors(products: dict[str, Int8Linear | Int4Linear]) -> list[PendingTensor]:
     pending = []
     for name, product in products.items():
-        scale = product.scale if isinstance(product, Int8Linear) else None
-        for part, tensor in {_PACKED: product.packed, _SCALE: scale, _BIAS: product.bias}.items():
+        parts: dict[str, torch.Tensor | None] = {_BIAS: product.bias}
+        if isinstance(product, Int4Linear):
+            records = product.weight.records
+            format_ = torch.tensor([records.codes, records.scale, records.offset, records.group], dtype=torch.int32)
+            parts |= {_PACKED: product.weight.packed, _RECORDS: format_}
+        else:
+            parts |= {_PACKED: product.packed, _SCALE: product.scale}
+        for part, tensor in parts.items():
             if tensor is not None:
                 pending.append(PendingTensor(f"{name}.{part}", tuple(tensor.shape), tensor.numpy, _TYPES[tensor.dtype]))
     return pending
+
+
+def _record_weight(packed: torch.Tensor, numbers: list[int], *sizes: int) -> RecordWeight | None:
+    """As `_tensors` has written it; None for what is of other sizes."""
+    # Here, so that a worker with a GPU waits for no compiler of CPU code.
+    from kernels.cpu.products.records import Codes, Offset, Records, RecordWeight, Scale
+
+    try:
+        codes, scale, offset, group = numbers
+        return RecordWeight(Records(Codes(codes), Scale(scale), Offset(offset), group), packed, *sizes)
+    except ValueError:
+        return None
 
 
 _TYPES = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32"}

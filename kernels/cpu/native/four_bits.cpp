@@ -1,0 +1,112 @@
+// A weight quantised to four bits: for each group of inputs of an output a scale and an offset, both float16.
+//
+//     w ~ d q + m,  q = 0 .. 15
+//
+// Some scales are tried, by which the group's numbers have a little less or more than fifteen steps from the least to the
+// greatest. Each rounds the numbers to q, and least squares gives the d and m that these q want; the best pair stays. So does
+// `make_qkx2_quants` of llama.cpp (ggml-quants.c), with weights of its own for the errors; here all count alike.
+// Sixteen outputs are quantised at once, in the lanes of a vector.
+#include "records.h"
+
+namespace {
+
+const i64 MOST_GROUP = 256;
+const int NARROWEST = -10, WIDEST = 5;  // in tenths of a step, which a range of fifteen steps has more or fewer of
+
+struct Fit {
+    F scale, offset, error;
+};
+
+F integers_of(F x, F inverse, F offset) {
+    return min(max(rounded((x - offset) * inverse), splat(0.0f)), splat(15.0f));
+}
+F as_half(F x) {
+    Float16 halves[LANES];
+    store(halves, x);
+    return load(halves);
+}
+// 1 / x, and 0 of 0, where the numbers are all alike.
+F inverse_of(F x) {
+    F zero = splat(0.0f), size = max(x, zero - x);
+    return where_less(zero, size, splat(1.0f) / x, zero);
+}
+
+// What q of 16 outputs add up to when `inverse` and `offset` round them, and what follows for scale and offset.
+struct Sums {
+    F q = splat(0.0f), squares = splat(0.0f), products = splat(0.0f);
+
+    Sums(const F *x, i64 group, F inverse, F offset) {
+        for (i64 k = 0; k < group; k++) {
+            F integers = integers_of(x[k], inverse, offset);
+            q = q + integers, squares = fma(integers, integers, squares), products = fma(integers, x[k], products);
+        }
+    }
+};
+
+// Of 16 outputs; x [group].
+Fit fit_group(const F *x, i64 group) {
+    F low = x[0], high = x[0], sum = splat(0.0f), squares = splat(0.0f);
+    for (i64 k = 0; k < group; k++) {
+        low = min(low, x[k]), high = max(high, x[k]);
+        sum = sum + x[k], squares = fma(x[k], x[k], squares);
+    }
+    const F count = splat((float)group), none = splat(__builtin_nanf("")), inverse_range = inverse_of(high - low);
+    Fit best = {none, none, splat(__builtin_inff())};  // none stays where a number of the group is NaN
+    for (int tenths = NARROWEST; tenths <= WIDEST; tenths += 3) {
+        Sums of(x, group, splat(15.0f + 0.1f * (float)tenths) * inverse_range, low);
+        F scale = as_half((count * of.products - of.q * sum) * inverse_of(count * of.squares - of.q * of.q));
+        F offset = as_half((sum - scale * of.q) / count);
+        // Sum of (scale q + offset - x)^2.
+        F error = squares + scale * (scale * of.squares + splat(2.0f) * (offset * of.q - of.products)) +
+                  offset * (count * offset - splat(2.0f) * sum);
+        best = {where_less(error, best.error, scale, best.scale), where_less(error, best.error, offset, best.offset),
+                where_less(error, best.error, error, best.error)};
+    }
+    return best;
+}
+
+// Inputs of 16 outputs in vectors: x[k] has input k of each. Past the last output and input, the last once more.
+void gather(const float *weight, i64 row_stride, i64 column_stride, i64 rows, i64 inputs, i64 group, F *x) {
+    float lanes[LANES];
+    for (i64 k = 0; k < group; k++) {
+        const float *column = weight + smaller(k, inputs - 1) * column_stride;
+        for (i64 lane = 0; lane < LANES; lane++) lanes[lane] = column[smaller(lane, rows - 1) * row_stride];
+        x[k] = load(lanes);
+    }
+}
+
+// 16 outputs of a group, the first of them `lane` of the panel.
+void store_group(const Cursor &at, i64 lane, const F *x, i64 inputs, const Fit &fit) {
+    store((Float16 *)at.line + lane, fit.scale), store((Float16 *)at.line + PANEL + lane, fit.offset);
+    F inverse = inverse_of(fit.scale);
+    for (i64 k = 0; k < inputs; k += 8) {
+        I words = splat(0);
+        for (i64 i = 7; i >= 0; i--) words = shift_left<4>(words) + to_int(integers_of(x[k + i], inverse, fit.offset));
+        store((int32_t *)(at.codes + k / 8 * at.layout.step) + lane, words);
+    }
+}
+
+}  // namespace
+
+// Fills `packed`, records of UINT4 with scales and offsets of float16, whose groups have up to 256 inputs. Strides in
+// numbers.
+EXPORT void octavo_quantize_four_bits(char *packed, const float *weight, i64 row_stride, i64 column_stride,
+                                      i64 out_features, i64 in_features, i64 group, i64 threads) {
+    RecordLayout layout({CODES_UINT4, SCALE_FLOAT16, OFFSET_FLOAT16, group});
+    i64 padded = groups_of(in_features) * GROUP, bytes = layout.panel_bytes(padded);
+    for_each(threads, (out_features + PANEL - 1) / PANEL, [&](i64 panel, i64) {
+        char *place = packed + panel * bytes;
+        memset(place, 0, bytes);
+        F x[MOST_GROUP];
+        for (i64 lane = 0; lane < PANEL; lane += LANES) {
+            i64 row = panel * PANEL + lane, rows = smaller(out_features - row, LANES);
+            if (rows <= 0) break;
+            for (i64 k = 0; k < in_features; k += group) {
+                i64 inputs = smaller(group, padded - k);
+                gather(weight + row * row_stride + k * column_stride, row_stride, column_stride, rows, in_features - k,
+                       inputs, x);
+                store_group(Cursor(layout, place, k), lane, x, inputs, fit_group(x, inputs));
+            }
+        }
+    });
+}

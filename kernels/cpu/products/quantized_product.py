@@ -1,0 +1,47 @@
+"""Products with quantised weights of any format (`kernels.quantized_weight`).
+
+Rows are multiplied as they are: every sum starts with the bias and runs over the weight's columns in order, one fused
+multiply-add after the other, with the numbers of `QuantizedWeight.dequantized()`. So a product has the bits of the
+float32 product with these (with an `order`, of both in that order). Where a format's author has rows rounded to 8-bit
+floats they stay as they are, too, which is nearer to the model before it was quantised. Rows are rounded only where the
+format says integers of 8 bits, and then as `int8_linear` does it, by 32 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kernels.cpu.products.layer_product import Product
+from kernels.cpu.products.quantized_records import pack_quantized
+from kernels.int8_weight import pack_int8
+from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
+
+
+def quantized_product(
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+) -> Product | None:
+    """The product x W^T + bias [N] of float32 and bfloat16 rows; None where only the dequantised weight has one.
+
+    `keep` copies what is read in every product to where it stays, as `HugePages.keep` does. None are weights whose
+    inputs, or groups of inputs, are no multiples of 32, and what `pack_quantized` refuses.
+    """
+    bias = None if bias is None else bias.float()
+    are_rows_rounded = weight.inputs is Inputs.INT8
+    if are_rows_rounded and _is_plain_int8(weight):
+        packed = pack_int8(weight.codes.view(torch.int8))
+        return Product.of_int8(keep(packed), weight.scale[:, 0].contiguous(), bias, weight.in_features)
+    found = pack_quantized(weight)
+    if found is None:
+        return None
+    kept, is_four_bits = replace(found, packed=keep(found.packed)), weight.numbers is Numbers.UINT4
+    return Product.of_records(kept, bias, order=weight.order, are_rows_rounded=are_rows_rounded and is_four_bits)
+
+
+def _is_plain_int8(weight: QuantizedWeight) -> bool:
+    has_one_scale = weight.group >= weight.in_features and weight.zero is None and weight.offset is None
+    return weight.numbers is Numbers.INT8 and has_one_scale and weight.order is None

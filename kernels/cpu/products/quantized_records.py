@@ -1,0 +1,148 @@
+"""A `QuantizedWeight` as records: every number stays what it is, bit for bit, or there are no records of it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.cpu.products.records import (
+    GROUP,
+    INPUTS_OF_FACTORS,
+    PANEL,
+    Codes,
+    Offset,
+    Records,
+    RecordWeight,
+    Scale,
+)
+from kernels.quantized_weight import Numbers, QuantizedWeight
+
+_CODES = {
+    Numbers.UINT4: Codes.UINT4,
+    Numbers.INT6: Codes.INT8,
+    Numbers.INT8: Codes.INT8,
+    Numbers.E4M3: Codes.E4M3,
+    Numbers.E2M1: Codes.E2M1,
+}
+_TIMES = {Codes.E2M1: 0.5, Codes.E4M3: 256.0}  # of scales, as codes stand for twice or for a 256th of their numbers
+_INT4_ZERO = 8
+
+
+def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
+    """Its columns as they come, whatever its `order` and `inputs`. None where no record says the same numbers.
+
+    These are `fl(scale * code)` or, with an offset or a zero, numbers that one fused multiply-add makes of an exact
+    product: so `weight.dequantized()`, but for the sign of a zero.
+    """
+    codes, group, in_features = _CODES[weight.numbers], weight.group, weight.in_features
+    group = -(-in_features // GROUP) * GROUP if group >= in_features else group
+    if in_features % GROUP or group % (GROUP if codes.bits == 4 else GROUP // 2) or weight.codes.numel() == 0:
+        return None
+    if codes is Codes.E4M3 and bool(((weight.codes & 0x7F) == 0x7F).any()):  # NaN, which float16 has elsewhere
+        return None
+    if codes is not Codes.UINT4 and (weight.zero is not None or weight.offset is not None):
+        return None
+    if weight.zero is not None and bool((weight.zero == _INT4_ZERO).all()):
+        codes = Codes.INT4
+    scales = weight.scale * _TIMES.get(codes, 1.0)
+    if not bool(scales.isfinite().all()):
+        return None
+    kept = _with_lines(codes, group, scales, weight) or _with_factors(codes, group, scales, weight)
+    if kept is None:
+        return None
+    records, head, lines = kept
+    return RecordWeight(records, _in_records(records, head, lines, weight.codes), *weight.codes.shape)
+
+
+# A format; what precedes the lines of its records, and the lines, as parts [N, records or groups] of one type each.
+_Kept = tuple[Records, list[torch.Tensor], list[torch.Tensor]]
+
+
+def _with_lines(codes: Codes, group: int, scales: torch.Tensor, weight: QuantizedWeight) -> _Kept | None:
+    """Each group with a scale of its own, in the fewest bytes; None where factors are smaller, or it is not exact."""
+    is_half = _fits_float16(scales)
+    scale, line = (Scale.FLOAT16, scales.half()) if is_half else (Scale.FLOAT32, scales)
+    if weight.offset is not None:
+        if not is_half or not _fits_float16(weight.offset):
+            return None
+        return Records(codes, scale, Offset.FLOAT16, group), [], [line, weight.offset.half()]
+    if weight.zero is not None and codes is not Codes.INT4:
+        # Products with zeros have to be exact, and so may need 8 bits more than a scale.
+        is_exact = is_half or not bool((scales.view(torch.int32) & 0xFF).any())
+        if not is_exact or bool((weight.zero.abs() > torch.iinfo(torch.int8).max).any()):
+            return None
+        return Records(codes, scale, Offset.ZERO, group), [], [line, weight.zero.to(torch.int8)]
+    may_be_factors = group < INPUTS_OF_FACTORS and weight.in_features % INPUTS_OF_FACTORS == 0
+    if not is_half and may_be_factors and (kept := _with_factors(codes, group, scales, weight)) is not None:
+        return kept
+    return Records(codes, scale, Offset.NOTHING, group), [], [line]
+
+
+def _with_factors(codes: Codes, group: int, scales: torch.Tensor, weight: QuantizedWeight) -> _Kept | None:
+    """Scales, and offsets, as multiples of one float16 number for 256 inputs."""
+    if INPUTS_OF_FACTORS % group or weight.in_features % INPUTS_OF_FACTORS or weight.zero is not None:
+        return None
+    found = find_factors(scales, INPUTS_OF_FACTORS // group)
+    if found is None:
+        return None
+    if weight.offset is None:
+        return Records(codes, Scale.FACTOR, Offset.NOTHING, group), [found[0]], [found[1]]
+    of_offsets = find_factors(weight.offset, INPUTS_OF_FACTORS // group)
+    if of_offsets is None:
+        return None
+    head, lines = zip(found, of_offsets, strict=True)
+    return Records(codes, Scale.FACTOR, Offset.FACTOR, group), list(head), list(lines)
+
+
+def find_factors(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """numbers f32[N, G] as f16[N, G / count] times i8[N, G]: each of `count` in a row is a multiple of one number. None
+    where they are not, to the bit (but for the sign of a zero)."""
+    groups = numbers.unflatten(1, (-1, count)).flatten(0, 1)
+    largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
+    base, factors = torch.zeros_like(largest), torch.zeros_like(groups)
+    left = largest[:, 0].nonzero()[:, 0]
+    # Files have 63 (Q4_K) or -128 (Q6_K) for the largest, as a rule.
+    for factor in (63, -128, *range(127, 0, -1), *range(-127, 0)):
+        if not len(left):
+            break
+        one = (largest[left] / factor).half().float()
+        several = (groups[left] / one).round_().clamp_(-128, 127)
+        fits = (several * one == groups[left]).all(dim=1) & one[:, 0].isfinite()
+        base[left[fits]], factors[left[fits]] = one[fits], several[fits]
+        left = left[~fits]
+    if len(left):
+        return None
+    return base.half().view(len(numbers), -1), factors.to(torch.int8).view(numbers.shape)
+
+
+def _in_records(
+    records: Records, head: list[torch.Tensor], lines: list[torch.Tensor], codes: torch.Tensor
+) -> torch.Tensor:
+    """u8[panels, bytes]; head [N, records] and lines [N, groups] of any type, codes u8[N, K]."""
+    whole, rest = divmod(codes.shape[1], records.inputs)
+    if records.codes.bits == 4:
+        codes = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)  # 8 inputs a word
+    of_codes, of_lines = _by_panel([codes]), _by_panel(lines)
+    of_head = _by_panel(head) if head else of_lines[:, :whole, :0]
+    end, groups = len(codes[0]) * whole * records.inputs // (whole * records.inputs + rest), of_lines.shape[1]
+    parts = []
+    if whole:
+        num_lines = groups if rest == 0 else groups - 1
+        pieces = of_head, of_lines[:, :num_lines], of_codes[:, :end]
+        parts.append(torch.cat([piece.reshape(len(piece), whole, -1) for piece in pieces], dim=2).flatten(1))
+    if rest:  # the record of one group
+        parts += [of_lines[:, -1], of_codes[:, end:].flatten(1)]
+    return torch.cat(parts, dim=1).contiguous()
+
+
+def _by_panel(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Some [N, C] as u8[panels, C, bytes]: of 48 outputs what the first has for them, what the second has, ..."""
+    found = []
+    for part in parts:
+        filled = functional.pad(part.contiguous().view(torch.uint8), (0, 0, 0, -len(part) % PANEL)).view(part.dtype)
+        found.append(filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous().view(torch.uint8))
+    return torch.cat(found, dim=2)
+
+
+def _fits_float16(numbers: torch.Tensor) -> bool:
+    return torch.equal(numbers.half().float(), numbers)

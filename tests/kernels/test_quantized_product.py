@@ -1,0 +1,212 @@
+"""Products with quantised weights: those of the dequantised weight, bit for bit, in any company and at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import cpu
+from kernels.cpu.library import at_level
+from kernels.cpu.native.build import usable_levels
+from kernels.cpu.products.layer_product import Product
+from kernels.cpu.products.matmul import matmul
+from kernels.cpu.products.quantized_records import find_factors, pack_quantized
+from kernels.oracles import reference
+from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
+from tests.kernels.few_bits_weights import pack_float32
+from tests.kernels.quantized_weights import FORMATS, OF_FACTORS, awq, gptq, int8_per_output, q4_k, q6_k
+
+ALL = FORMATS | OF_FACTORS
+# out x in: a whole panel, less and more than one, and groups of which the last is short, where a format has such.
+SIZES = [(48, 256), (61, 768), (101, 1184)]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def weight_of(name: str, out_features: int, in_features: int) -> QuantizedWeight:
+    if name in OF_FACTORS:
+        in_features = in_features // 256 * 256
+    return ALL[name][0](out_features, in_features, random(out_features))
+
+
+def product_of(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+    found = cpu.quantized_product(weight, bias)
+    assert found is not None
+    return found
+
+
+def run(product: Product, x: torch.Tensor) -> torch.Tensor:
+    out = torch.full((x.shape[0], product.out_features), float("nan"), dtype=x.dtype)
+    product.multiply(out, x)
+    return out
+
+
+def of_floats(weight: QuantizedWeight, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The product with the dequantised weight, whose sums run over the columns as the quantised weight has them."""
+    order = torch.arange(weight.in_features) if weight.order is None else weight.order
+    packed = pack_float32(weight.dequantized()[:, order])
+    out = torch.full((x.shape[0], weight.out_features), float("nan"), dtype=x.dtype)
+    matmul(out, x[:, order].contiguous(), packed, bias)
+    return out
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_products_have_the_bits_of_those_with_the_dequantised_weight(name: str, size: tuple[int, int]) -> None:
+    weight = weight_of(name, *size)
+    bias = torch.randn(size[0], generator=random(1))
+    product = product_of(weight, bias)
+    x = torch.randn(67, weight.in_features + 5, generator=random(2))[:, 5:]
+    for num_threads, rows in ((1, 67), (2, 67), *((1, rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17))):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(run(product, x[:rows]), of_floats(weight, bias, x[:rows])), rows
+    rounded = x[:9].bfloat16()
+    assert torch.equal(run(product, rounded), of_floats(weight, bias, rounded))
+    assert torch.equal(run(product, rounded[8:]), run(product, rounded)[8:])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_products_are_those_of_float64(name: str) -> None:
+    weight = weight_of(name, 61, 512)
+    x = torch.randn(11, 512, generator=random(2))
+    exact = weight.dequantized().double()
+    # A float32 sum of n products is off by up to n roundings of the sums of magnitudes; here far fewer.
+    magnitudes = x.double().abs() @ exact.abs().T + 1e-30
+    assert ((run(product_of(weight), x) - x.double() @ exact.T).abs() / magnitudes).max() < 2e-6
+
+
+@pytest.mark.parametrize("level", usable_levels()[:-1])
+@pytest.mark.parametrize("name", ALL)
+def test_every_level_of_instructions_gives_the_same_bits(name: str, level: str) -> None:
+    weight = weight_of(name, 50, 288)
+    product, x = product_of(weight), torch.randn(13, weight.in_features, generator=random(2))
+    expected = [run(product, x[:rows]) for rows in (1, 2, 13)]
+    with at_level(level):
+        for rows, one in zip((1, 2, 13), expected, strict=True):
+            assert torch.equal(run(product, x[:rows]), one), rows
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_take_no_more_than_their_bits(name: str) -> None:
+    weight = weight_of(name, 96, 256)
+    beside = 0 if weight.order is None else weight.order.nbytes
+    assert (product_of(weight).weight_bytes - beside) * 8 / (96 * 256) == ALL[name][1]
+
+
+@pytest.mark.parametrize("name", ["awq", "q4_1", "q4_k", "scales of bfloat16"])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_rows_of_eight_bits_are_rounded_by_groups_and_multiplied_by_the_weight_itself(
+    name: str, is_ordered: bool
+) -> None:
+    weight = replace(weight_of(name, 61, 512), inputs=Inputs.INT8)
+    order = torch.randperm(512, generator=random(3)) if is_ordered else torch.arange(512)
+    weight = replace(weight, order=order if is_ordered else None)
+    bias, x = torch.randn(61, generator=random(1)), torch.randn(9, 512, generator=random(2))
+    exact = reference.rounded_rows(x[:, order]) @ weight.dequantized()[:, order].double().T + bias.double()
+    found = run(product := product_of(weight, bias), x)
+    assert ((found.double() - exact).abs() <= 2e-6 * exact.abs().amax(dim=1, keepdim=True)).all()
+    for rows in range(1, 9):
+        assert torch.equal(run(product, x[:rows]), found[:rows])
+    for level in usable_levels()[:-1]:
+        with at_level(level):
+            assert torch.equal(run(product, x), found)
+    rounded = x.bfloat16()
+    torch.testing.assert_close(run(product, rounded), run(product, rounded.float()).bfloat16(), rtol=0, atol=0)
+
+
+def test_integers_of_eight_bits_by_rounded_rows_are_the_product_of_int8() -> None:
+    weight = replace(int8_per_output(61, 100, random()), inputs=Inputs.INT8)
+    x = torch.randn(9, 100, generator=random(2))
+    exact = reference.rounded_rows(x) @ weight.dequantized().double().T
+    found = run(product_of(weight), x)
+    assert ((found.double() - exact).abs() <= 2e-6 * exact.abs().amax(dim=1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_beside_a_row_is_read_or_written_and_nan_stays_in_it(name: str) -> None:
+    weight = weight_of(name, 53, 288)
+    product, depth = product_of(weight), weight.in_features
+    for rows in (1, 7, 20):
+        wide, out = torch.full((rows, depth + 9), float("nan")), torch.full((rows, 80), -7.0)
+        wide[:, 3 : depth + 3] = torch.randn(rows, depth, generator=random(2))
+        product.multiply(out[:, 11:64], wide[:, 3 : depth + 3])
+        assert torch.equal(out[:, 11:64], run(product, wide[:, 3 : depth + 3].contiguous()))
+        assert (out[:, :11] == -7).all() and (out[:, 64:] == -7).all()
+        wide[rows // 2, depth] = float("nan")
+        spoilt = run(product, wide[:, 3 : depth + 3])
+        rest = torch.arange(rows) != rows // 2
+        assert spoilt[rows // 2].isnan().all() and torch.equal(spoilt[rest], out[rest, 11:64])
+
+
+def test_the_memory_that_is_kept_is_the_one_that_is_given() -> None:
+    kept = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.clone())
+        return kept[-1]
+
+    product = cpu.quantized_product(awq(50, 256, random()), None, keep)
+    assert product is not None and product.record[1] == kept[0].data_ptr()
+
+
+def test_factors_are_found_whatever_the_largest_of_them_is() -> None:
+    for largest in (*range(1, 128), -1, -77, -128):
+        times = torch.randint(-abs(largest) + (largest == -128), abs(largest), (7, 16), generator=random())
+        times[:, 3] = largest
+        base = torch.randn(7, 1, generator=random(1)).half().float()
+        numbers = times * base
+        found = find_factors(numbers, 16)
+        assert found is not None and torch.equal(found[0].float() * found[1].float(), numbers), largest
+    numbers[3, 5] *= 1 + 2**-20
+    assert find_factors(numbers, 16) is None
+
+
+@pytest.mark.parametrize("make", [q4_k, q6_k])
+def test_scales_that_are_no_factors_are_kept_as_they_are_or_not_at_all(make: type) -> None:
+    weight = make(50, 512, random())
+    weight.scale[3, 5] *= 1 + 2**-20
+    found = pack_quantized(weight)
+    if weight.offset is not None:  # what is added to it would have to be an exact product
+        assert found is None
+    else:
+        assert found is not None and found.packed.numel() * 8 / (96 * 512) == 10
+        x = torch.randn(3, 512, generator=random(2))
+        assert torch.equal(run(product_of(weight), x), of_floats(weight, None, x))
+
+
+def test_what_no_record_says_is_left_to_others() -> None:
+    four, eight = awq(50, 256, random()), int8_per_output(50, 256, random())
+    nan = replace(eight, numbers=Numbers.E4M3, codes=torch.full_like(eight.codes, 0x7F))
+    for weight in (
+        awq(50, 272, random(), group=16),
+        awq(50, 250, random()),
+        replace(four, zero=torch.full_like(four.scale, 300).short()),
+        replace(four, scale=four.scale * (1 + 2**-20)),
+        replace(eight, zero=torch.ones(50, 1, dtype=torch.int16)),
+        replace(eight, scale=eight.scale * float("inf")),
+        nan,
+    ):
+        assert cpu.quantized_product(weight, None) is None
+
+
+def test_orders_and_inputs_that_do_not_fit_are_refused() -> None:
+    weight = gptq(50, 64, random())
+    product = product_of(weight)
+    assert product.compiled(64) is product
+    with pytest.raises(ValueError, match="64 inputs is not one of 96"):
+        product.compiled(96)
+    for order in (torch.arange(63), torch.zeros(64, dtype=torch.int64), torch.arange(1, 65)):
+        with pytest.raises(ValueError, match="order "):
+            cpu.quantized_product(replace(weight, order=order), None)
