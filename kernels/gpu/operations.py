@@ -17,6 +17,7 @@ from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.penalties import penalize
+from kernels.gpu.quantized.choice import quantized_product
 from kernels.gpu.random_bits import uniforms
 from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
@@ -44,6 +45,7 @@ __all__ = [
     "most_likely",
     "paged_attention",
     "penalize",
+    "quantized_product",
     "reshape_and_cache",
     "rms_norm",
     "rotary",
