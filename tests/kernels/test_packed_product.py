@@ -9,6 +9,7 @@ import torch
 
 from kernels.gpu.operations import quantized_product
 from kernels.gpu.quantized import packed_product as module
+from kernels.gpu.quantized import segments
 from kernels.gpu.quantized.packed_codes import pack_codes
 from kernels.quantized_weight import Numbers, QuantizedWeight
 from tests.kernels.device import DEVICE
@@ -16,6 +17,8 @@ from tests.kernels.quantized_weights import FORMATS, Format, exact_weight
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
 
 by_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+# Of rows past the last there are no sums of groups: what comes of them is not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 # Of a result: one rounding. Numbers and their products are exact; of the rest, sums in float32, see below.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -57,7 +60,7 @@ def test_a_row_is_the_same_in_any_company(form: Format, monkeypatch: pytest.Monk
     numpy, which multiplies for the interpreter, sums in an order of its own: numbers are such that
     its sums are exact. What is scaled and added up over chunks and segments is not.
     """
-    monkeypatch.setattr(module, "_WANTED_PROGRAMS", 3)  # for which as many tiles need not be interpreted
+    monkeypatch.setattr(segments, "WANTED_PROGRAMS", 3)  # for which as many tiles need not be interpreted
     size, dtype = 1030, torch.float16
     weight = form.weight(33, size)
     if form.numbers is Numbers.E4M3:
@@ -81,14 +84,13 @@ def test_a_row_is_the_same_in_any_company(form: Format, monkeypatch: pytest.Monk
         few = torch.empty_like(whole[rows])
         product.multiply(few, x[rows])
         assert torch.equal(few, whole[rows])
-    most = 32 if weight.offset is not None else 64
-    assert launches == [False] + [True] * 2 + [most == 64]
+    assert launches == [False] + [True] * len(parts)
 
 
 def test_segments_cover_the_chunks() -> None:
     for num_outputs in (1, 130, 576, 4096, 28672, 128256):
         for num_chunks in (1, 3, 8, 32, 112, 231):
-            segment = module.chunks_of_segment(num_outputs, num_chunks)
+            segment = segments.chunks_of_segment(num_outputs, num_chunks)
             count = -(-num_chunks // segment)
             assert count <= 8 and (count == 1 or segment >= 4)
 

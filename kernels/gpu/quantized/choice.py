@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from kernels.gpu.quantized.packed_linear import PackedLinear
+from kernels.gpu.quantized.rounded_linear import RoundedLinear
 from kernels.quantized_weight import QuantizedWeight
 
 
@@ -23,5 +24,5 @@ class Product(Protocol):
 
 def quantized_product(weight: QuantizedWeight, bias: torch.Tensor | None) -> Product | None:
     """The product with `weight` and `bias` [N], laid out anew; None: there is none for such a weight, which is to be
-    dequantised."""
-    return PackedLinear.of(weight, bias)
+    dequantised. Rows are rounded where the format has it so and the card multiplies such rows; else they are not."""
+    return RoundedLinear.of(weight, bias) or PackedLinear.of(weight, bias)

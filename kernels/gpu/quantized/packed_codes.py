@@ -10,7 +10,8 @@ of 16 inputs that stand next to each other in a row of activations, and 16 is wh
     zero     i16[groups, N]        or none
     offset   f32[groups, N]        or none
 
-Groups and chunks divide each other, or there is one group: a scale an output. Inputs and groups past the end are zeros.
+Groups and chunks divide each other, or there is one group: a scale an output. N is rounded up to whole tiles of 64;
+outputs, inputs and groups past the end are zeros.
 (Wider fields were tried: with 32 inputs a field, 64 rows need more registers than there are.)
 """
 
@@ -23,6 +24,7 @@ import torch
 from kernels.quantized_weight import Numbers, QuantizedWeight
 
 WIDTH = 16  # words of a chunk
+TILE = 64  # outputs that a program multiplies: what a Hopper tensor core takes at once
 
 _FIELD_BITS = {Numbers.UINT4: 4, Numbers.E2M1: 4, Numbers.INT6: 4, Numbers.INT8: 8, Numbers.E4M3: 8}
 _WITH_ZEROS = (Numbers.UINT4, Numbers.INT8)
@@ -111,8 +113,9 @@ def _words(weight: QuantizedWeight, num_chunks: int) -> tuple[torch.Tensor, torc
         codes = codes + 32
     bits = _FIELD_BITS[numbers]
     missing = num_chunks * chunk_of(numbers) - weight.in_features
-    codes = torch.nn.functional.pad(codes, (0, missing)).view(weight.out_features, num_chunks, 32 // bits, WIDTH)
-    words = codes.new_zeros((num_chunks, weight.out_features, WIDTH), dtype=torch.int32)
+    codes = torch.nn.functional.pad(codes, (0, missing, 0, -weight.out_features % TILE))
+    codes = codes.view(codes.shape[0], num_chunks, 32 // bits, WIDTH)
+    words = codes.new_zeros((num_chunks, codes.shape[0], WIDTH), dtype=torch.int32)
     has_high = numbers is Numbers.INT6
     high = torch.zeros_like(words) if has_high else None
     for field in range(32 // bits):  # one by one: as many words as codes would be four to eight times the weight
@@ -124,8 +127,8 @@ def _words(weight: QuantizedWeight, num_chunks: int) -> tuple[torch.Tensor, torc
 
 
 def _of_groups(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """[N, G] to [num_groups, N]."""
-    return torch.nn.functional.pad(x, (0, num_groups - x.shape[1])).t().contiguous()
+    """[N, G] to [num_groups, N], both padded."""
+    return torch.nn.functional.pad(x, (0, num_groups - x.shape[1], 0, -x.shape[0] % TILE)).t().contiguous()
 
 
 def _in_fewest_bytes(scale: torch.Tensor) -> torch.Tensor:

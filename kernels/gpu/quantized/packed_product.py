@@ -19,22 +19,19 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.matmul import add_segments
+from kernels.gpu.quantized import segments
 from kernels.gpu.quantized.group_sums import group_sums
-from kernels.gpu.quantized.packed_codes import WIDTH, PackedCodes, chunk_of
+from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
+from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of, chunks_of_segment
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
-_BLOCK_N = 64  # outputs of a tile: what a Hopper tensor core multiplies at once
-_MOST_ROWS = 64  # of a tile
-_MOST_ROWS_WITH_OFFSET = 32  # their groups' sums take registers, too
-_WANTED_PROGRAMS = 264  # two on each processor of a large GPU: one's loads are on their way while the other multiplies
-_MAX_SEGMENTS = 8
-_MIN_CHUNKS = 4  # of a segment
+_ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills some for more threads
 _GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other
 
 
-@triton.jit(do_not_specialize=["count", "sums_stride"])  # type: ignore[untyped-decorator]  # Triton has no types
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]  # Triton has no types
 def _packed_product_kernel(  # type: ignore[no-untyped-def]
     out,
     x,
@@ -71,46 +68,32 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
     )
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the end the last row and column are computed again, and not stored: no masks in the loop.
-    source = tl.minimum(row, count - 1).to(tl.int64)
-    line = tl.minimum(column, OUTPUTS - 1)
-    x += source[None, :] * x_stride
-    words += line[:, None] * WIDTH
+    # Past the end the last row is computed again, as are padded outputs, and not stored: no masks in the loop.
+    x += tl.minimum(row, count - 1).to(tl.int64)[None, :] * x_stride
+    words += column[:, None] * WIDTH
     if high is not None:
-        high += line[:, None] * WIDTH
-    scale += line
+        high += column[:, None] * WIDTH
+    scale += column
     if zero is not None:
-        zero += line
+        zero += column
     if offset is not None:
-        offset += line
-        sums += source
+        offset += column
+        sums += row
     first_chunk = tl.program_id(1) * CHUNKS_OF_SEGMENT  # of a product that is not split, 0
     past_chunk = tl.minimum(first_chunk + CHUNKS_OF_SEGMENT, CHUNKS) if IS_SPLIT else CHUNKS
     segment: tl.constexpr = CHUNKS_OF_SEGMENT if CHUNKS > CHUNKS_OF_SEGMENT and not IS_SPLIT else 0
     # fmt: off
     total = packed_sum(
         x, words, high, scale, zero, offset, sums, sums_stride, first_chunk, past_chunk,
-        OUTPUTS, SIZE, NUMBERS, WIDTH, GROUP_SIZE, segment, BLOCK_N, BLOCK_M,
+        column_tiles * BLOCK_N, SIZE, NUMBERS, WIDTH, GROUP_SIZE, segment, BLOCK_N, BLOCK_M,
     )
     # fmt: on
     if IS_SPLIT:
         out += tl.program_id(1).to(tl.int64) * count * OUTPUTS
     elif bias is not None:
-        total += tl.load(bias + line).to(tl.float32)[:, None]
+        total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[:, None]
     place = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
     tl.store(place, total.to(out.dtype.element_ty), (row < count)[None, :] & (column < OUTPUTS)[:, None])
-
-
-def chunks_of_segment(num_outputs: int, num_chunks: int) -> int:
-    """For a weight with so many outputs and chunks: how many of these are summed from zero."""
-    wanted = triton.cdiv(_WANTED_PROGRAMS, triton.cdiv(num_outputs, _BLOCK_N))
-    segments = max(min(wanted, _MAX_SEGMENTS, num_chunks // _MIN_CHUNKS), 1)
-    return int(triton.cdiv(num_chunks, segments))
-
-
-def block_m_of(count: int, *, has_offset: bool) -> int:
-    """Rows of a tile; a row's sum is the same in each."""
-    return min(max(triton.next_power_of_2(count), 16), _MOST_ROWS_WITH_OFFSET if has_offset else _MOST_ROWS)
 
 
 def stages_of(dtype: torch.dtype) -> int:
@@ -134,14 +117,14 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
     if not count:
         return
     block_m, segment = (
-        block_m_of(count, has_offset=weight.offset is not None),
+        block_m_of(count),
         chunks_of_segment(num_outputs, weight.num_chunks),
     )
-    num_tiles = triton.cdiv(count, block_m) * triton.cdiv(num_outputs, _BLOCK_N)
+    num_tiles = triton.cdiv(count, block_m) * triton.cdiv(num_outputs, TILE)
     num_segments = triton.cdiv(weight.num_chunks, segment)
-    is_split = num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # besides the tile's rows, all that depends on theirs
+    is_split = segments.is_split(count, num_outputs, weight.num_chunks)
     parts = x.new_empty((num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
-    sums = None if weight.offset is None else group_sums(x, weight.group, weight.offset.shape[0])
+    sums = None if weight.offset is None else group_sums(x, weight.group, weight.offset.shape[0], MOST_ROWS)
     _packed_product_kernel[(num_tiles, num_segments if is_split else 1)](
         parts,
         x,
@@ -155,7 +138,7 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         count,
         parts.stride(0),
         x.stride(0),
-        count,
+        0 if sums is None else sums.stride(0),
         OUTPUTS=num_outputs,
         SIZE=size,
         NUMBERS=weight.numbers.value,
@@ -163,11 +146,12 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         GROUP_SIZE=weight.group,
         CHUNKS=weight.num_chunks,
         CHUNKS_OF_SEGMENT=segment,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=TILE,
         BLOCK_M=block_m,
         GROUP=_GROUP,
         IS_SPLIT=is_split,
         num_stages=stages_of(x.dtype),
+        maxnreg=_ALL_REGISTERS,
     )
     if is_split:
         add_segments(out, parts, bias)
@@ -188,7 +172,7 @@ def variants() -> Iterator[Variant]:
         ("e2m1", 32, "bf16", ""),  # MXFP4
     ]
     for numbers, group, scale, extra in formats:
-        for block_m in (16, _MOST_ROWS):
+        for block_m in (16, MOST_ROWS):
             yield _variant(numbers, group, scale, extra, "bf16", 4096, 4096, block_m)
     for numbers, group, scale, extra in (formats[0], formats[7]):
         yield _variant(numbers, group, scale, extra, "fp16", 28672, 4096, 32)
@@ -201,7 +185,7 @@ def _variant(
 ) -> Variant:
     num_chunks = triton.cdiv(size, chunk_of(Numbers(numbers)))
     segment = chunks_of_segment(num_outputs, num_chunks)
-    is_split = block_m < _MOST_ROWS and segment < num_chunks
+    is_split = block_m < MOST_ROWS and segment < num_chunks
     optional = {
         "high": "*i16" if numbers == "int6" else "",
         "zero": "*i16" if extra == "zero" else "",
@@ -219,8 +203,14 @@ def _variant(
         dict.fromkeys([name for name, kind in optional.items() if not kind])
         | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
         | {"CHUNKS": num_chunks, "CHUNKS_OF_SEGMENT": segment}
-        | {"BLOCK_N": _BLOCK_N, "BLOCK_M": block_m, "GROUP": _GROUP, "IS_SPLIT": is_split},
+        | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP, "IS_SPLIT": is_split},
         num_stages=stages_of(torch.float32 if dtype == "fp32" else torch.bfloat16),
-        divisible_by_16=(*pointers, *["out_stride", "x_stride"] * (size % 16 == 0 and num_outputs % 16 == 0)),
+        max_registers=_ALL_REGISTERS,
+        divisible_by_16=(
+            *pointers,
+            "sums_stride",
+            *["out_stride", "x_stride"] * (size % 16 == 0 and num_outputs % 16 == 0),
+        ),
         may_spill=dtype == "fp32",
+        may_spill_on=(120,) if extra == "offset" else (),  # outside of the loop
     )

@@ -30,7 +30,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
     sums_stride,
     first_chunk,
     past_chunk,
-    OUTPUTS: tl.constexpr,
+    LINES: tl.constexpr,
     SIZE: tl.constexpr,
     NUMBERS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -39,8 +39,8 @@ def packed_sum(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """f32[BLOCK_N, BLOCK_M]: over some chunks of inputs, the products of outputs and rows. SEGMENT: chunks that are
-    summed from zero, 0: all of them; then the segments' sums are added in order.
+    """f32[BLOCK_N, BLOCK_M]: over some chunks of inputs, the products of outputs and rows. LINES: outputs, padded.
+    SEGMENT: chunks that are summed from zero, 0: all of them; then the segments' sums are added in order.
 
     Addresses: x of rows [1, BLOCK_M]; words and high of outputs [BLOCK_N, 1] in the first chunk of all; scale, zero and
     offset of outputs [BLOCK_N] in the first group; sums of rows [BLOCK_M] in the first group.
@@ -53,7 +53,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, WIDTH)
-    skipped = first_chunk.to(tl.int64) * (OUTPUTS * WIDTH)
+    skipped = first_chunk.to(tl.int64) * (LINES * WIDTH)
     words += skipped + column[None, :]
     if high is not None:
         high += skipped + column[None, :]
@@ -65,11 +65,11 @@ def packed_sum(  # type: ignore[no-untyped-def]
         of_segments = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for chunk in range(first_chunk, past_chunk):
         packed = tl.load(words)
-        words += OUTPUTS * WIDTH
+        words += LINES * WIDTH
         upper = None
         if high is not None:
             upper = tl.load(high)
-            high += OUTPUTS * WIDTH
+            high += LINES * WIDTH
         for field in tl.static_range(fields):
             if SIZE % chunk_size != 0:
                 b = tl.load(x + field * WIDTH, (chunk * chunk_size + field * WIDTH + column < SIZE)[:, None], 0.0)
@@ -77,7 +77,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
                 b = tl.load(x + field * WIDTH)
             if field % fields_of_group == 0:
                 group = (chunk * chunk_size + field * WIDTH) // GROUP if GROUP else 0
-                place = group.to(tl.int64) * OUTPUTS if GROUP else 0
+                place = group.to(tl.int64) * LINES if GROUP else 0
                 nought = None
                 if zero is not None:
                     nought = tl.load(zero + place)
