@@ -18,6 +18,7 @@ from kernels.gpu.matmul import matmul
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.penalties import penalize
 from kernels.gpu.quantized.choice import quantized_product
+from kernels.gpu.quantized.grouped_product import grouped_quantized_matmul
 from kernels.gpu.random_bits import uniforms
 from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
@@ -37,6 +38,7 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "grouped_matmul",
+    "grouped_quantized_matmul",
     "kept_range",
     "layer_norm",
     "lora_expand",

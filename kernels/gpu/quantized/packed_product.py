@@ -27,7 +27,7 @@ from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
-_ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills some for more threads
+ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills some for more threads
 _GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other
 
 
@@ -151,7 +151,7 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         GROUP=_GROUP,
         IS_SPLIT=is_split,
         num_stages=stages_of(x.dtype),
-        maxnreg=_ALL_REGISTERS,
+        maxnreg=ALL_REGISTERS,
     )
     if is_split:
         add_segments(out, parts, bias)
@@ -205,7 +205,7 @@ def _variant(
         | {"CHUNKS": num_chunks, "CHUNKS_OF_SEGMENT": segment}
         | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP, "IS_SPLIT": is_split},
         num_stages=stages_of(torch.float32 if dtype == "fp32" else torch.bfloat16),
-        max_registers=_ALL_REGISTERS,
+        max_registers=ALL_REGISTERS,
         divisible_by_16=(
             *pointers,
             "sums_stride",

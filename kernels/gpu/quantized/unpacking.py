@@ -53,7 +53,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, WIDTH)
-    skipped = first_chunk.to(tl.int64) * (LINES * WIDTH)
+    skipped = tl.to_tensor(first_chunk).to(tl.int64) * (LINES * WIDTH)
     words += skipped + column[None, :]
     if high is not None:
         high += skipped + column[None, :]
