@@ -9,7 +9,7 @@ from kernels.gpu.operations import grouped_quantized_matmul
 from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
 from kernels.oracles import reference
 from tests.kernels.device import DEVICE
-from tests.kernels.quantized_weights import FORMATS, Format, exact_weight
+from tests.kernels.quantized_formats import FORMATS, Format, exact_weight
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
 
 BY_NAME = {form.name: form for form in FORMATS}

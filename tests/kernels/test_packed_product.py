@@ -13,7 +13,7 @@ from kernels.gpu.quantized import segments
 from kernels.gpu.quantized.packed_codes import pack_codes
 from kernels.quantized_weight import Numbers, QuantizedWeight
 from tests.kernels.device import DEVICE
-from tests.kernels.quantized_weights import FORMATS, Format, exact_weight
+from tests.kernels.quantized_formats import FORMATS, Format, exact_weight
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
 
 by_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

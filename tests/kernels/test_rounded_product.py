@@ -15,7 +15,7 @@ from kernels.gpu.quantized.rounded_product import CHUNK
 from kernels.gpu.quantized.rounded_rows import rounded_rows
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 from tests.kernels.device import DEVICE
-from tests.kernels.quantized_weights import Format, exact_weight
+from tests.kernels.quantized_formats import Format, exact_weight
 from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
 
 KINDS = {
