@@ -38,7 +38,9 @@ SAME_VALUES: dict[str, dict[Any, str]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"hf": "auto", "pt": "bin"},
     "max_model_len": {-1: "auto"},
-    "quantization": {"gguf": "none"},
+    "quantization": dict.fromkeys(  # a checkpoint says itself how it is quantised
+        ("gguf", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "none"
+    ),
     "tokenizer_mode": {"hf": "auto"},
 }
 
@@ -234,8 +236,8 @@ def in_own_words(model: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
             raise ValueError(f"kv_cache_memory_bytes: got {num_bytes!r}; accepted: a whole number")
         own["kv_cache_memory"] = num_bytes / (1 << 30)
     if (quantization := own.get("quantization")) not in (None, "", "none", "int8"):
-        instead = "'int8' quantises any model on a CPU, and a GGUF file needs no option"
-        raise ValueError(f"quantization: got {quantization!r}; checkpoints quantised so cannot be read: {instead}")
+        instead = "'int8' quantises any model on a CPU, and what a checkpoint is quantised as needs no option"
+        raise ValueError(f"quantization: got {quantization!r}; {instead}")
     return model, own
 
 

@@ -65,6 +65,7 @@ def test_a_part_of_vllms_own_works_is_taken_and_changes_nothing() -> None:
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
         ({"max_model_len": -1}, {"max_model_len": "auto"}),
         ({"quantization": "gguf", "load_format": "hf"}, {}),
+        ({"quantization": "awq_marlin"}, {}),
         ({"kv_cache_memory_bytes": 1 << 29}, {"kv_cache_memory": 0.5}),
         ({"hf_token": True, "runner": "generate"}, {}),
     ],
@@ -86,7 +87,7 @@ def test_a_revision_is_a_part_of_the_models_name(tmp_path: Path) -> None:
     [
         ({"enable_lora_bias": True}, "enable_lora_bias: got True; adapters are LoRA's, of attention and MLP"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config: got {'method': 'ngram'}; there is no spec"),
-        ({"quantization": "awq"}, "quantization: got 'awq'; checkpoints quantised so cannot be read: 'int8'"),
+        ({"quantization": "bitsandbytes"}, "quantization: got 'bitsandbytes'; 'int8' quantises any model on a CPU"),
         ({"hf_token": "secret"}, "hf_token: got a str; set the variable HF_TOKEN"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb: got 4; weights stay on one device"),
         ({"task": "embed"}, "task: got 'embed'; models here generate text"),

@@ -1,14 +1,15 @@
 """Reads a GGUF file as a Hugging Face folder: config, weights, tokenizer, template.
 
-Weights are dequantised exactly as the `gguf` package does, to float32, and put back into the order that `transformers`
-and Octavo's worker expect (`gguf_families.Layout`). Whatever a file holds beyond its architecture's weights is refused
-by name. Imports neither torch nor transformers.
+Weights are dequantised exactly as the `gguf` package does, to float32, or left as the bytes that they are, and put back
+into the order that `transformers` and Octavo's worker expect (`gguf_families.Layout`). Whatever a file holds beyond its
+architecture's weights is refused by name. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,16 @@ from octavo.shared.terminal_row import ByteBar
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
+
+
+@dataclass(frozen=True)
+class GgufTensor(PendingTensor):
+    """A tensor that can be had as the file has it, too: `blocks` are its bytes."""
+
+    kind: str = field(kw_only=True)  # the file's type of its numbers: Q4_K, F32
+    matrix: tuple[int, ...] = field(kw_only=True)  # of a matrix its outputs and inputs, whatever `shape` has first
+    blocks: Callable[[], np.ndarray] = field(kw_only=True)  # u8[outputs, bytes of a row], outputs in `shape`'s order
+
 
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # the config says them
 
@@ -54,7 +65,7 @@ def write_description(gguf_path: Path, folder: Path) -> Iterator[PendingTensor]:
     return _weights(reader, family_of(metadata), config)
 
 
-def read_tensors(gguf_path: Path) -> Iterator[PendingTensor]:
+def read_tensors(gguf_path: Path) -> Iterator[GgufTensor]:
     """The weights, by the names of Hugging Face. Raises `GGUFError`."""
     reader, values = _read(gguf_path)
     metadata = Metadata(values)
@@ -97,7 +108,7 @@ def _generation_config(config: dict[str, Any], metadata: Metadata) -> dict[str, 
     return ids
 
 
-def _weights(reader: GGUFReader, family: GgufFamily, config: dict[str, Any]) -> Iterator[PendingTensor]:
+def _weights(reader: GGUFReader, family: GgufFamily, config: dict[str, Any]) -> Iterator[GgufTensor]:
     sizes = lengths(config)
     num_layers = config.get("num_hidden_layers") or config["n_layer"]
     missing = _names(family, num_layers, has_head=not config["tie_word_embeddings"])
@@ -126,7 +137,7 @@ def _names(family: GgufFamily, num_layers: int, has_head: bool) -> dict[str, tup
     return names
 
 
-def _pending(tensor: ReaderTensor, name: str, weight: Weight, sizes: dict[str, int]) -> Iterator[PendingTensor]:
+def _pending(tensor: ReaderTensor, name: str, weight: Weight, sizes: dict[str, int]) -> Iterator[GgufTensor]:
     """One tensor, or one for each expert. Raises GGUFError for one of another shape."""
     shape = tuple(sizes[word] for word in weight.shape)
     is_turned, found = weight.layout is Layout.TRANSPOSED, tuple(int(size) for size in reversed(tensor.shape))
@@ -138,29 +149,36 @@ def _pending(tensor: ReaderTensor, name: str, weight: Weight, sizes: dict[str, i
         expected = shape[::-1] if is_turned else shape
     if found != expected:
         raise GGUFError(f"tensor {tensor.name!r} has shape {found}, not {expected}")
+    kind = tensor.tensor_type.name
     if weight.layout is Layout.EXPERTS:
         for expert in range(sizes["experts"]):
-            yield PendingTensor(name.format(expert), shape, partial(_expanded, tensor, expert))
-    else:
-        yield PendingTensor(name, shape, _loader(tensor, weight.layout, sizes))
+            load = partial(_expanded, tensor, expert)
+            yield GgufTensor(
+                name.format(expert), shape, load, kind=kind, matrix=shape, blocks=partial(_bytes, tensor, expert)
+            )
+        return
 
-
-def _loader(tensor: ReaderTensor, layout: Layout, sizes: dict[str, int]) -> Callable[[], np.ndarray]:
-    head = sizes["head"]
-
-    def load() -> np.ndarray:
-        values = _expanded(tensor)
-        if layout in (Layout.QUERY_PAIRS, Layout.KEY_PAIRS):
-            return _by_halves(values, head)
-        if layout is Layout.PARTS:
-            return _by_heads(values, head)
-        if layout is Layout.TRANSPOSED:
+    def load_all() -> np.ndarray:
+        values = _in_order(_expanded(tensor), weight.layout, sizes["head"])
+        if weight.layout is Layout.TRANSPOSED:
             return values.T
-        if layout is Layout.ONE_ADDED:
-            return values - np.float32(1)
-        return values
+        return values - np.float32(1) if weight.layout is Layout.ONE_ADDED else values
 
-    return load
+    def all_blocks() -> np.ndarray:
+        return _in_order(_bytes(tensor), weight.layout, sizes["head"])
+
+    yield GgufTensor(name, shape, load_all, kind=kind, matrix=found, blocks=all_blocks)
+
+
+def _in_order(rows: np.ndarray, layout: Layout, head: int) -> np.ndarray:
+    """Outputs [out, ...] as the checkpoint orders them."""
+    if layout in (Layout.QUERY_PAIRS, Layout.KEY_PAIRS):
+        return _by_halves(rows, head)
+    return _by_heads(rows, head) if layout is Layout.PARTS else rows
+
+
+def _bytes(tensor: ReaderTensor, expert: int | None = None) -> np.ndarray:
+    return (tensor.data if expert is None else tensor.data[expert]).view(np.uint8)
 
 
 def _expanded(tensor: ReaderTensor, expert: int | None = None) -> np.ndarray:

@@ -209,13 +209,13 @@ def test_a_type_of_numbers_that_is_not_known_is_named(folder: Path) -> None:
 def test_a_quantised_tensor_is_named(folder: Path, dtype: torch.dtype) -> None:
     rewrite(folder, {"model.norm.weight": torch.ones(60).to(dtype)})
     name = str(dtype).removeprefix("torch.")
-    assert f"tensor model.norm.weight is {name}; quantised checkpoints are not supported" in refusal(folder)
+    assert f"tensor model.norm.weight is {name}, and nothing says how it was quantised" in refusal(folder)
 
 
 def test_a_quantisation_method_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    assert "weights quantised by 'gptq' are not supported" in refusal(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
+    assert "weights quantised by 'hqq' are not read; read are awq, compressed-tensors" in refusal(folder)
 
 
 def test_the_checkpoint_of_another_model_names_the_first_tensor_that_differs(folder: Path, tmp_path: Path) -> None:

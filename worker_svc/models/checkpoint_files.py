@@ -1,7 +1,8 @@
 """The files of a checkpoint, opened: every tensor by the model's name for it, read when it is taken.
 
 Of safetensors only the header is read at first; pickled files and GGUF files are memory-mapped, and the tensors of the
-latter expanded to float32. All raise `ModelError` with one line that names the file.
+latter kept as they are (`gguf_blocks`) or expanded to float32. All raise `ModelError` with one line that names the
+file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.models.errors import ModelError
+from worker_svc.models.quantized.gguf_blocks import GgufBlocks, is_matrix_of_blocks
 from worker_svc.models.stored_tensor import FileTensor, MadeTensor, OpenFile, StoredTensor
 
 if TYPE_CHECKING:
@@ -148,7 +150,10 @@ def _gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     except GGUFError as error:
         raise ModelError(f"{path}: {error}") from None
     for tensor in pending:
-        yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor))
+        if is_matrix_of_blocks(tensor):
+            yield tensor.name, GgufBlocks(path, tensor)
+        else:
+            yield tensor.name, MadeTensor(tensor.shape, torch.float32, partial(_expanded, tensor))
 
 
 def _expanded(tensor: PendingTensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 
 from worker_svc.models.errors import ModelError
 from worker_svc.models.families import FAMILIES
+from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
+from worker_svc.models.quantized.detect import detect_format
 from worker_svc.models.raw_config import RawConfig
 from worker_svc.models.style import DecoderStyle
 from worker_svc.models.transformers_config import read_config, sizes_of
@@ -49,7 +51,8 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
-    quantization: str = ""  # of the weights of products: int8; empty: none
+    quantization: str = ""  # of the weights of products when they are loaded: int8; empty: none
+    weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
 
     @property
@@ -63,6 +66,8 @@ class ModelConfig:
             inner += num_sparse * experts.num_experts * experts.intermediate_size
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
+        if self.weights_format is not None and not self.quantization:
+            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.bits_per_number / 8)
         return table * self.dtype.itemsize + (table + layers) * (1 if self.quantization else self.dtype.itemsize)
 
     @classmethod
@@ -80,6 +85,7 @@ class ModelConfig:
         """Read a Hugging Face folder.
 
         `dtype` auto takes the checkpoint's own, but float32 in place of float16 on a CPU, which computes in no float16.
+        A GGUF file's is float32 on a CPU, where its numbers are then exact, and bfloat16 on a GPU.
         `impl` auto takes Octavo's own code for the families it knows, else that of transformers (`trust_remote_code`:
         also code that lies in the folder).
         Raises `ModelError` where the folder, a key or a value is missing or is one that Octavo does not know.
@@ -89,10 +95,11 @@ class ModelConfig:
             raise ModelError(f"model folder {folder} does not exist")
         raw = RawConfig.read(folder / "config.json")
         generation = RawConfig.read(folder / "generation_config.json", required=False)
-        if quantized := raw.part("quantization_config"):
-            method = quantized.get("quant_method", "quantization_config")
-            raise raw.error(f"weights quantised by {method!r} are not supported")
+        weights_format = detect_format(raw)
         architecture, impl = _architecture(raw, impl)
+        if weights_format is not None and impl == "transformers":
+            what = f"{architecture} is computed by transformers: weights quantised as {weights_format.name}"
+            raise raw.error(f"{what} are read for the families that Octavo computes itself")
         if impl == "octavo":
             sizes, style = FAMILIES[architecture](raw)
         else:
@@ -111,12 +118,13 @@ class ModelConfig:
             max_model_len=_max_model_len(style, sizes.max_positions, max_model_len),
             tie_word_embeddings=sizes.tie_word_embeddings,
             style=style,
-            dtype=_dtype(raw, dtype, device),
+            dtype=_dtype(raw, dtype, device, is_gguf=_is_gguf(folder)),
             eos_token_ids=_eos_token_ids(raw, generation),
             model_name=folder.resolve().name,
             model_hash=_model_hash(folder),
             impl=impl,
             quantization=quantization,
+            weights_format=weights_format,
             is_batch_invariant=is_batch_invariant,
         )
 
@@ -144,7 +152,11 @@ def _max_model_len(style: DecoderStyle, max_positions: int, asked: int | None) -
     return asked
 
 
-def _dtype(raw: RawConfig, asked: str, device: str) -> torch.dtype:
+def _is_gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+
+
+def _dtype(raw: RawConfig, asked: str, device: str, *, is_gguf: bool) -> torch.dtype:
     if asked != "auto":
         if asked not in DTYPES:
             raise ModelError(f"dtype {asked!r} is not supported; known: auto, {', '.join(DTYPES)}")
@@ -152,9 +164,9 @@ def _dtype(raw: RawConfig, asked: str, device: str) -> torch.dtype:
             raise ModelError("dtype float16 is not computed on a CPU; use float32 or bfloat16")
         return DTYPES[asked]
     own = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), torch.float32)
-    if own == torch.float16 and torch.device(device).type == "cpu":
-        return torch.float32
-    return own
+    if torch.device(device).type == "cpu":
+        return torch.float32 if own == torch.float16 else own
+    return torch.bfloat16 if is_gguf else own
 
 
 def _eos_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:

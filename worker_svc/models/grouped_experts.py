@@ -84,6 +84,8 @@ def take_grouped_experts(
             for product in products:
                 name = f"{prefix}{names.expert.format(number)}{product}.weight"
                 if number in own:
+                    if kind := weights.format_of(name):  # there is no product of many experts' weights of few bits
+                        weights.quantized.note_expanded(kind, "experts are multiplied together")
                     start = len(tensors) * num_outputs
                     tensors.append(name)
                     rows.append(range(start + outputs.start, start + outputs.stop))

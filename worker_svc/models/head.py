@@ -32,12 +32,16 @@ class Head:
         self._project_out = None
         if style.embedding_size:
             self._project_out = take_linear(weights, [base + names.project_out], [width], hidden)
-        if config.tie_word_embeddings:
+        is_tied = config.tie_word_embeddings and not weights.format_of(f"{names.head}.weight")
+        if is_tied:
             weights.ignore(f"{names.head}.weight")
+        table = base + names.embedding if is_tied else names.head
+        # A tied table of few bits is multiplied as it is stored; the embedding's own copy is expanded.
+        if is_tied and (weights.int8 is not None or not weights.format_of(f"{table}.weight")):
             embedding = take_embedding(part, weights, base) if embedding is None else embedding
             self._product = tied_linear(weights, names.head, embedding)
         else:
-            self._product = take_linear(weights, [names.head], [vocab_size], width, outputs=[token_ids])
+            self._product = take_linear(weights, [table], [vocab_size], width, outputs=[token_ids])
 
     @property
     def weight_bytes(self) -> int:

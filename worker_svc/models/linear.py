@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from worker_svc.models.dense import dense
+from worker_svc.models.fused_parts import in_order, stored_rows
+from worker_svc.models.quantized.quantized_layer import drop_zero_biases, take_quantized
 from worker_svc.models.weights import Weights
 
 
@@ -46,6 +47,9 @@ def take_linear(
     """
     outputs = [range(size) for size in sizes] if outputs is None else outputs
     inputs = range(in_features) if inputs is None else inputs
+    has_quantized = any(weights.format_of(f"{name}.weight") for name in names)
+    if has_quantized and not is_biased:
+        drop_zero_biases(weights, names, sizes)
     if is_biased and inputs.start > 0:
         is_biased = False
         for name in names:
@@ -56,9 +60,13 @@ def take_linear(
             weights.ignore(f"{name}.weight")
             weights.ignore(f"{name}.bias")
         return found
+    if has_quantized and (store is None or is_exact):
+        return take_quantized(
+            weights, names, sizes, in_features, outputs, inputs, is_biased=is_biased, num_turns=num_turns
+        )
     whole = [sum(sizes)] if len(names) == 1 else sizes
     rows = stored_rows(sizes, outputs, num_turns, is_fused=len(names) == 1)
-    if is_transposed:
+    if is_transposed and not has_quantized:  # those are [out, in] whatever the others are
         (name,), (size,) = names, whole
         weight = weights.take_parts([f"{name}.weight"], [in_features], size, rows=[inputs], columns=rows).t()
     else:
@@ -69,31 +77,6 @@ def take_linear(
     if store is not None and not is_exact:
         return store.make(names[0], weight, bias)
     return dense(weight, bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
-
-
-def stored_rows(sizes: Sequence[int], outputs: Sequence[range], num_turns: int, *, is_fused: bool) -> list[range]:
-    """Where the wanted outputs are stored, of all parts one after the other; with turns these have whole ones of all
-    parts. `is_fused`: in one tensor, whose rows that follow each other are one range, to be read at once."""
-    if num_turns > 1:
-        turn_size, of_first = sum(sizes) // num_turns, sizes[0] // num_turns
-        return [range(*(edge // of_first * turn_size for edge in (outputs[0].start, outputs[0].stop)))]
-    rows: list[range] = []
-    for start, part in zip(accumulate(sizes, initial=0), outputs, strict=False):
-        stored = range(start + part.start, start + part.stop)
-        if is_fused and rows and rows[-1].stop == stored.start:
-            rows[-1] = range(rows[-1].start, stored.stop)
-        else:
-            rows.append(stored)
-    return rows
-
-
-def in_order(x: torch.Tensor, sizes: Sequence[int], num_turns: int) -> torch.Tensor:
-    """Outputs [n, ...] as they are stored, in so many turns of parts of these sizes, part after part."""
-    if num_turns == 1:
-        return x
-    turn_sizes = [size // num_turns for size in sizes]
-    turns = x.unflatten(0, (-1, sum(turn_sizes))).split(turn_sizes, dim=1)
-    return torch.cat([part.flatten(0, 1) for part in turns])
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -10,12 +11,21 @@ import torch
 from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models.attention import AttentionMetadata
-from worker_svc.models.checkpoint_files import LOAD_FORMATS, checkpoint_paths, detect_format, open_checkpoint
+from worker_svc.models.checkpoint_files import (
+    LOAD_FORMATS,
+    Tensors,
+    checkpoint_paths,
+    detect_format,
+    open_checkpoint,
+)
 from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.int8_store import Int8Store
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized.checkpoint_format import with_quantized
+from worker_svc.models.quantized.quantized_products import QuantizedProducts
+from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.weights import CheckpointWeights, DummyWeights, Weights
 
 
@@ -71,13 +81,6 @@ def load_model(
     config = part.whole
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    # Asked before, because Linux promises memory that it does not have and then kills the process that touches it.
-    needed_bytes = config.weights_bytes // part.num_parts
-    if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
-        raise ModelError(
-            f"too little memory for {config.model_name}: its weights take {needed_bytes / GIB:.3g} GiB, "
-            f"{free_bytes / GIB:.3g} GiB are free"
-        )
     if config.quantization:
         check_quantization(config, device)
     if config.impl == "transformers":
@@ -88,9 +91,11 @@ def load_model(
             )
         from worker_svc.models.transformers_model import TransformersModel
 
+        _check_memory(part, device, config.weights_bytes)
         return TransformersModel(Path(folder), config, device, load_format, seed, trust_remote_code)
     weights: Weights
     if load_format == "dummy":
+        _check_memory(part, device, config.weights_bytes)
         weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
@@ -101,6 +106,7 @@ def load_model(
     except torch.OutOfMemoryError:
         raise ModelError(f"too little memory on {device} for the weights of {config.model_name}") from None
     weights.finish()
+    weights.quantized.finish()
     if weights.int8 is not None:
         weights.int8.finish()
     return model
@@ -117,11 +123,44 @@ def check_quantization(config: ModelConfig, device: torch.device) -> None:
         )
 
 
+def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int) -> None:
+    """Raises ModelError where weights of a model of so many bytes do not fit. Asked before they are read, because Linux
+    promises memory that it does not have and then kills the process that touches it."""
+    needed_bytes = weights_bytes // part.num_parts
+    if device.type == "cpu" and needed_bytes > (free_bytes := available_bytes()):
+        raise ModelError(
+            f"too little memory for {part.whole.model_name}: its weights take {needed_bytes / GIB:.3g} GiB, "
+            f"{free_bytes / GIB:.3g} GiB are free"
+        )
+
+
 def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format: str) -> CheckpointWeights:
     if load_format == "auto":
         load_format = detect_format(folder)
     config, paths = part.whole, checkpoint_paths(folder, load_format)
     num_bytes = sum(path.stat().st_size for path in paths) // part.num_parts
+    tensors = open_checkpoint(paths, load_format)
+    if config.weights_format is not None:
+        tensors = with_quantized(folder, config.weights_format, tensors)
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = Int8Store.of_model(part) if config.quantization else None
-    return CheckpointWeights(folder, open_checkpoint(paths, load_format), config.dtype, device, progress, store)
+    weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
+    _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
+    return weights
+
+
+def _weights_bytes(config: ModelConfig, tensors: Tensors, quantized: QuantizedProducts) -> int:
+    """What the weights of a checkpoint take on the device; of those that are quantised in it, what products keep."""
+    if config.quantization or not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
+        return config.weights_bytes
+    total = 0.0
+    for name, tensor in tensors.items():
+        is_table = name.endswith(f"{config.style.names.embedding}.weight")
+        of_product = float(config.dtype.itemsize)
+        if isinstance(tensor, QuantizedTensor):
+            of_product = quantized.bytes_per_number(tensor)
+        # Of the embedding rows are copied, so it is expanded; as a tied head it is a product as well.
+        has_product = not is_table or config.tie_word_embeddings
+        bytes_per_number = of_product * has_product + config.dtype.itemsize * is_table
+        total += math.prod(tensor.shape) * bytes_per_number
+    return int(total)

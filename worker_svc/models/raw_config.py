@@ -6,6 +6,7 @@ A default stands for an absent key, as `transformers` has it for the family; a k
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ class RawConfig:
         if not isinstance(value, dict):
             raise self.error(f"{key} must be an object, not {value!r}")
         return RawConfig(value, self.path)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """All keys and their values, unchecked."""
+        return self._values.items()
 
     def merged(self, **defaults: Any) -> RawConfig:
         """The same keys, with defaults for those that are absent or null."""

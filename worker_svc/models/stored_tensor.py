@@ -28,7 +28,8 @@ class StoredTensor(Protocol):
 
     def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """Fills `out`, contiguous, of any type, on any device, with these rows one after the other, and of their last
-        dimension with these columns side by side. Of a tensor with one dimension, all are rows. Raises ModelError."""
+        dimension with these columns side by side. Of a tensor with one dimension, all are rows; a number is a row, too.
+        Raises ModelError."""
 
 
 class OpenFile:
@@ -102,6 +103,7 @@ class MadeTensor:
     def read_into(self, out: torch.Tensor, rows: Sequence[range], columns: Sequence[range]) -> None:
         """See `StoredTensor`; makes the whole tensor first, once."""
         made = self._make()
+        made = made if made.dim() else made[None]
         for part, some, across in _parts(out, rows, columns):
             wanted = made[some.start : some.stop]
             part.copy_(wanted if part.dim() == 1 else wanted[..., across.start : across.stop])

@@ -15,11 +15,14 @@ from typing import Protocol
 
 import torch
 
+from kernels.quantized_weight import QuantizedWeight
 from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.int8_store import Int8Store
+from worker_svc.models.quantized.quantized_products import QuantizedProducts
+from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.stored_tensor import StoredTensor
 
 
@@ -27,6 +30,7 @@ class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
     int8: Int8Store | None  # what keeps products in eight bits; None: they stay in the model's dtype
+    quantized: QuantizedProducts  # what makes products of weights that are quantised in the checkpoint
     memory: HugePages  # for packed products
     is_batch_invariant: bool  # set by the loader: whether a row's products have the same bits in any batch
 
@@ -49,6 +53,19 @@ class Weights(Protocol):
         `rows`, `columns`: which of that one are wanted, in this order (default: all); a range of rows is within one
         tensor. Columns are of tensors with two dimensions.
         """
+
+    def format_of(self, name: str) -> str:
+        """The format of a weight that can be had as it is, in few bits; empty for a plain one, and for none. `take` and
+        `take_parts` expand it."""
+
+    def can_cut_inputs(self, name: str) -> bool:
+        """Whether a quantised weight can be had for some of its inputs."""
+
+    def take_quantized(
+        self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
+    ) -> QuantizedWeight:
+        """A quantised weight: these outputs one after the other, of these inputs; may be taken again. Raises
+        `ModelError` where it is of another size or cannot be read so."""
 
     def ignore(self, name: str) -> None:
         """This tensor may exist and is not needed."""
@@ -75,7 +92,9 @@ class CheckpointWeights:
         int8: Int8Store | None = None,
     ) -> None:
         self.int8, self.memory = int8, HugePages()
+        self.quantized = QuantizedProducts(device, dtype, self.memory)
         self._folder, self._left = folder, tensors
+        self._quantized = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantizedTensor)}
         self._dtype, self._device, self._progress = dtype, device, progress
 
     def has(self, name: str) -> bool:
@@ -115,12 +134,35 @@ class CheckpointWeights:
         if name not in self._left:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
         tensor = self._left.pop(name)
-        if tensor.shape != shape:
-            raise ModelError(f"{self._folder}: tensor {name} is {list(tensor.shape)}, config.json says {list(shape)}")
+        self._check_shape(name, tensor, shape)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"{self._folder}: tensor {name} is {dtype}; quantised checkpoints are not supported")
+            raise ModelError(f"{self._folder}: tensor {name} is {dtype}, and nothing says how it was quantised")
         return tensor
+
+    def _check_shape(self, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
+            raise ModelError(f"{self._folder}: tensor {name} is {list(tensor.shape)}, config.json says {list(shape)}")
+
+    def format_of(self, name: str) -> str:
+        """See `Weights`."""
+        tensor = self._quantized.get(name)
+        return "" if tensor is None else tensor.kind
+
+    def can_cut_inputs(self, name: str) -> bool:
+        """See `Weights`."""
+        return not self._quantized[name].is_ordered()
+
+    def take_quantized(
+        self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
+    ) -> QuantizedWeight:
+        """See `Weights`; reads the file now."""
+        tensor = self._quantized[name]
+        self._check_shape(name, tensor, (out_features, in_features))
+        self._left.pop(name, None)
+        weight = tensor.quantized(rows, columns, self._device)
+        self._progress.add(tensor.num_bytes * weight.codes.numel() // (out_features * in_features))
+        return weight
 
     def ignore(self, name: str) -> None:
         """See `Weights`."""
@@ -149,6 +191,7 @@ class DummyWeights:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, int8: Int8Store | None = None) -> None:
         self.int8, self.memory = int8, HugePages()
+        self.quantized = QuantizedProducts(device, dtype, self.memory)
         self._dtype, self._device = dtype, device
         self._drawn_on = device if device.type == "cuda" else torch.device("cpu")
         self._seed, self._generator = seed, torch.Generator(self._drawn_on)
@@ -182,6 +225,20 @@ class DummyWeights:
         if columns is not None:
             whole = torch.cat([whole[..., some.start : some.stop] for some in columns], dim=-1)
         return whole
+
+    def format_of(self, name: str) -> str:
+        """None is quantised."""
+        return ""
+
+    def can_cut_inputs(self, name: str) -> bool:
+        """Nothing is quantised that could be asked for."""
+        raise KeyError(name)
+
+    def take_quantized(
+        self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
+    ) -> QuantizedWeight:
+        """Nothing is quantised that could be taken."""
+        raise KeyError(name)
 
     def ignore(self, name: str) -> None:
         """Nothing is stored that could be left."""

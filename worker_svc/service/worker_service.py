@@ -90,7 +90,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             max_loras=0 if self._worker.adapters is None else self._worker.adapters.max_loras,
             adapters=self._adapters(),
             kv_cache_dtype=self._cache_dtype(),
-            quantization=config.quantization,
+            quantization=config.quantization or (config.weights_format.name if config.weights_format else ""),
             traces_steps=self._tracer is not None,
         )
 

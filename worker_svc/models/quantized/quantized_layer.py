@@ -1,0 +1,106 @@
+"""Takes a product from a checkpoint that has its weight, or some part of it, in few bits; see `linear.take_linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.quantized_weight import QuantizedWeight
+from worker_svc.models.dense import dense
+from worker_svc.models.errors import ModelError
+from worker_svc.models.fused_parts import in_order, stored_rows
+from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.models.quantized.shaping import fit_together, side_by_side, some_outputs
+from worker_svc.models.summed import Layer
+from worker_svc.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some outputs of a product; plain ones where `kind` is empty."""
+
+    kind: str
+    weight: QuantizedWeight | torch.Tensor
+    bias: torch.Tensor | None
+
+
+def take_quantized(
+    weights: Weights,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    in_features: int,
+    outputs: Sequence[range],
+    inputs: range,
+    *,
+    is_biased: bool,
+    num_turns: int,
+) -> Layer:
+    """Parts that are quantised alike are one product, others products of their own.
+
+    Raises ModelError for a weight that cannot be read as it is to be taken, and for a bias that the model has not.
+    """
+    if len(names) == 1:
+        rows_of_names = [stored_rows(sizes, outputs, num_turns, is_fused=True)]
+        sizes_of_names: Sequence[int] = [sum(sizes)]
+    else:
+        rows_of_names, sizes_of_names = [[part] for part in outputs], sizes
+    parts: list[_Part] = []
+    for name, size, rows in zip(names, sizes_of_names, rows_of_names, strict=True):
+        part = _take(weights, name, size, in_features, [some for some in rows if some], inputs, is_biased)
+        if num_turns > 1:
+            part = _turned(part, sizes, num_turns)
+        if parts and (joined := _joined(parts[-1], part)) is not None:
+            parts[-1] = joined
+        else:
+            parts.append(part)
+    products = [_made(weights, part) for part in parts]
+    return products[0] if len(products) == 1 else SeparateProducts(products)
+
+
+def drop_zero_biases(weights: Weights, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Writers of some formats give every layer a bias, of zeros where the model has none. Raises ModelError for one of
+    other numbers."""
+    for name, size in zip(names, sizes if len(names) > 1 else [sum(sizes)], strict=True):
+        if weights.has(f"{name}.bias") and weights.take(f"{name}.bias", size).any():
+            raise ModelError(f"{name}.bias is not zero, and the model has no place for it")
+
+
+def _take(
+    weights: Weights, name: str, size: int, in_features: int, rows: list[range], inputs: range, is_biased: bool
+) -> _Part:
+    stored = f"{name}.weight"
+    bias = weights.take_parts([f"{name}.bias"], [size], rows=rows) if is_biased else None
+    kind = weights.format_of(stored)
+    if kind and rows:
+        if len(inputs) == in_features or weights.can_cut_inputs(stored):
+            return _Part(kind, weights.take_quantized(stored, size, in_features, rows, inputs), bias)
+        weights.quantized.note_expanded(kind, "inputs that share scales lie apart, and ranks share them")
+    return _Part("", weights.take_parts([stored], [size], in_features, rows=rows, columns=[inputs]), bias)
+
+
+def _turned(part: _Part, sizes: Sequence[int], num_turns: int) -> _Part:
+    weight = part.weight
+    if isinstance(weight, QuantizedWeight):
+        index = torch.arange(weight.out_features, device=weight.codes.device)
+        turned: QuantizedWeight | torch.Tensor = some_outputs(weight, in_order(index, sizes, num_turns))
+    else:
+        turned = in_order(weight, sizes, num_turns)
+    return replace(part, weight=turned, bias=None if part.bias is None else in_order(part.bias, sizes, num_turns))
+
+
+def _joined(one: _Part, other: _Part) -> _Part | None:
+    bias = None if one.bias is None or other.bias is None else torch.cat([one.bias, other.bias])
+    if isinstance(one.weight, QuantizedWeight) and isinstance(other.weight, QuantizedWeight):
+        fit = fit_together(one.weight, other.weight)
+        return _Part(one.kind, side_by_side([one.weight, other.weight]), bias) if fit else None
+    if isinstance(one.weight, torch.Tensor) and isinstance(other.weight, torch.Tensor):
+        return _Part("", torch.cat([one.weight, other.weight]), bias)
+    return None
+
+
+def _made(weights: Weights, part: _Part) -> Layer:
+    if isinstance(part.weight, QuantizedWeight):
+        return weights.quantized.make(part.kind, part.weight, part.bias, is_batch_invariant=weights.is_batch_invariant)
+    return dense(part.weight, part.bias, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)

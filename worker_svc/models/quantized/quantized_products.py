@@ -1,0 +1,78 @@
+"""What becomes of the quantised weights of a model: products of few bits where the device has them, else plain ones."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import structlog
+import torch
+
+from kernels.quantized_weight import QuantizedWeight
+from kernels.select import kernels_for
+from worker_svc.host.huge_pages import HugePages
+from worker_svc.models.dense import dense
+from worker_svc.models.float_linear import FloatLinear
+from worker_svc.models.packed_linear import PackedLinear
+from worker_svc.models.quantized.quantized_linear import QuantizedLinear, QuantizedProduct, quantized_linear
+from worker_svc.models.quantized.quantized_tensor import QuantizedTensor, dequantize_into
+from worker_svc.models.tiled_linear import TiledLinear
+
+log = structlog.get_logger()
+
+_TRIED_OUTPUTS = 192  # whole tiles of every device
+
+
+class QuantizedProducts:
+    """Makes them, and says at the end which weights had to be expanded to the model's type."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, memory: HugePages) -> None:
+        self._device, self._dtype, self._memory = device, dtype, memory
+        self._bytes_per_number: dict[tuple[str, int], float] = {}
+        self._expanded: Counter[tuple[str, str]] = Counter()
+
+    def make(
+        self, kind: str, weight: QuantizedWeight, bias: torch.Tensor | None, *, is_batch_invariant: bool
+    ) -> QuantizedLinear | FloatLinear | PackedLinear | TiledLinear:
+        """The product with a weight of a format `kind`, which is not needed afterwards; bias of the model's type."""
+        if (product := self._few_bits(weight, bias)) is not None:
+            return quantized_linear(product, weight.out_features)
+        shape = weight.out_features, weight.in_features
+        expanded = torch.empty(shape, dtype=self._dtype, device=weight.codes.device)
+        dequantize_into(expanded, weight)
+        made = dense(expanded, bias, is_batch_invariant=is_batch_invariant, memory=self._memory)
+        if made.weight_bytes >= expanded.nbytes:  # numbers of few bits that a plain product keeps so are not expanded
+            groups = "one scale an output" if weight.group >= weight.in_features else f"groups of {weight.group}"
+            self.note_expanded(kind, f"there is no product of {weight.numbers.value} with {groups}")
+        return made
+
+    def bytes_per_number(self, tensor: QuantizedTensor) -> float:
+        """What a product with this weight takes for each of its numbers: that of its first outputs is made, once for
+        all tensors that are stored alike."""
+        count = math.prod(tensor.shape)
+        key = tensor.kind, round(32 * tensor.num_bytes / count)
+        if key not in self._bytes_per_number:
+            rows, columns = range(min(tensor.shape[0], _TRIED_OUTPUTS)), range(tensor.shape[1])
+            product = self._few_bits(tensor.read(rows, columns, self._device), None)
+            taken = self._dtype.itemsize if product is None else product.weight_bytes / (len(rows) * len(columns))
+            self._bytes_per_number[key] = taken
+        return self._bytes_per_number[key]
+
+    def _few_bits(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct | None:
+        quantized_product = getattr(kernels_for(self._device), "quantized_product", None)  # not all kernels have it
+        if quantized_product is None:
+            return None
+        options = {"keep": self._memory.keep} if self._device.type == "cpu" else {}
+        product: QuantizedProduct | None = quantized_product(weight, bias, **options)
+        return product
+
+    def note_expanded(self, kind: str, why: str) -> None:
+        """A product whose weight is kept in the model's type."""
+        self._expanded[kind, why] += 1
+
+    def finish(self) -> None:
+        """All products are made."""
+        for (kind, why), count in self._expanded.items():
+            dtype = str(self._dtype).removeprefix("torch.")
+            log.info("quantised weights expanded", format=kind, products=count, dtype=dtype, why=why)
+        self._expanded.clear()
