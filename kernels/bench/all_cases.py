@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernels.bench import attention_cases, cache_cases, lora_cases, matrix_cases, row_cases, sampling_cases
+from kernels.bench import (
+    attention_cases,
+    cache_cases,
+    lora_cases,
+    matrix_cases,
+    quantized_cases,
+    row_cases,
+    sampling_cases,
+)
 from kernels.bench.case import Case, Setting
 
-_MODULES = (attention_cases, sampling_cases, cache_cases, row_cases, matrix_cases, lora_cases)
+_MODULES = (attention_cases, sampling_cases, cache_cases, row_cases, matrix_cases, quantized_cases, lora_cases)
 
 
 def cases(setting: Setting, op: str | None = None) -> Iterator[Case]:

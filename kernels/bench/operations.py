@@ -1,10 +1,11 @@
-"""Which operations there are: every module of the package that has `variants()` (`kernels/gpu/variant.py`)."""
+"""Which operations there are: every module of the package, or of one in it, that has `variants()`; see
+`kernels/gpu/variant.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 from kernels.gpu.variant import Variant
 
@@ -15,11 +16,10 @@ def variants(package: str = "kernels.gpu", op: str | None = None) -> Mapping[str
     Raises ValueError where there is none, `op` names none of them, or two variants have one name.
     """
     found: dict[str, list[Variant]] = {}
-    for module in iter_modules(import_module(package).__path__):
-        if not module.ispkg:
-            listed = getattr(import_module(f"{package}.{module.name}"), "variants", None)
-            if listed is not None:
-                found[module.name] = list(listed())
+    for module in walk_packages(import_module(package).__path__, f"{package}."):
+        listed = None if module.ispkg else getattr(import_module(module.name), "variants", None)
+        if listed is not None:
+            found[module.name.rpartition(".")[2]] = list(listed())
     if not found:
         raise ValueError(f"no module of {package} has variants()")
     names = [variant.name for of_one in found.values() for variant in of_one]

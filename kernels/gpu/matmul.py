@@ -178,17 +178,23 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
         num_stages=cut.num_stages,
     )
     if is_split:
-        _sum_kernel[(count, triton.cdiv(num_outputs, _SUMMED_ELEMENTS))](
-            out,
-            sums,
-            bias,
-            count,
-            out.stride(0),
-            OUTPUTS=num_outputs,
-            SEGMENTS=cut.num_segments,
-            BLOCK=_SUMMED_ELEMENTS,
-            HAS_BIAS=bias is not None,
-        )
+        add_segments(out, sums, bias)
+
+
+def add_segments(out: torch.Tensor, sums: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """out [T, m] = the sum of `sums` f32[segments * T, m] over the segments in their order, and the bias."""
+    count, num_outputs = out.shape
+    _sum_kernel[(count, triton.cdiv(num_outputs, _SUMMED_ELEMENTS))](
+        out,
+        sums,
+        bias,
+        count,
+        out.stride(0),
+        OUTPUTS=num_outputs,
+        SEGMENTS=sums.shape[0] // count,
+        BLOCK=_SUMMED_ELEMENTS,
+        HAS_BIAS=bias is not None,
+    )
 
 
 def variants() -> Iterator[Variant]:

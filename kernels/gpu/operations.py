@@ -18,6 +18,8 @@ from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
 from kernels.gpu.paged_attention import attention_scratch, attention_scratch_bytes, paged_attention
 from kernels.gpu.penalties import penalize
+from kernels.gpu.quantized.choice import quantized_product
+from kernels.gpu.quantized.grouped_product import grouped_quantized_matmul
 from kernels.gpu.random_bits import uniforms
 from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
@@ -41,6 +43,7 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "grouped_matmul",
+    "grouped_quantized_matmul",
     "kept_range",
     "layer_norm",
     "lora_expand",
@@ -49,6 +52,7 @@ __all__ = [
     "most_likely",
     "paged_attention",
     "penalize",
+    "quantized_product",
     "reshape_and_cache",
     "rms_norm",
     "rotary",

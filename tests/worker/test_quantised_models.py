@@ -66,7 +66,7 @@ class SecondOfTwo:
 @pytest.fixture(autouse=True)
 def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read and expanded: what a device's own products make of them is theirs to show."""
-    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: None, raising=False)
+    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, keep: None, raising=False)
 
 
 def make(
@@ -217,7 +217,7 @@ def test_a_device_that_has_a_product_is_given_the_weight_as_it_is(
     class Product:
         """In float32, of what it was made of."""
 
-        def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, **_: object) -> None:
             given.append(weight)
             self._weight, self._bias, self.weight_bytes = weight.dequantized(), bias, 7
 
@@ -279,7 +279,7 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("worker_svc.models.loader._check_memory", ask)
     load(quantised)
 
-    def a_byte_each(weight: QuantizedWeight, bias: torch.Tensor | None) -> Any:
+    def a_byte_each(weight: QuantizedWeight, bias: torch.Tensor | None, **_: object) -> Any:
         return SimpleNamespace(weight_bytes=weight.codes.numel())
 
     monkeypatch.setattr(cpu, "quantized_product", a_byte_each)
@@ -324,7 +324,7 @@ def test_a_tied_table_of_a_gguf_file_is_multiplied_as_it_is_stored(
     given: list[QuantizedWeight] = []
     with model_folder(path) as read:
         expected = greedy(load(read), 1)[1]
-        monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias: given.append(weight))
+        monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, keep: given.append(weight))
         assert torch.equal(greedy(load(read), 1)[1], expected)
     shapes = [(weight.out_features, weight.in_features) for weight in given[-9:]]
     assert shapes == [(128, 64), (64, 64), (384, 64), (64, 192)] * 2 + [(VOCAB_SIZE, 64)]

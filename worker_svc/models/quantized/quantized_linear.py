@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -32,13 +32,25 @@ class QuantizedLinear:
         self._product.multiply(out, x)
         return out
 
-    def compiled(self, in_features: int) -> Product:
-        """What compiled code on a CPU needs to multiply by this weight. Raises ValueError where it has not so many
-        inputs."""
-        from kernels.cpu.products.layer_product import Product
 
-        product: object = self._product
-        assert isinstance(product, Product), "compiled code is that of a CPU"
-        if product.in_features != in_features:
-            raise ValueError(f"a weight of {product.in_features} inputs, not {in_features}")
-        return product
+@runtime_checkable
+class CompiledProduct(QuantizedProduct, Protocol):
+    """One that compiled code can multiply by itself, of layers that are computed in one call (`FusedLayers`)."""
+
+    def compiled(self, in_features: int) -> Product:
+        """What it needs for that. Raises ValueError where the product has not so many inputs."""
+
+
+class CompiledQuantizedLinear(QuantizedLinear):
+    """See `Linear`; with such a product."""
+
+    def __init__(self, product: CompiledProduct, out_features: int) -> None:
+        super().__init__(product, out_features)
+        self.compiled = product.compiled
+
+
+def quantized_linear(product: QuantizedProduct, out_features: int) -> QuantizedLinear:
+    """The layer of a product."""
+    if isinstance(product, CompiledProduct):
+        return CompiledQuantizedLinear(product, out_features)
+    return QuantizedLinear(product, out_features)

@@ -14,7 +14,7 @@ from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.dense import dense
 from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.packed_linear import PackedLinear
-from worker_svc.models.quantized.quantized_linear import QuantizedLinear, QuantizedProduct
+from worker_svc.models.quantized.quantized_linear import QuantizedLinear, QuantizedProduct, quantized_linear
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor, dequantize_into
 from worker_svc.models.tiled_linear import TiledLinear
 
@@ -36,7 +36,7 @@ class QuantizedProducts:
     ) -> QuantizedLinear | FloatLinear | PackedLinear | TiledLinear:
         """The product with a weight of a format `kind`, which is not needed afterwards; bias of the model's type."""
         if (product := self._few_bits(weight, bias)) is not None:
-            return QuantizedLinear(product, weight.out_features)
+            return quantized_linear(product, weight.out_features)
         shape = weight.out_features, weight.in_features
         expanded = torch.empty(shape, dtype=self._dtype, device=weight.codes.device)
         dequantize_into(expanded, weight)
@@ -60,7 +60,11 @@ class QuantizedProducts:
 
     def _few_bits(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct | None:
         quantized_product = getattr(kernels_for(self._device), "quantized_product", None)  # not all kernels have it
-        return None if quantized_product is None else quantized_product(weight, bias)
+        if quantized_product is None:
+            return None
+        options = {"keep": self._memory.keep} if self._device.type == "cpu" else {}
+        product: QuantizedProduct | None = quantized_product(weight, bias, **options)
+        return product
 
     def note_expanded(self, kind: str, why: str) -> None:
         """A product whose weight is kept in the model's type."""

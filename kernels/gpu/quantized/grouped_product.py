@@ -1,0 +1,191 @@
+"""The products of a mixture of experts with packed codes, each expert's rows with its own weight, in one launch.
+
+    out[i] = W[e] x[rows[i]],  starts[e] <= i < starts[e + 1]
+
+Arguments and grid are those of `kernels.gpu.grouped_matmul`, weights those of `packed_codes` with experts in front. A
+row's sum is one piece, in the same order in tiles of 16 rows as of 64: how many there are is chosen by how many rows an
+expert has on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.quantized.group_sums import group_sums
+from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
+from kernels.gpu.quantized.packed_product import ALL_REGISTERS, stages_of
+from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
+from kernels.gpu.quantized.unpacking import packed_sum
+from kernels.gpu.variant import Variant
+from kernels.quantized_weight import Numbers
+
+_GROUP = 8  # tiles of rows that pass over the same part of a weight one after the other
+
+
+@triton.jit(do_not_specialize=["row_tiles"])  # type: ignore[untyped-decorator]  # Triton has no types
+def _grouped_product_kernel(  # type: ignore[no-untyped-def]
+    out,
+    x,
+    words,
+    high,
+    scale,
+    zero,
+    offset,
+    sums,
+    starts,
+    rows,
+    row_tiles,
+    out_stride,
+    x_stride,
+    sums_stride,
+    EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    lines: tl.constexpr = column_tiles * BLOCK_N
+    row_tile, column_tile = tl.swizzle2d(
+        tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles, row_tiles, column_tiles, GROUP
+    )
+    each = tl.arange(0, PADDED_EXPERTS)
+    first = tl.load(starts + each, each < EXPERTS, 0)
+    tiles = tl.cdiv(tl.load(starts + each + 1, each < EXPERTS, 0) - first, BLOCK_M)
+    # The padding has no tiles: where all experts' tiles are passed, this is PADDED_EXPERTS.
+    expert = tl.sum((tl.cumsum(tiles, 0) <= row_tile).to(tl.int32), 0)
+    if expert >= EXPERTS:
+        return
+    tile = row_tile - tl.sum(tl.where(each < expert, tiles, 0), 0)
+    end = tl.load(starts + expert + 1)
+    row = tl.load(starts + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the end the last row is computed again, as are padded outputs, and not stored: no masks in the loop.
+    source = tl.minimum(row, end - 1).to(tl.int64)
+    if rows is not None:
+        source = tl.load(rows + source)
+    x += source[None, :] * x_stride
+    in_words = expert.to(tl.int64) * (CHUNKS * lines * WIDTH) + column[:, None] * WIDTH
+    words += in_words
+    if high is not None:
+        high += in_words
+    in_groups = expert.to(tl.int64) * (GROUPS * lines) + column
+    scale += in_groups
+    if zero is not None:
+        zero += in_groups
+    if offset is not None:
+        offset += in_groups
+        sums += source
+    # fmt: off
+    total = packed_sum(
+        x, words, high, scale, zero, offset, sums, sums_stride, 0, CHUNKS,
+        lines, SIZE, NUMBERS, WIDTH, GROUP_SIZE, 0, BLOCK_N, BLOCK_M,
+    )
+    # fmt: on
+    place = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), (row < end)[None, :] & (column < OUTPUTS)[:, None])
+
+
+def grouped_quantized_matmul(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: PackedCodes,
+    starts: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """See `reference.grouped_matmul`; weights of `packed_codes.stacked`. Raises ValueError for tensors that do not
+    fit."""
+    num_experts, num_outputs, size = weights.words.shape[0], weights.out_features, weights.in_features
+    num_rows = out.shape[0]
+    check_rows("grouped_quantized_matmul", x=x)
+    check_rows("grouped_quantized_matmul", out=out)
+    check_contiguous("grouped_quantized_matmul", "starts", starts, (num_experts + 1,), x)
+    if rows is not None:
+        check_contiguous("grouped_quantized_matmul", "rows", rows, (num_rows,), x)
+    if x.shape[1] != size or out.shape[1] != num_outputs or (rows is None and x.shape[0] != num_rows):
+        raise ValueError(
+            f"grouped_quantized_matmul: {tuple(x.shape)} to {tuple(out.shape)} with weights {(num_outputs, size)}"
+        )
+    if starts.dtype != torch.int32 or (rows is not None and rows.dtype != torch.int64) or out.dtype != x.dtype:
+        raise ValueError("grouped_quantized_matmul: starts must be int32, rows int64, out of the type of x")
+    if not num_rows:
+        return
+    block_m = block_m_of(triton.cdiv(num_rows, num_experts))
+    row_tiles = num_rows // block_m + min(num_experts, num_rows)
+    num_groups = weights.scale.shape[-2]
+    sums = None if weights.offset is None else group_sums(x, weights.group, num_groups, MOST_ROWS)
+    _grouped_product_kernel[(row_tiles * triton.cdiv(num_outputs, TILE),)](
+        out,
+        x,
+        weights.words,
+        weights.high,
+        weights.scale,
+        weights.zero,
+        weights.offset,
+        sums,
+        starts,
+        rows,
+        row_tiles,
+        out.stride(0),
+        x.stride(0),
+        0 if sums is None else sums.stride(0),
+        EXPERTS=num_experts,
+        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        OUTPUTS=num_outputs,
+        SIZE=size,
+        NUMBERS=weights.numbers.value,
+        WIDTH=WIDTH,
+        GROUP_SIZE=weights.group,
+        CHUNKS=weights.num_chunks,
+        GROUPS=num_groups,
+        BLOCK_N=TILE,
+        BLOCK_M=block_m,
+        GROUP=_GROUP,
+        num_stages=stages_of(x.dtype),
+        maxnreg=ALL_REGISTERS,
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """Experts of Mixtral by groups of four bits, of Qwen3-MoE by blocks of E4M3, of gpt-oss in MXFP4."""
+    formats = [
+        ("uint4", 128, "fp16", 8, 28672, 4096, True),
+        ("e4m3", 128, "fp32", 128, 1536, 2048, True),
+        ("e2m1", 32, "bf16", 32, 5760, 2880, False),
+    ]
+    for numbers, group, scale, num_experts, num_outputs, size, has_rows in formats:
+        num_chunks = triton.cdiv(size, chunk_of(Numbers(numbers)))
+        for block_m in (16, MOST_ROWS):
+            pointers = {"out": "*bf16", "x": "*bf16", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
+            absent = ["high", "offset", "sums"]
+            for name, kind, is_there in (("zero", "*i16", numbers == "uint4"), ("rows", "*i64", has_rows)):
+                if is_there:
+                    pointers[name] = kind
+                else:
+                    absent.append(name)
+            yield Variant(
+                f"grouped_product {numbers} by {group}: {num_experts} x {num_outputs} x {size}, {block_m} rows",
+                _grouped_product_kernel,
+                pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride", "sums_stride"], "i32"),
+                dict.fromkeys(absent)
+                | {"EXPERTS": num_experts, "PADDED_EXPERTS": triton.next_power_of_2(num_experts)}
+                | {"OUTPUTS": num_outputs, "SIZE": size, "NUMBERS": numbers, "WIDTH": WIDTH, "GROUP_SIZE": group}
+                | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
+                | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP},
+                num_stages=4,
+                max_registers=ALL_REGISTERS,
+                divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),
+                may_spill=False,
+            )

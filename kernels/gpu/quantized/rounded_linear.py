@@ -1,0 +1,38 @@
+"""A `QuantizedWeight` whose rows are rounded to eight bits before they are multiplied, where its format has it so."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.quantized.rounded_product import RoundedCodes, round_codes, rounded_product
+from kernels.quantized_weight import Inputs, QuantizedWeight
+
+_E4M3_CAPABILITY = (8, 9)  # from which on tensor cores multiply it
+
+
+class RoundedLinear:
+    """out = x W^T + bias; see `rounded_product`."""
+
+    def __init__(self, codes: RoundedCodes, order: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """`order` i64[K] as `QuantizedWeight` has it; bias [N]."""
+        self._codes, self._order, self._bias = codes, order, bias
+        self.in_features, self.out_features = codes.in_features, codes.out_features
+        self.weight_bytes = codes.nbytes + sum(x.nbytes for x in (order, bias) if x is not None)
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> RoundedLinear | None:
+        """None where the weight has no such layout, its rows stay as they are, or the card has no such product."""
+        if weight.inputs is not Inputs.INT8 and not has_e4m3_products(weight.codes.device):
+            return None
+        codes = round_codes(weight)
+        return None if codes is None else cls(codes, weight.order, bias)
+
+    def multiply(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out [T, N], x [T, K]: rows of adjacent elements at any stride, of one type of 16 or 32 bits."""
+        rows = x if self._order is None else x.index_select(1, self._order)
+        rounded_product(out, rows, self._codes, self._bias)
+
+
+def has_e4m3_products(device: torch.device) -> bool:
+    """Whether the card has them, as Triton's interpreter has."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY

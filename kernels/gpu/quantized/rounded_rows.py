@@ -1,0 +1,129 @@
+"""Rows of activations, rounded to eight bits as they come: of formats whose authors measured them so.
+
+    scale = max |x| / 127 or 448;   codes = x / scale, rounded to the nearest integer or number of E4M3, ties to even
+
+    x [T, K]                        rows of adjacent elements at any stride
+    codes [T, K rounded up]         int8 or float8_e4m3fn, zeros past the end
+    scales f32[groups, T rounded up]  of a whole row or of 128 inputs; nothing of rows past the last
+
+With a scale that is given it is that of all rows, and what is beyond becomes the largest number. A program rounds one
+row, or 16 groups of one: a row's codes depend on nothing beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.tiles import MAX_ROW
+from kernels.gpu.variant import Variant
+
+GROUP = 128  # inputs that share a scale where not all of a row do
+_GROUPS = 16  # of a program
+_ELEMENTS_OF_A_THREAD = 16
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    x,
+    given_scale,
+    scales_stride,
+    x_stride,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_GIVEN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    y = tl.load(x + row * x_stride + column, column < SIZE, 0.0).to(tl.float32)
+    if IS_GIVEN:
+        y = tl.clamp(tl.div_rn(y, given_scale), -LARGEST, LARGEST)
+    else:
+        largest = tl.max(tl.abs(y), axis=1)
+        scale = tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
+        tl.store(scales + group.to(tl.int64) * scales_stride + row, scale, group * BLOCK < PADDED)
+        y = tl.clamp(tl.div_rn(y, scale[:, None]), -LARGEST, LARGEST)
+    if codes.dtype.element_ty == tl.int8:
+        y = (y + 12582912.0) - 12582912.0  # 1.5 x 2^23, beyond which float32 has integers alone
+    else:
+        y = _rounded_to_e4m3(y)
+    tl.store(codes + row * PADDED + column, y.to(codes.dtype.element_ty), column < PADDED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _rounded_to_e4m3(y):  # type: ignore[no-untyped-def]
+    """As cards round, which Triton's interpreter does not: to three bits behind the first, or multiples of 2^-9."""
+    bits = y.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    return tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
+
+
+def rounded_rows(
+    x: torch.Tensor, dtype: torch.dtype, padded: int, *, group: int, scale: float | None, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scales; see the top of this file. `padded`: K rounded up; `group`: 0 for whole rows, of 32,768 elements
+    at most, or 128; `scale` of all rows, where there are no others; `multiple`: what rows' scales are rounded up to."""
+    count, size = x.shape
+    codes = x.new_empty((count, padded), dtype=dtype)
+    block = group or triton.next_power_of_2(padded)
+    groups = _GROUPS if group else 1
+    num_groups = triton.cdiv(padded, block)
+    width = triton.cdiv(count, multiple) * multiple
+    scales = x.new_empty((num_groups, width), dtype=torch.float32) if scale is None else None
+    _rounded_rows_kernel[(count, triton.cdiv(num_groups, groups))](
+        codes,
+        scales,
+        x,
+        0.0 if scale is None else scale,
+        width,
+        x.stride(0),
+        SIZE=size,
+        PADDED=padded,
+        GROUPS=groups,
+        BLOCK=block,
+        LARGEST=_LARGEST[dtype],
+        IS_GIVEN=scale is not None,
+        num_warps=_num_warps(groups * block),
+    )
+    return codes, scales
+
+
+def fits(size: int) -> bool:
+    """Whether whole rows of so many elements can be rounded."""
+    return size <= MAX_ROW
+
+
+def _num_warps(elements: int) -> int:
+    return min(max(elements // (32 * _ELEMENTS_OF_A_THREAD), 1), 32)
+
+
+def variants() -> Iterator[Variant]:
+    """Both types by rows, E4M3 by groups too, and a scale that is given."""
+    cases = [("i8", 4096, 0, False), ("i8", 14336, 0, True), ("fp8e4nv", 14336, 0, False), ("fp8e4nv", 584, 0, False)]
+    cases += [("fp8e4nv", 7168, GROUP, False), ("fp8e4nv", 4096, 0, True)]
+    for dtype, size, group, is_given in cases:
+        padded = triton.cdiv(size, 128) * 128
+        block, groups = group or triton.next_power_of_2(padded), _GROUPS if group else 1
+        pointers = {"codes": f"*{dtype}", "x": "*bf16"} | ({} if is_given else {"scales": "*fp32"})
+        yield Variant(
+            f"rounded_rows {dtype} {size}{' by group' * (group > 0)}{' static' * is_given}",
+            _rounded_rows_kernel,
+            pointers | {"given_scale": "fp32", "scales_stride": "i32", "x_stride": "i32"},
+            ({"scales": None} if is_given else {})
+            | {"SIZE": size, "PADDED": padded, "GROUPS": groups, "BLOCK": block}
+            | {"LARGEST": 127.0 if dtype == "i8" else 448.0, "IS_GIVEN": is_given},
+            num_warps=_num_warps(groups * block),
+            divisible_by_16=(*pointers, "scales_stride", *["x_stride"] * (size % 16 == 0)),
+            may_spill=False,
+            capabilities=range(89, 130) if dtype == "fp8e4nv" else range(75, 130),
+        )

@@ -1,0 +1,72 @@
+"""The products of a mixture of experts of few bits: each row with its expert's weight, whatever the experts' shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.operations import grouped_quantized_matmul
+from kernels.gpu.quantized.packed_codes import PackedCodes, pack_codes, stacked
+from kernels.oracles import reference
+from tests.kernels.device import DEVICE
+from tests.kernels.quantized_formats import FORMATS, Format, exact_weight
+from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
+
+BY_NAME = {form.name: form for form in FORMATS}
+# Of the terms' size: rounding to the type, and the order of sums.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+def experts(form: Format, count: int, num_outputs: int, size: int) -> tuple[PackedCodes, torch.Tensor]:
+    """Packed, and f64[experts, outputs, inputs]."""
+    weights = [form.weight(num_outputs, size, seed) for seed in range(count)]
+    packed = [pack_codes(weight) for weight in weights]
+    return stacked([one for one in packed if one is not None]), torch.stack([exact_weight(one) for one in weights])
+
+
+def starts_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["AWQ", "Q4_K", "Q6_K", "fp8 blocks", "MXFP4"])
+@pytest.mark.parametrize(("counts", "has_rows"), [([3, 0, 70, 1], True), ([0, 2, 0, 0], False)])
+def test_products(name: str, dtype: torch.dtype, counts: list[int], has_rows: bool) -> None:
+    """Tiles of 32 rows and of 16, experts without rows, outputs and inputs that no tile divides."""
+    num_rows, num_outputs, size = sum(counts), 70, 300
+    num_tokens = num_rows // 3 + 1 if has_rows else num_rows
+    packed, exact_weights = experts(BY_NAME[name], len(counts), num_outputs, size)
+    x = strided(normal(num_tokens, size, dtype=dtype))
+    rows = (torch.arange(num_rows, device=DEVICE) * 7) % num_tokens if has_rows else None
+    out = poisoned(num_rows, num_outputs, dtype=dtype)
+    exact = torch.empty(num_rows, num_outputs, dtype=torch.float64, device=DEVICE)
+    grouped_quantized_matmul(out, x, packed, starts_of(counts), rows)
+    reference.grouped_matmul(exact, x.double(), exact_weights, starts_of(counts), rows)
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert gaps_are_untouched(out)
+
+
+def test_a_row_is_the_same_in_any_company() -> None:
+    """In tiles of 16 rows and of 64; numbers are such that numpy's sums, whose order is its own, are exact."""
+    packed, _ = experts(BY_NAME["AWQ"], 2, 40, 520)
+    x = (normal(150, 520).clamp(-2, 2) * 4).round().div(4).half()
+    alone = torch.empty(1, 40, dtype=torch.float16, device=DEVICE)
+    grouped_quantized_matmul(alone, x, packed, starts_of([0, 1]), torch.tensor([5], device=DEVICE))
+    for counts, place in (([40, 110], 41), ([0, 150], 149)):
+        rows = torch.arange(150, device=DEVICE).roll(place - 5)
+        out = torch.empty(150, 40, dtype=torch.float16, device=DEVICE)
+        grouped_quantized_matmul(out, x, packed, starts_of(counts), rows)
+        assert torch.equal(out[place], alone[0])
+
+
+def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
+    packed, _ = experts(BY_NAME["AWQ"], 2, 5, 40)
+    x, out, starts = normal(4, 40), normal(4, 5), starts_of([1, 3])
+    grouped_quantized_matmul(out[:0], x[:0], packed, starts_of([0, 0]))
+    with pytest.raises(ValueError, match=r"\(4, 40\) to \(3, 5\) with weights \(5, 40\)"):
+        grouped_quantized_matmul(out[:3], x, packed, starts)
+    with pytest.raises(ValueError, match=r"starts must be contiguous \(3,\)"):
+        grouped_quantized_matmul(out, x, packed, starts[:2])
+    with pytest.raises(ValueError, match="starts must be int32, rows int64"):
+        grouped_quantized_matmul(out, x, packed, starts.long())

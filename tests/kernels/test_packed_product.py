@@ -1,0 +1,136 @@
+"""Products with packed codes: right for each format, and a row the same in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.gpu.operations import quantized_product
+from kernels.gpu.quantized import packed_product as module
+from kernels.gpu.quantized import segments
+from kernels.gpu.quantized.packed_codes import pack_codes
+from kernels.quantized_weight import Numbers, QuantizedWeight
+from tests.kernels.device import DEVICE
+from tests.kernels.quantized_formats import FORMATS, Format, exact_weight
+from tests.kernels.rows import DTYPES, gaps_are_untouched, normal, poisoned, strided
+
+by_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+# Of rows past the last there are no sums of groups: what comes of them is not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+# Of a result: one rounding. Numbers and their products are exact; of the rest, sums in float32, see below.
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+def bound(x: torch.Tensor, weight: QuantizedWeight, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of the error: a product passes 16 sums in a tensor core's tile, one a field, one a chunk or group, one a segment,
+    a scale and a bias, each of which rounds to float32; then the result is rounded to its type."""
+    depth = 16 + 8 + weight.in_features / 16 + 8 + 2
+    of_numbers = replace(weight, zero=None, offset=None, scale=weight.scale.abs())
+    sizes = x.double().abs() @ exact_weight(of_numbers).abs().T
+    if weight.zero is not None:  # a number less its zero is at most 16
+        sizes += 16 * x.double().abs().sum(1, keepdim=True) * weight.scale.double().amax(1)
+    if weight.offset is not None:
+        sizes += x.double().abs().sum(1, keepdim=True) * weight.offset.double().abs().amax(1)
+    return depth * 2**-24 * sizes + ROUNDING[dtype] * (exact.abs() + depth * 2**-24 * sizes)
+
+
+@DTYPES
+@by_format
+@pytest.mark.parametrize(("count", "num_outputs", "size"), [(1, 37, 300), (67, 70, 520)])
+def test_products(form: Format, dtype: torch.dtype, count: int, num_outputs: int, size: int) -> None:
+    """Few rows and many, outputs and inputs that no tile divides."""
+    weight = form.weight(num_outputs, size)
+    x, out = strided(normal(count, size, dtype=dtype)), poisoned(count, num_outputs, dtype=dtype)
+    bias = normal(num_outputs, dtype=dtype, seed=2) if count > 1 else None
+    product = quantized_product(weight, bias)
+    assert product is not None
+    assert (product.out_features, product.in_features) == (num_outputs, size)
+    product.multiply(out, x)
+    exact = torch.nn.functional.linear(x.double(), exact_weight(weight), None if bias is None else bias.double())
+    assert bool(((out.double() - exact).abs() <= bound(x, weight, exact, dtype)).all())
+    assert gaps_are_untouched(out)
+
+
+@by_format
+def test_a_row_is_the_same_in_any_company(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, among few, in each tile of rows, its sum split between programs and not.
+
+    numpy, which multiplies for the interpreter, sums in an order of its own: numbers are such that
+    its sums are exact. What is scaled and added up over chunks and segments is not.
+    """
+    monkeypatch.setattr(segments, "WANTED_PROGRAMS", 3)  # for which as many tiles need not be interpreted
+    size, dtype = 1030, torch.float16
+    weight = form.weight(33, size)
+    if form.numbers is Numbers.E4M3:
+        codes = weight.codes | 0x20  # of 1/8 at least
+        weight = replace(weight, codes=torch.where(codes & 0x7F == 0x7F, codes - 1, codes))
+    product = quantized_product(weight, None)
+    assert product is not None
+    launches: list[bool] = []
+    launch = module._packed_product_kernel.run
+
+    def watched(*arguments: object, **options: object) -> object:
+        launches.append(bool(options["IS_SPLIT"]))
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(module._packed_product_kernel, "run", watched)
+    x = (normal(130, size).clamp(-2, 2) * 4).round().div(4).to(dtype)
+    whole = torch.empty(130, 33, dtype=dtype, device=DEVICE)
+    product.multiply(whole, x)
+    parts = [slice(64, 65), slice(127, 130), slice(20, 90)]
+    for rows in parts:
+        few = torch.empty_like(whole[rows])
+        product.multiply(few, x[rows])
+        assert torch.equal(few, whole[rows])
+    assert launches == [False] + [True] * len(parts)
+
+
+def test_segments_cover_the_chunks() -> None:
+    for num_outputs in (1, 130, 576, 4096, 28672, 128256):
+        for num_chunks in (1, 3, 8, 32, 112, 231):
+            segment = segments.chunks_of_segment(num_outputs, num_chunks)
+            count = -(-num_chunks // segment)
+            assert count <= 8 and (count == 1 or segment >= 4)
+
+
+def test_codes_lie_where_the_layout_says() -> None:
+    """Field f of word i in chunk c of output n is input c * chunk + 16 f + i."""
+    for form in FORMATS:
+        weight = form.weight(5, 300)
+        packed = pack_codes(weight)
+        assert packed is not None
+        bits = 32 // (packed.chunk // 16)
+        codes = {Numbers.INT8: weight.codes ^ 0x80, Numbers.INT6: weight.codes + 32}.get(form.numbers, weight.codes)
+        for output, k in ((0, 0), (4, 17), (3, 129), (2, 299)):
+            chunk, field, word = k // packed.chunk, k % packed.chunk // 16, k % 16
+            code = int(packed.words[chunk, output, word]) >> (bits * field) & (2**bits - 1)
+            if packed.high is not None:
+                code |= (int(packed.high[chunk, output, word]) >> (2 * field) & 3) << 4
+            assert code == int(codes[output, k])
+
+
+def test_weights_that_have_no_such_layout_are_left_to_others() -> None:
+    zeros = torch.zeros(3, 2, dtype=torch.int16, device=DEVICE)
+    assert quantized_product(Format("", Numbers.UINT4, 48).weight(3, 96), None) is None
+    assert quantized_product(Format("", Numbers.UINT4, 8).weight(3, 96), None) is None
+    assert quantized_product(replace(Format("", Numbers.E4M3, 64).weight(3, 96), zero=zeros), None) is None
+    assert quantized_product(Format("", Numbers.UINT4, 0, "offset").weight(3, 96), None) is None
+
+
+def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
+    weight = FORMATS[0].weight(5, 40)
+    product, x, out = quantized_product(weight, None), normal(3, 40), normal(3, 5)
+    assert product is not None
+    product.multiply(out[:0], x[:0])
+    with pytest.raises(ValueError, match=r"\(2, 5\) torch.float32 with a weight \(5, 40\)"):
+        product.multiply(out[:2], x)
+    with pytest.raises(ValueError, match=r"packed_product: \(3, 30\)"):
+        product.multiply(out, x[:, :30])
+    with pytest.raises(ValueError, match=r"to \(3, 5\) torch.float16"):
+        product.multiply(out.half(), x)
+    with pytest.raises(ValueError, match=r"bias must be contiguous \(5,\)"):
+        wrong = quantized_product(weight, normal(4))
+        assert wrong is not None
+        wrong.multiply(out, x)
