@@ -59,11 +59,8 @@ class QuantizedProducts:
         return self._bytes_per_number[key]
 
     def _few_bits(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct | None:
-        quantized_product = getattr(kernels_for(self._device), "quantized_product", None)  # not all kernels have it
-        if quantized_product is None:
-            return None
         options = {"keep": self._memory.keep} if self._device.type == "cpu" else {}
-        product: QuantizedProduct | None = quantized_product(weight, bias, **options)
+        product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 
     def note_expanded(self, kind: str, why: str) -> None:
