@@ -203,9 +203,9 @@ def test_every_folder_says_in_two_sentences_what_it_holds() -> None:
             assert docstring and docstring.count(".") >= 2, f"{folder}: what belongs there, and what does not"
 
 
-def test_kernels_import_torch_and_triton_alone() -> None:
+def test_kernels_import_torch_numpy_and_triton_alone() -> None:
     """Beside the standard library and each other."""
-    allowed = {"torch", "triton", "kernels"} | sys.stdlib_module_names
+    allowed = {"torch", "numpy", "triton", "kernels"} | sys.stdlib_module_names
     for found in imports_of(ROOT / "kernels"):
         assert found.module.partition(".")[0] in allowed, str(found)
 
