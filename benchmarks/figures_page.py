@@ -20,10 +20,15 @@ from octavo.bench.figures import Figures
 from octavo.bench.picture import Chart, Series
 
 RESULTS = Path(__file__).parent / "results"
-ZEN5, ZEN4 = "amd-epyc-2-cores", "amd-epyc-family-25-model-17-2-cores"  # the two machines that peers ran on
+ZEN5, ZEN4 = "amd-epyc-family-26-model-2-2-cores", "amd-epyc-family-25-model-17-2-cores"
 WORKLOADS = ("W1", "W2", "W3")
-FLOAT32_PEERS = ("vllm-eager", "vllm-compiled", "openvino")
-_MODES = ("default", "batch-invariant", "32 bits")  # of benchmarks.cpu_workloads
+# Models of benchmarks.peers, and what they are called in tables.
+MODELS = {
+    "smollm2-135m-instruct": "SmolLM2-135M",
+    "qwen3-0.6b": "Qwen3-0.6B's size",
+    "llama-3.2-1b": "Llama-3.2-1B's size",
+}
+ENGINE_NAMES = {"octavo": "Octavo", "openvino": "OpenVINO GenAI", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
 
 def newest(kind: str, slug: str = "*") -> dict[str, Any]:
@@ -37,10 +42,8 @@ def blocks() -> dict[str, str]:
     """Markdown by the name of the place where it stands."""
     return {
         "workloads": _workloads(),
-        "peers-zen5": _peers(ZEN5),
-        "peers-zen4": _peers(ZEN4),
-        "weights-zen5": _weights(ZEN5),
-        "weights-zen4": _weights(ZEN4),
+        "peers": "\n\n".join(_peers(model) for model in MODELS),
+        "peers-ratios": _peers_ratios(),
         "recovery": _recovery(),
         "slow-network": _slow_network(),
         "step-costs": _step_costs(),
@@ -50,8 +53,6 @@ def blocks() -> dict[str, str]:
         "loading": _loading(),
         "sampler": _sampler(),
         "int8-quality": _int8_quality(),
-        "w1-ratios": _w1_ratios(),
-        "w1-runs": _w1_runs(),
         "step-profile": _step_profile(),
         "busy-neighbour": _busy_neighbour(),
         "tracing-cost": _tracing_cost(),
@@ -59,25 +60,19 @@ def blocks() -> dict[str, str]:
 
 
 def draw(path: Path) -> None:
-    """The README's plot: tokens/s of each workload by engine, float32 on the left, 8 bits on the right."""
-    results = newest("peers", ZEN5)
-    whole = _medians_of_modes(ZEN5)
-    places = list(range(len(WORKLOADS)))
-    float32 = [
-        Series("Octavo", places, _speeds(results, "octavo")),
-        Series("Octavo, 32-bit weights", places, [whole[name]["32 bits"] for name in WORKLOADS]),
-        Series("OpenVINO GenAI", places, _speeds(results, "openvino")),
-        Series("vLLM", places, _speeds(results, "vllm-compiled")),
-    ]
-    eight_bits = [
-        Series("Octavo", places, _speeds(results, "octavo-int8")),
-        Series("OpenVINO GenAI", places, _speeds(results, "openvino-int8"), color=2),  # as on the left
-        Series("llama.cpp", places, _speeds(results, "llamacpp-q8_0"), color=4),
-    ]
-    charts = [
-        Chart(title, "workload", "tokens/s", series, categories=WORKLOADS, is_bars=True)
-        for title, series in (("float32, higher is better", float32), ("8 bits, higher is better", eight_bits))
-    ]
+    """The README's plot: tokens/s of each workload by engine, bfloat16 on the left, 8 bits on the right."""
+    results, places = newest("peers-qwen3-0.6b"), list(range(len(WORKLOADS)))
+    charts = []
+    for title, engines in (
+        ("bfloat16, higher is better", {"octavo-bfloat16": 0, "openvino-bfloat16": 1, "vllm-bfloat16": 2}),
+        ("8 bits, higher is better", {"octavo-int8": 0, "openvino-int8": 1, "llamacpp-q8_0": 3}),
+    ):
+        series = [
+            Series(ENGINE_NAMES[name.partition("-")[0]], places, _speeds(results, name), color=color)
+            for name, color in engines.items()
+            if "ready_s" in results["engines"].get(name, {})
+        ]
+        charts.append(Chart(title, "workload", "tokens/s", series, categories=WORKLOADS, is_bars=True))
     picture.write(path, charts)
 
 
@@ -96,58 +91,30 @@ def _speeds(results: dict[str, Any], engine: str) -> list[float]:
     return [statistics.median(run["tokens_per_s"] for run in runs if run["workload"] == name) for name in WORKLOADS]
 
 
-def _peers(slug: str) -> str:
-    table, _, ratios = peers.report(newest("peers", slug)).partition("\n\n")
-    return "\n".join([table, "", *(f"- {line}" for line in ratios.splitlines())])
+def _peers(model: str) -> str:
+    results = newest(f"peers-{model}")
+    table, _, ratios = peers.report(results).partition("\n\n")
+    machine = results["machine"]
+    about = f"{MODELS[model]}, {results['date'][:10]}, {machine['cores']} cores of {machine['cpu']}"
+    about += f" ({machine['instructions']}):"
+    return "\n".join([about, "", table, "", *(f"- {line}" for line in ratios.splitlines())])
 
 
-def _medians_of_modes(slug: str) -> dict[str, dict[str, float]]:
-    rounds = newest("cpu-workloads", slug)["rounds"]
-    return {name: {mode: statistics.median(one[mode][name] for one in rounds) for mode in _MODES} for name in WORKLOADS}
-
-
-def _best_float32(slug: str, place: int) -> tuple[float, str]:
-    results = newest("peers", slug)
-    there = [name for name in FLOAT32_PEERS if "ready_s" in results["engines"].get(name, {})]
-    return max((_speeds(results, name)[place], name) for name in there)
-
-
-def _weights(slug: str) -> str:
+def _peers_ratios() -> str:
+    """For the README: Octavo's speed over that of the best other engine, by model and type of weights."""
     rows = []
-    for place, (name, of) in enumerate(_medians_of_modes(slug).items()):
-        speed, best = _best_float32(slug, place)
-        rows.append([name, *(f"{of[mode]:.0f}" for mode in _MODES), f"{speed:.0f} ({best})"])
-        rows[-1].append(f"{of['32 bits'] / speed:.2f}")
-    headers = ["workload", "weights quantised once", "the same, `--batch-invariant`", "weights of 32 bits"]
-    return markdown_table([*headers, "best other engine", "weights of 32 bits over it"], rows)
+    for model, name in MODELS.items():
+        results = newest(f"peers-{model}")
+        for engine in filter(peers.is_ours, results["engines"]):
+            cells = [f"{ratio:.2f}" if (ratio := _ratio(results, engine, each)) else "" for each in WORKLOADS]
+            if any(cells):
+                rows.append([name, results["engines"][engine]["type"], *cells])
+    return markdown_table(["model", "weights", *WORKLOADS], rows)
 
 
-def _w1_ratios() -> str:
-    """For the README: W1 is where it matters most what the weights once were."""
-    rows = []
-    for name, slug in (("Zen 5", ZEN5), ("Zen 4", ZEN4)):
-        results, (speed, best) = newest("peers", slug), _best_float32(slug, 0)
-        ours, theirs = (peers.speeds(results, engine, "W1") for engine in ("octavo", best))
-        once = statistics.median(ours[number] / theirs[number] for number in ours)  # as the table of peers has it
-        rows.append([name, f"{once:.1f}", f"{_medians_of_modes(slug)['W1']['32 bits'] / speed:.2f}"])
-    return markdown_table(["W1, times the best other engine", "weights quantised once", "weights of 32 bits"], rows)
-
-
-def _w1_runs() -> str:
-    """The same figure from each of the runs whose tables show it, so that readers do not mix them up."""
-    whole, alone, beside = newest("", ZEN5), newest("cpu-workloads", ZEN5), newest("peers", ZEN5)
-    of_rounds = {
-        "readme_figures": [
-            row["output_tokens_per_s"] for row in whole["rounds"] if (row["workload"], row["over"]) == ("W1", "LLM")
-        ],
-        "cpu_workloads": [one["default"]["W1"] for one in alone["rounds"]],
-        "peers": list(peers.speeds(beside, "octavo", "W1").values()),
-    }
-    rows = []
-    for (name, speeds), found in zip(of_rounds.items(), (whole, alone, beside), strict=True):
-        cells = [f"{statistics.median(speeds):.0f}", ", ".join(f"{speed:.0f}" for speed in speeds)]
-        rows.append([f"`benchmarks.{name}`", found["date"][:16].replace("T", " "), *cells])
-    return markdown_table(["run", "date", "W1, tokens/s", "its rounds"], rows)
+def _ratio(results: dict[str, Any], engine: str, workload: str) -> float | None:
+    best = peers.best_other(results, engine, workload)
+    return None if best is None else statistics.median(best[1])
 
 
 # ---- Octavo alone ---------------------------------------------------------------------------------------------------

@@ -171,30 +171,38 @@ def report(rows: dict[str, Any]) -> str:
         ready = f"{facts['ready_s']:.1f} s | {facts['peak_gib']:.2f} GiB"
         lines.append(f"| {engine} | {' | '.join(medians)} | {same} | {ready} |")
     lines.append("")
-    for engine in filter(_is_ours, rows["engines"]):
+    for engine in filter(is_ours, rows["engines"]):
         for name in names:
             lines += _ratio(rows, engine, name)
     return "\n".join(lines)
 
 
-def _is_ours(engine: str) -> bool:
+def is_ours(engine: str) -> bool:
+    """Whether it is Octavo, with weights of some type."""
     return engine.startswith("octavo")
 
 
 def _ratio(rows: dict[str, Any], engine: str, workload: str) -> list[str]:
-    """One line: this engine against the best other with weights of its type, by medians; the spread is over rounds."""
+    """One line: this engine against the best other with weights of its type."""
+    if (found := best_other(rows, engine, workload)) is None:
+        return []
+    best, ratios = found
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return [f"{workload}: {engine} / {best} = {statistics.median(ratios):.2f} ({spread} over {len(ratios)} rounds)"]
+
+
+def best_other(rows: dict[str, Any], engine: str, workload: str) -> tuple[str, list[float]] | None:
+    """The engine of another kind with weights of the same type that is fastest, by medians, and how many times as fast
+    as it `engine` was, by rounds; None where one of the two has no figure."""
     type_ = ENGINES[engine].type
-    others = [name for name in rows["engines"] if not _is_ours(name) and ENGINES[name].type == type_]
+    others = [name for name in rows["engines"] if not is_ours(name) and ENGINES[name].type == type_]
     found = {name: of for name in others if (of := speeds(rows, name, workload))}
     mine = speeds(rows, engine, workload)
     if not found or not mine:
-        return []
+        return None
     best = max(found, key=lambda name: statistics.median(found[name].values()))
     ratios = [mine[number] / found[best][number] for number in mine if number in found[best]]
-    if not ratios:
-        return []
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return [f"{workload}: {engine} / {best} = {statistics.median(ratios):.2f} ({spread} over {len(ratios)} rounds)"]
+    return (best, ratios) if ratios else None
 
 
 def speeds(rows: dict[str, Any], engine: str, workload: str) -> dict[int, float]:

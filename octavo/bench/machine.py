@@ -19,6 +19,7 @@ def describe() -> dict[str, Any]:
     """Readable facts; what cannot be found out is left out or "unknown"."""
     return {
         "cpu": _cpu_name(),
+        "instructions": _instructions(),
         "cores": available_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
@@ -47,6 +48,16 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine() or "unknown"
     family, model = (found.group(1).strip() if found else "" for found in numbers)
     return name.group(1).strip() + (f", family {family} model {model}" if family and model else "")
+
+
+def _instructions() -> str:
+    """Those of the processor that decide which kernels it gets: `avx2 avx512_bf16 ...`."""
+    try:
+        flags = re.search(r"^flags\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    wanted = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+    return " ".join(name for name in wanted if flags and name in flags.group(1).split()) or "unknown"
 
 
 def _version(package: str) -> str | None:
