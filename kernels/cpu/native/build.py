@@ -193,9 +193,10 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
+    into: Path = options.into
 
     def is_there(level: str) -> bool:
-        return (options.into / file_name(level, is_sanitized=options.sanitize)).exists()
+        return (into / file_name(level, is_sanitized=options.sanitize)).exists()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -209,7 +210,7 @@ def main() -> None:
         levels = [best_level(is_there, say)]
     for level in [name for name in levels if not is_there(name)]:
         start = time.perf_counter()
-        library_of(level, options.into, say, is_sanitized=options.sanitize)
+        library_of(level, into, say, is_sanitized=options.sanitize)
         say(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s")
 
 

@@ -44,11 +44,11 @@ float top_k_bound(const Row &row, float bound, i64 k, const Workspace &work) {
     return num_candidates < k ? bound : kth_largest(work.candidates, num_candidates, k);
 }
 
-// The bins of 64 logits.
+// The bins of 64 logits; within bounds for any numbers.
 INLINE void find_bins(int32_t bins[CHUNK], const float *x, float largest, double nats) {
     for (i64 i = 0; i < CHUNK; i += DOUBLES) {
         D distance = (splat((double)largest) - doubles_of(x + i)) * splat(nats) * splat(BINS_PER_NAT);
-        store_whole(bins + i, min(distance, splat(BINS - 1.0)));
+        store_whole(bins + i, max(min(distance, splat(BINS - 1.0)), splat(0.0)));
     }
 }
 
