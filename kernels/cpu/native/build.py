@@ -108,11 +108,12 @@ def compiler() -> list[str]:
 
 def knows(level: str) -> bool:
     """Whether there is a compiler, and one that has the flags of this level: g++ has all of them from 11 on."""
-    try:
-        command = [*compiler(), *LEVELS[level].flags, "-fsyntax-only", "-x", "c++", os.devnull]
-    except NoCompilerError:
-        return False
-    return subprocess.run(command, capture_output=True).returncode == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            command = [*compiler(), *LEVELS[level].flags, "-x", "c++", "-c", os.devnull, "-o", f"{scratch}/nothing.o"]
+        except NoCompilerError:
+            return False
+        return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def best_level(is_there: Callable[[str], bool], say: Callable[[str], object]) -> str:
