@@ -69,7 +69,7 @@ ROOMS = {
         "server",
     ],
     "gateway_svc": ["errors", "config", "requests", "answers", "upstream", "live", "page", "http", "server"],
-    "kernels": ["int8_weight", "oracles", "gpu", "cpu", "select", "bench"],
+    "kernels": ["int8_weight", "quantized_weight", "oracles", "gpu", "cpu", "select", "bench"],
 }
 
 
@@ -203,11 +203,10 @@ def test_every_folder_says_in_two_sentences_what_it_holds() -> None:
             assert docstring and docstring.count(".") >= 2, f"{folder}: what belongs there, and what does not"
 
 
-def test_kernels_import_torch_and_triton_alone() -> None:
-    """Beside the standard library and each other; those for CPUs lay out records with numpy."""
+def test_kernels_import_torch_numpy_and_triton_alone() -> None:
+    """Beside the standard library and each other."""
+    allowed = {"torch", "numpy", "triton", "kernels"} | sys.stdlib_module_names
     for found in imports_of(ROOT / "kernels"):
-        on_cpu = (ROOT / "kernels" / "cpu") in found.file.parents
-        allowed = {"torch", "triton", "kernels", *(("numpy",) if on_cpu else ())} | sys.stdlib_module_names
         assert found.module.partition(".")[0] in allowed, str(found)
 
 
