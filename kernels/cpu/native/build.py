@@ -122,11 +122,12 @@ def compiler() -> list[str]:
 
 def knows(level: str) -> bool:
     """Whether there is a compiler, and one that has the flags of this level: g++ has all of them from 11 on."""
-    try:
-        command = [*compiler(), *LEVELS[level].flags, "-fsyntax-only", "-x", "c++", os.devnull]
-    except NoCompilerError:
-        return False
-    return subprocess.run(command, capture_output=True).returncode == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            command = [*compiler(), *LEVELS[level].flags, "-x", "c++", "-c", os.devnull, "-o", f"{scratch}/nothing.o"]
+        except NoCompilerError:
+            return False
+        return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def best_level(levels: list[str], is_there: Callable[[str], bool], say: Callable[[str], object]) -> str:
@@ -207,9 +208,10 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
+    into: Path = options.into
 
     def is_there(level: str) -> bool:
-        return (options.into / file_name(level, is_sanitized=options.sanitize)).exists()
+        return (into / file_name(level, is_sanitized=options.sanitize)).exists()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -224,7 +226,7 @@ def main() -> None:
         levels = [best_level(usable_levels(), is_there, say)]
     for level in [name for name in levels if not is_there(name)]:
         start = time.perf_counter()
-        library_of(level, options.into, say, is_sanitized=options.sanitize)
+        library_of(level, into, say, is_sanitized=options.sanitize)
         say(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s")
 
 
