@@ -132,7 +132,7 @@ def _tiny_qwen2(folder: Path) -> Path:
 
 def _use_reference_caches() -> None:
     """On the CPU, from now on."""
-    module = ModuleType("benchmarks.reference_caches")
+    module = ModuleType("reference_caches")
     of_caches = "reshape_and_cache", "rotary_and_cache", "paged_attention"
     for name in kernels.cpu.__all__:
         setattr(module, name, getattr(reference if name in of_caches else kernels.cpu, name))
