@@ -125,6 +125,11 @@ class ModelRunner:
         """Whether `capture_graphs` captures any."""
         return self._graph_backend is not None
 
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes of the decode steps that have been captured, ascending."""
+        return [] if self._graphs is None else self._graphs.sizes
+
     def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
         """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending."""
         if self._graph_backend is None:
@@ -147,7 +152,7 @@ class ModelRunner:
             scratch=self._scratch,
         )
         self._graphs.capture(most_bytes)
-        return self._graphs.sizes
+        return self.graph_sizes
 
     def keep_graphs(self, sizes: Collection[int]) -> None:
         """Of the captured ones, those of these batch sizes."""
