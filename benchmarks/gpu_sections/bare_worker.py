@@ -51,6 +51,11 @@ class BareWorker:
         self._answered_ns: list[int] = []
         self._places = threading.Semaphore(STEPS_IN_FLIGHT)
 
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Rows of the decode steps that were captured."""
+        return self._worker.graph_sizes
+
     def start(self, num_seqs: int, context: int, num_steps: int) -> None:
         """Sequences of `context` tokens that find cache blocks for `num_steps` more, scattered; greedy.
 

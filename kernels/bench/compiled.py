@@ -20,6 +20,9 @@ class Compiled:
     may_spill: bool
     registers: int = 0  # of a thread
     spill_bytes: int = 0  # that a thread stores because registers do not suffice
+    # Instructions of the innermost loops over products of matrix units that store or load such bytes; None: no such
+    # loop, or it was not looked because nothing is spilled.
+    spills_in_products: int | None = None
     shared_bytes: int = 0  # of a block
     tensor_memory_columns: int = 0  # of a block
     remark: str = ""  # what the assembler says of speed
@@ -31,8 +34,9 @@ class Compiled:
         """Why this must not be shipped; empty where it may."""
         if self.error:
             return self.error
-        if self.spill_bytes and not self.may_spill:
-            return f"spills {self.spill_bytes} bytes, and may spill none"
+        if self.spill_bytes and not self.may_spill and self.spills_in_products != 0:
+            place = "" if self.spills_in_products is None else " in its loop over products"
+            return f"spills {self.spill_bytes} bytes{place}, and may spill none"
         if self.shared_bytes > (limit := TARGETS[self.target].max_shared_bytes):
             return f"takes {self.shared_bytes} bytes of shared memory, {limit} is what a block can have"
         if self.tensor_memory_columns > MAX_TENSOR_MEMORY_COLUMNS:

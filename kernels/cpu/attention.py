@@ -13,7 +13,7 @@ import torch
 from kernels.cpu.elements import element_of, stored_element_of
 from kernels.cpu.library import library, num_threads
 
-_ATTENTION = struct.Struct("=6q7q7q2f")  # `Attention` of native/attention.h
+_ATTENTION = struct.Struct("=6q7q7q2fq")  # `Attention` of native/attention.h
 
 
 def paged_attention(
@@ -31,6 +31,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     sliding_window: int = 0,
     logit_soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See `kernels.oracles.reference.paged_attention`. `out` may be strided in its first dimension.
 
@@ -62,5 +63,6 @@ def paged_attention(
         sliding_window,
         scale,
         logit_soft_cap,
+        0 if sinks is None else sinks.data_ptr(),
     )
     library().paged_attention(ctypes.create_string_buffer(passed, len(passed)), num_threads())

@@ -1,18 +1,20 @@
-"""Paged attention of sequences with one new token: the context in segments, shared out evenly, then joined in order.
+"""Paged attention of the split sequences: pieces of their keys, shared out evenly, then joined in order.
 
     sequence 0, head 0             sequence 0, head 1             sequence 1, head 0
-    |seg 0 |seg 1 |seg 2 |seg 3|   |seg 0 |seg 1 |seg 2 |seg 3|   |seg 0 |s|   ...
+    |piece 0|piece 1|piece 2|p 3|  |piece 0|piece 1|piece 2|p 3|  |piece 0|p|   ...
     |-- share 0 --|-- share 1 -|   |-- share 2 --|------ share 3 ------| ...
 
 All tiles of keys lie in a row, sequence by sequence, head by head, and are cut into equal shares, one a program. Of a
-share belong to it the segments that begin in it: no program has more than a segment more to do than another. Shares
-depend on the batch; segments do not, and each is summed by one program and written for itself:
+share belong to it the pieces that begin in it: no program has more than a piece more to do than another. A sequence
+with more new tokens than one tile of rows holds comes once for each tile, piece by piece, so that the same keys are
+read one right after the other. Shares depend on the batch; the segments of which pieces consist do not:
 
-    sums f32[S, num_heads, max_segments, head_size], maxima and totals f32[S, num_heads, max_segments]
+    sums f32[num_lines, num_heads, head_size], maxima and totals f32[num_lines, num_heads]
 
-Then `join_kernel` adds a row's segments from the first to the last. A tile has the rows of one key/value head's group,
-a few of the 64 that the matrix units are given: time is spent on reading keys, and products of this shape are the same
-instructions as in the prefill kernel, so that a token has the same bits there.
+have a line for each token and piece (`attention_work`). Then `join_kernel` adds a token's pieces from the first to the
+last, those of a span by themselves. A tile has 64 rows, as many as the matrix units are given at least: 64 / group
+tokens cost what one costs, because time is spent on reading keys. Products of this shape are the same instructions as
+in the prefill kernel, so that a token has the same bits there.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_segment import LOG2_E, SEGMENT, attend_segment, join
-from kernels.gpu.attention_work import CHUNK, OF_A_STEP, decode_tiles
+from kernels.gpu.attention_rows import attend_rows, seen_keys
+from kernels.gpu.attention_segment import SEGMENT, SPAN, finish, join
+from kernels.gpu.attention_work import FIRST_LINE, OF_A_STEP, PIECE, SPLIT_END, TOKEN_END, needed_keys, sequence_of
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)
@@ -29,6 +32,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     sums,
     maxima,
     totals,
+    plan,
     query,
     key_cache,
     value_cache,
@@ -39,7 +43,6 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     key_scale,
     num_sequences,
     num_kv_heads,
-    max_segments,
     query_stride,
     block_stride,
     table_stride,
@@ -55,104 +58,95 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     PROGRAMS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
-    """One program a share of tiles: unnormalised sums, maxima and totals of each segment, to be joined."""
-    TILES: tl.constexpr = SEGMENT // KEY_TILE
-    all_tiles = tl.zeros([], tl.int64)
-    for chunk in range(0, num_sequences, CHUNK):
-        tiles, _ = decode_tiles(
-            chunk + tl.arange(0, CHUNK), num_sequences, seq_lens, query_starts, window, KEY_TILE, HAS_WINDOW
-        )
-        all_tiles += tl.sum(tiles)
-    all_tiles *= num_kv_heads
+    """One program a share of tiles: unnormalised sums, maxima and totals of each piece, to be joined."""
+    ends = plan + SPLIT_END * num_sequences
+    all_tiles = tl.load(ends + num_sequences - 1).to(tl.int64) * num_kv_heads
     # A GPU deals its first programs out to all multiprocessors: so are neighbouring shares, of which some may be empty.
     multiprocessors = tl.num_programs(0) // PROGRAMS
     share = tl.program_id(0) % multiprocessors * PROGRAMS + tl.program_id(0) // multiprocessors
     begin = all_tiles * share // tl.num_programs(0)
     end = all_tiles * (share + 1) // tl.num_programs(0)
-
-    # The sequence in which this program begins, and where that one's tiles do.
-    sequence = tl.zeros([], tl.int32)
-    base, seen = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    for chunk in range(0, num_sequences, CHUNK):
-        tiles, _ = decode_tiles(
-            chunk + tl.arange(0, CHUNK), num_sequences, seq_lens, query_starts, window, KEY_TILE, HAS_WINDOW
-        )
-        is_before = (seen + tl.cumsum(tiles)) * num_kv_heads <= begin
-        sequence += tl.sum(is_before.to(tl.int32))
-        base += tl.sum(tl.where(is_before, tiles, 0)) * num_kv_heads
-        seen += tl.sum(tiles)
-
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
-    inside = (rows < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    sequence, base = sequence_of(ends, num_sequences, begin, num_kv_heads)
     while base < end:
-        tiles, first_tile = decode_tiles(sequence, num_sequences, seq_lens, query_starts, window, KEY_TILE, HAS_WINDOW)
-        seq_len = tl.load(seq_lens + sequence)
-        token = tl.load(query_starts + sequence).to(tl.int64)
-        table = block_tables + sequence.to(tl.int64) * table_stride
-        first_key = 0
-        if HAS_WINDOW:
-            first_key = tl.maximum(seq_len - window, 0)
-        for head in range(num_kv_heads):
-            start = base + head * tiles
-            from_tile = _border(begin - start, first_tile, tiles, TILES)
-            to_tile = _border(end - start, first_tile, tiles, TILES)
-            if from_tile < to_tile:
-                heads = head * GROUP + rows
-                line = token * query_stride
-                q = tl.load(query + line + (heads * HEAD_SIZE)[:, None] + dims[None, :], inside, 0.0).to(DOT_TYPE)
-                positions = tl.full([ROWS], 0, tl.int32) + (seq_len - 1)
-                slopes = tl.zeros([ROWS], tl.float32)
-                if alibi_slopes is not None:
-                    slopes = tl.load(alibi_slopes + heads, rows < GROUP, 0.0) * LOG2_E
-                logit_scale = scale
-                if key_scale is not None:
-                    logit_scale = scale * tl.load(key_scale + head)
-                first_line = (sequence.to(tl.int64) * num_kv_heads * GROUP + heads) * max_segments
-                for segment in range(from_tile // TILES, tl.cdiv(to_tile, TILES)):
-                    m, total, acc = attend_segment(
-                        q,
+        next_base = tl.load(ends + sequence).to(tl.int64) * num_kv_heads
+        if next_base > base:
+            seq_len, query_start = tl.load(seq_lens + sequence), tl.load(query_starts + sequence)
+            query_len = tl.load(query_starts + sequence + 1) - query_start
+            piece_size = tl.load(plan + PIECE * num_sequences + sequence) * SEGMENT
+            first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
+            row_tiles = tl.cdiv(query_len * GROUP, ROWS)
+            first_key = needed_keys(seq_len, query_len, window, HAS_WINDOW)
+            first_tile, end_tile = first_key // KEY_TILE, tl.cdiv(seq_len, KEY_TILE)
+            first_piece = first_key // piece_size
+            num_pieces = tl.cdiv(seq_len, piece_size) - first_piece
+            of_head = num_pieces * row_tiles
+            tiles = piece_size // KEY_TILE
+            from_item = _item_at(begin - base, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head)
+            to_item = _item_at(end - base, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head)
+            for item in range(from_item, to_item):
+                head, place = item // of_head, item % of_head
+                piece, first_row = first_piece + place // row_tiles, place % row_tiles * ROWS
+                first_seen, end_seen = seen_keys(seq_len, query_len, first_row, window, GROUP, ROWS, HAS_WINDOW)
+                first, end_key = piece * piece_size, tl.minimum((piece + 1) * piece_size, end_seen)
+                # Of the first tokens the last keys are no piece, and of the last tokens, with a window, the first ones.
+                if (first < end_seen) & (end_key > first_seen):
+                    m, total, acc = attend_rows(
+                        query,
                         key_cache,
                         value_cache,
-                        block_stride,
-                        table,
-                        head,
-                        tl.maximum(segment * TILES, from_tile),
-                        tl.minimum(segment * TILES + TILES, to_tile),
-                        first_key,
+                        block_tables + sequence.to(tl.int64) * table_stride,
                         seq_len,
-                        tl.cdiv(first_key, KEY_TILE),
-                        seq_len // KEY_TILE,
-                        positions,
-                        slopes,
-                        logit_scale,
+                        query_start,
+                        query_len,
+                        alibi_slopes,
+                        key_scale,
+                        head,
+                        first_row,
+                        tl.maximum(first, first_seen) // SEGMENT,
+                        tl.cdiv(end_key, SEGMENT),
+                        query_stride,
+                        block_stride,
+                        scale,
                         soft_cap,
                         window,
+                        GROUP,
                         KEY_TILE,
                         BLOCK_SIZE,
                         HEAD_SIZE,
                         HEAD_TILE,
                         ROWS,
-                        alibi_slopes is not None,
                         HAS_WINDOW,
                         HAS_SOFT_CAP,
+                        JOINS,
                         DOT_TYPE,
                     )
-                    lines = first_line + segment
-                    tl.store(maxima + lines, m, rows < GROUP)
-                    tl.store(totals + lines, total, rows < GROUP)
+                    rows, dims = first_row + tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
+                    tokens = rows // GROUP
+                    lines = first_line + (piece - first_piece) * query_len + tokens
+                    lines = lines * (num_kv_heads * GROUP) + head * GROUP + rows % GROUP
+                    tl.store(maxima + lines, m, tokens < query_len)
+                    tl.store(totals + lines, total, tokens < query_len)
+                    inside = (tokens < query_len)[:, None] & (dims < HEAD_SIZE)[None, :]
                     tl.store(sums + (lines * HEAD_SIZE)[:, None] + dims[None, :], acc, inside)
-        base += tiles.to(tl.int64) * num_kv_heads
+        base = next_base
         sequence += 1
 
 
 @triton.jit
-def _border(place, first_tile, tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first tile, from place `place` of a head's tiles on, that begins a segment; or the end of the tiles."""
-    inside = tl.minimum(tl.maximum(place, 0), tiles).to(tl.int32)
-    border = tl.minimum(tl.cdiv(first_tile + inside, TILES) * TILES, first_tile + tiles)
-    return tl.where(place <= 0, first_tile, border)
+def _item_at(place, num_kv_heads, first_tile, end_tile, tiles, row_tiles, of_head):  # type: ignore[no-untyped-def]
+    """The first item that begins at tile `place` of a sequence, or later; items are heads, of these pieces of `tiles`
+    tiles of keys, counted from the sequence's first key, of these tiles of rows."""
+    work_of_head = (end_tile - first_tile).to(tl.int64) * row_tiles
+    inside = tl.minimum(tl.maximum(place, 0), work_of_head * num_kv_heads)
+    head, inside = (inside // work_of_head).to(tl.int32), inside % work_of_head
+    piece = (first_tile + inside // row_tiles).to(tl.int32) // tiles
+    begin = tl.maximum(piece * tiles, first_tile)
+    length = tl.minimum((piece + 1) * tiles, end_tile) - begin
+    row_tile = tl.cdiv(inside - (begin - first_tile).to(tl.int64) * row_tiles, length).to(tl.int32)
+    return head * of_head + (piece - first_tile // tiles) * row_tiles + row_tile
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)
@@ -161,11 +155,13 @@ def join_kernel(  # type: ignore[no-untyped-def]
     sums,
     maxima,
     totals,
+    plan,
     seq_lens,
     query_starts,
+    sinks,
     value_scale,
+    num_sequences,
     num_kv_heads,
-    max_segments,
     out_stride,
     window,
     GROUP: tl.constexpr,
@@ -174,27 +170,48 @@ def join_kernel(  # type: ignore[no-untyped-def]
     HEAD_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Of one sequence and key/value head: each row's segments from first to last; zeros where there are none."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_starts + sequence)
-    if tl.load(query_starts + sequence + 1) - token == 1:
-        seq_len = tl.load(seq_lens + sequence)
-        first_segment = 0
+    """Programs take tokens and key/value heads in turn: each row's pieces from first to last, zeros without any."""
+    ends = plan + TOKEN_END * num_sequences
+    num_items = tl.load(ends + num_sequences - 1) * num_kv_heads
+    # All in two dimensions, as sums are loaded: no number has to change threads, and nothing waits for that.
+    rows, dims = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HEAD_TILE)[None, :]
+    inside = (rows < GROUP) & (dims < HEAD_SIZE)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        head = item % num_kv_heads
+        sequence, before = sequence_of(ends, num_sequences, item // num_kv_heads, 1)
+        token = item // num_kv_heads - before.to(tl.int32)
+        seq_len, query_start = tl.load(seq_lens + sequence), tl.load(query_starts + sequence)
+        query_len = tl.load(query_starts + sequence + 1) - query_start
+        piece_size = tl.load(plan + PIECE * num_sequences + sequence) * SEGMENT
+        first_piece = needed_keys(seq_len, query_len, window, HAS_WINDOW) // piece_size
+        end_key = seq_len - query_len + token + 1
+        first_key = 0
         if HAS_WINDOW:
-            first_segment = tl.maximum(seq_len - window, 0) // SEGMENT
-        rows, dims = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
-        inside = (rows < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+            first_key = tl.maximum(end_key - window, 0)
         heads = head * GROUP + rows
-        m, total = tl.full([GROUP_TILE], float("-inf"), tl.float32), tl.zeros([GROUP_TILE], tl.float32)
-        acc = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
-        for segment in tl.range(first_segment, tl.cdiv(seq_len, SEGMENT)):
-            lines = (sequence.to(tl.int64) * num_kv_heads * GROUP + heads) * max_segments + segment
-            next_m = tl.load(maxima + lines, rows < GROUP, float("-inf"))
-            next_total = tl.load(totals + lines, rows < GROUP, 0.0)
-            next_acc = tl.load(sums + (lines * HEAD_SIZE)[:, None] + dims[None, :], inside, 0.0)
-            m, total, acc = join(m, total, acc, next_m, next_total, next_acc)
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        if value_scale is not None:
-            result = result * tl.load(value_scale + head)
-        places = token.to(tl.int64) * out_stride + (heads * HEAD_SIZE)[:, None] + dims[None, :]
+        first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
+        first_line += token - first_piece * query_len
+        m, total, acc = _nothing(GROUP_TILE, HEAD_TILE)
+        for span in range(first_key // (SEGMENT * SPAN), tl.cdiv(end_key, SEGMENT * SPAN)):
+            begin = tl.maximum(span * (SEGMENT * SPAN), first_key) // piece_size
+            end = tl.cdiv(tl.minimum((span + 1) * (SEGMENT * SPAN), end_key), piece_size)
+            of_span_m, of_span_total, of_span_acc = _nothing(GROUP_TILE, HEAD_TILE)
+            for piece in tl.range(begin, end, loop_unroll_factor=8):
+                lines = (first_line + piece * query_len) * (num_kv_heads * GROUP) + heads
+                next_m = tl.load(maxima + lines, rows < GROUP, float("-inf"))
+                next_total = tl.load(totals + lines, rows < GROUP, 0.0)
+                next_acc = tl.load(sums + lines * HEAD_SIZE + dims, inside, 0.0)
+                of_span_m, of_span_total, of_span_acc = join(
+                    of_span_m, of_span_total, of_span_acc, next_m, next_total, next_acc
+                )
+            m, total, acc = join(m, total, acc, of_span_m, of_span_total, of_span_acc)
+        result = finish(m, total, acc, sinks, heads, value_scale, head, rows < GROUP)
+        places = (query_start + token).to(tl.int64) * out_stride + heads * HEAD_SIZE + dims
         tl.store(out + places, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _nothing(GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The result over no keys."""
+    m, total = tl.full([GROUP_TILE, 1], float("-inf"), tl.float32), tl.zeros([GROUP_TILE, 1], tl.float32)
+    return m, total, tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)

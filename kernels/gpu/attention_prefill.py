@@ -1,4 +1,4 @@
-r"""Paged attention of sequences with several new tokens: tiles of rows, each over all keys that it sees.
+r"""Paged attention of the whole sequences: tiles of rows, each over all keys that it sees.
 
     rows (token, head of the group)    segment 0        segment 1        segment 2
     tile 2, the heaviest, first:   |################|################|########\
@@ -7,7 +7,11 @@ r"""Paged attention of sequences with several new tokens: tiles of rows, each ov
 
 A program takes tiles in turns with all others, there and back: heaviest first, and who was served last in one round is
 first in the next, which evens out that later tiles see more keys. The results of segments are joined from first to
-last, as the decode kernel's are: it does not matter which of the two computes a token.
+last within a span, and those of spans likewise, as the split sequences' are: it does not matter which of the two
+kernels computes a token. A thread's registers hold the sums of a segment and of a span. Those of the spans before wait
+in memory of the program's own, `kept_`, which is read and written once a span:
+
+    kept_sums f32[programs, ROWS, head_size], kept_maxima and kept_totals f32[programs, ROWS]
 """
 
 from __future__ import annotations
@@ -15,13 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_segment import LOG2_E, SEGMENT, attend_segment, join
-from kernels.gpu.attention_work import CHUNK, OF_A_STEP, prefill_tiles
+from kernels.gpu.attention_rows import attend_rows, seen_keys
+from kernels.gpu.attention_segment import SEGMENT, SPAN, finish, join, nothing
+from kernels.gpu.attention_work import OF_A_STEP, WHOLE_END, sequence_of
 
 
 @triton.jit(do_not_specialize=OF_A_STEP)
 def prefill_kernel(  # type: ignore[no-untyped-def]
     out,
+    kept_sums,
+    kept_maxima,
+    kept_totals,
+    plan,
     query,
     key_cache,
     value_cache,
@@ -29,6 +38,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     seq_lens,
     query_starts,
     alibi_slopes,
+    sinks,
     key_scale,
     value_scale,
     num_sequences,
@@ -48,14 +58,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
-    """One program a tile of rows and key head; writes `out` itself."""
-    num_tiles = 0
-    for chunk in range(0, num_sequences, CHUNK):
-        num_tiles += tl.sum(
-            prefill_tiles(chunk + tl.arange(0, CHUNK), num_sequences, query_starts, GROUP, ROWS),
-        )
+    """Programs take tiles of rows and key/value heads in turn, and write `out`."""
+    ends = plan + WHOLE_END * num_sequences
+    num_tiles = tl.load(ends + num_sequences - 1)
     num_items = num_tiles * num_kv_heads
     me, programs = tl.program_id(0), tl.num_programs(0)
     for first in tl.range(0, num_items, programs, disable_licm=True):
@@ -63,140 +71,60 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         if item < num_items:
             head = item % num_kv_heads
             place = num_tiles - 1 - item // num_kv_heads
-            sequence, tiles_before, end = tl.zeros([], tl.int32), 0, 0
-            for chunk in range(0, num_sequences, CHUNK):
-                tiles = prefill_tiles(chunk + tl.arange(0, CHUNK), num_sequences, query_starts, GROUP, ROWS)
-                is_before = end + tl.cumsum(tiles) <= place
-                sequence += tl.sum(is_before.to(tl.int32))
-                tiles_before += tl.sum(tl.where(is_before, tiles, 0))
-                end += tl.sum(tiles)
-            _attend_rows(
-                out,
-                query,
-                key_cache,
-                value_cache,
-                block_tables + sequence.to(tl.int64) * table_stride,
-                tl.load(seq_lens + sequence),
-                tl.load(query_starts + sequence),
-                tl.load(query_starts + sequence + 1),
-                alibi_slopes,
-                key_scale,
-                value_scale,
-                head,
-                (place - tiles_before) * ROWS,
-                out_stride,
-                query_stride,
-                block_stride,
-                scale,
-                soft_cap,
-                window,
-                GROUP,
-                KEY_TILE,
-                BLOCK_SIZE,
-                HEAD_SIZE,
-                HEAD_TILE,
-                ROWS,
-                HAS_WINDOW,
-                HAS_SOFT_CAP,
-                DOT_TYPE,
-            )
-
-
-@triton.jit
-def _attend_rows(  # type: ignore[no-untyped-def]
-    out,
-    query,
-    key_cache,
-    value_cache,
-    table,
-    seq_len,
-    query_start,
-    query_end,
-    alibi_slopes,
-    key_scale,
-    value_scale,
-    head,
-    first_row,
-    out_stride,
-    query_stride,
-    block_stride,
-    scale,
-    soft_cap,
-    window,
-    GROUP: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    DOT_TYPE: tl.constexpr,
-):
-    """Rows first_row..first_row + ROWS of one sequence and key/value head, from their queries to `out`."""
-    TILES: tl.constexpr = SEGMENT // KEY_TILE
-    query_len = query_end - query_start
-    context_len = seq_len - query_len
-    rows = first_row + tl.arange(0, ROWS)
-    tokens, heads = rows // GROUP, head * GROUP + rows % GROUP
-    dims = tl.arange(0, HEAD_TILE)
-    inside = (tokens < query_len)[:, None] & (dims < HEAD_SIZE)[None, :]
-    places = (heads * HEAD_SIZE)[:, None] + dims[None, :]
-    lines = (query_start + tokens).to(tl.int64)
-    q = tl.load(query + (lines * query_stride)[:, None] + places, inside, 0.0).to(DOT_TYPE)
-
-    positions = context_len + tokens
-    first_position = context_len + first_row // GROUP
-    last_position = tl.minimum(context_len + (first_row + ROWS - 1) // GROUP, seq_len - 1)
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(first_position - window + 1, 0)
-    first_tile, last_tile = first_key // KEY_TILE, tl.cdiv(last_position + 1, KEY_TILE)
-    first_full, end_full = 0, (first_position + 1) // KEY_TILE
-    if HAS_WINDOW:
-        first_full = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEY_TILE)
-
-    slopes = tl.zeros([ROWS], tl.float32)
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads) * LOG2_E
-    logit_scale = scale
-    if key_scale is not None:
-        logit_scale = scale * tl.load(key_scale + head)
-
-    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_TILE], tl.float32)
-    for segment in tl.range(first_tile // TILES, tl.cdiv(last_tile, TILES), disable_licm=True):
-        next_m, next_total, next_acc = attend_segment(
-            q,
-            key_cache,
-            value_cache,
-            block_stride,
-            table,
-            head,
-            tl.maximum(segment * TILES, first_tile),
-            tl.minimum(segment * TILES + TILES, last_tile),
-            first_key,
-            last_position + 1,
-            first_full,
-            end_full,
-            positions,
-            slopes,
-            logit_scale,
-            soft_cap,
-            window,
-            KEY_TILE,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            HEAD_TILE,
-            ROWS,
-            alibi_slopes is not None,
-            HAS_WINDOW,
-            HAS_SOFT_CAP,
-            DOT_TYPE,
-        )
-        m, total, acc = join(m, total, acc, next_m, next_total, next_acc)
-
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if value_scale is not None:
-        result = result * tl.load(value_scale + head)
-    tl.store(out + (lines * out_stride)[:, None] + places, result.to(out.dtype.element_ty), inside)
+            sequence, tiles_before = sequence_of(ends, num_sequences, place, 1)
+            first_row = (place - tiles_before.to(tl.int32)) * ROWS
+            seq_len, query_start = tl.load(seq_lens + sequence), tl.load(query_starts + sequence)
+            query_len = tl.load(query_starts + sequence + 1) - query_start
+            first_key, end_key = seen_keys(seq_len, query_len, first_row, window, GROUP, ROWS, HAS_WINDOW)
+            first_span, end_span = first_key // (SEGMENT * SPAN), tl.cdiv(end_key, SEGMENT * SPAN)
+            m, total, acc = nothing(ROWS, HEAD_TILE)
+            for span in tl.range(first_span, end_span, disable_licm=True):
+                m, total, acc = attend_rows(
+                    query,
+                    key_cache,
+                    value_cache,
+                    block_tables + sequence.to(tl.int64) * table_stride,
+                    seq_len,
+                    query_start,
+                    query_len,
+                    alibi_slopes,
+                    key_scale,
+                    head,
+                    first_row,
+                    tl.maximum(first_key // SEGMENT, span * SPAN),
+                    tl.minimum(tl.cdiv(end_key, SEGMENT), (span + 1) * SPAN),
+                    query_stride,
+                    block_stride,
+                    scale,
+                    soft_cap,
+                    window,
+                    GROUP,
+                    KEY_TILE,
+                    BLOCK_SIZE,
+                    HEAD_SIZE,
+                    HEAD_TILE,
+                    ROWS,
+                    HAS_WINDOW,
+                    HAS_SOFT_CAP,
+                    JOINS,
+                    DOT_TYPE,
+                )
+                if (span > first_span) | (span < end_span - 1):
+                    rows, dims = me * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
+                    places = (rows * HEAD_SIZE)[:, None] + dims[None, :]
+                    has_dim = (dims < HEAD_SIZE)[None, :]
+                    if span > first_span:
+                        before_m, before_total = tl.load(kept_maxima + rows), tl.load(kept_totals + rows)
+                        before_acc = tl.load(kept_sums + places, has_dim, 0.0)
+                        m, total, acc = join(before_m, before_total, before_acc, m, total, acc)
+                    tl.debug_barrier()  # another thread may still read what is written here
+                    tl.store(kept_maxima + rows, m)
+                    tl.store(kept_totals + rows, total)
+                    tl.store(kept_sums + places, acc, has_dim)
+                    tl.debug_barrier()  # another thread may read it
+            rows, dims = first_row + tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
+            tokens, heads = rows // GROUP, head * GROUP + rows % GROUP
+            result = finish(m, total, acc, sinks, heads, value_scale, head, tokens < query_len)
+            places = (query_start + tokens).to(tl.int64) * out_stride + heads * HEAD_SIZE
+            inside = (tokens < query_len)[:, None] & (dims < HEAD_SIZE)[None, :]
+            tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), inside)

@@ -26,11 +26,32 @@ import triton.language as tl
 # longer ones cost less to join. Of a group of 4 heads of 128, 2 KiB are written and read again for 256 KiB of keys and
 # values in 16 bits: 1.6 %.
 SEGMENT = tl.constexpr(512)
+# Segments that are joined by themselves before spans are. What a long context leaves in scratch where a segment each is
+# too much, and the keys between two writings of a whole tile's sums: of 8,192, 128 rows of 128 write and read 130 KiB
+# again for the 4 MiB of keys and values that they have read in 16 bits.
+SPAN = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_segment(  # type: ignore[no-untyped-def]
+def load_tile(  # type: ignore[no-untyped-def]
+    cache, elements, needed, HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr, DOT_TYPE: tl.constexpr
+):
+    """Keys or values of a tile, [KEY_TILE, HEAD_TILE] as they are multiplied; 0 where they are not `needed`.
+
+    elements i64[KEY_TILE]: where in `cache` each begins. The one place where a cache's type becomes that of products;
+    what a cache's numbers were divided by is left to the logits' scale and to the result.
+    """
+    dims = tl.arange(0, HEAD_TILE)
+    mask = needed[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(cache + elements[:, None] + dims[None, :], mask, 0.0).to(DOT_TYPE)
+
+
+@triton.jit
+def attend_tiles(  # type: ignore[no-untyped-def]
+    so_far_m,
+    so_far_total,
+    so_far_acc,
     query,
     key_cache,
     value_cache,
@@ -56,32 +77,38 @@ def attend_segment(  # type: ignore[no-untyped-def]
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    JOINS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
-    """(m, total, acc) over the tiles begin_tile..end_tile, which are of one segment.
+    """`so_far`, (m, total, acc), joined with the tiles begin_tile..end_tile: of one segment, or with JOINS of several.
+
+    JOINS is for where a thread's registers suffice for both sums in this loop: tiles are then copied ahead over the
+    border of a segment, where otherwise the loop ends and the next one waits for its first keys.
 
     query [ROWS, HEAD_TILE]; positions i32[ROWS] of the rows' tokens; slopes f32[ROWS]. Keys first_key..end_key are
     seen by some row, others are not read. Those of tiles first_full..end_full are seen by every row, and not
     compared with positions. `logit_scale` makes powers of two of query . key. With a soft cap the logit is `soft_cap *
     tanh(logit_scale / 2 / log2(e) * query . key)`, and `soft_cap` and `slopes` hold the log2(e).
     """
-    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_TILE], tl.float32)
-    dims = tl.arange(0, HEAD_TILE)
+    TILES: tl.constexpr = SEGMENT // KEY_TILE
+    m, total, acc = nothing(ROWS, HEAD_TILE)
     # Blocks are read one tile ahead of keys, which are copied two tiles ahead of the products.
     places = begin_tile * KEY_TILE + tl.arange(0, KEY_TILE)
     blocks = tl.load(table + places // BLOCK_SIZE, places < end_key, 0)
     for tile in tl.range(begin_tile, end_tile, disable_licm=True):
+        # At the top, where no product is under way: at the end, Hopper's would have to wait for each other.
+        if JOINS and tile // TILES * TILES == tile:
+            so_far_m, so_far_total, so_far_acc = join(so_far_m, so_far_total, so_far_acc, m, total, acc)
+            m, total, acc = nothing(ROWS, HEAD_TILE)
         places = tile * KEY_TILE + tl.arange(0, KEY_TILE)
-        lines = blocks.to(tl.int64) * block_stride + (head * BLOCK_SIZE + places % BLOCK_SIZE) * HEAD_SIZE
-        elements = lines[:, None] + dims[None, :]
-        needed = ((places >= first_key) & (places < end_key))[:, None] & (dims < HEAD_SIZE)[None, :]
-        keys = tl.load(key_cache + elements, needed, 0.0)
-        values = tl.load(value_cache + elements, needed, 0.0)
+        needed = (places >= first_key) & (places < end_key)
+        elements = blocks.to(tl.int64) * block_stride + (head * BLOCK_SIZE + places % BLOCK_SIZE) * HEAD_SIZE
+        keys = load_tile(key_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
+        values = load_tile(value_cache, elements, needed, HEAD_SIZE, HEAD_TILE, DOT_TYPE)
         next_places = places + KEY_TILE
         blocks = tl.load(table + next_places // BLOCK_SIZE, next_places < end_key, 0)
 
-        logits = tl.dot(query, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee")
+        logits = tl.dot(query, tl.trans(keys), input_precision="ieee")
         # What is left to be multiplied when the maximum is known: one fma for both.
         factor = logit_scale
         if HAS_SOFT_CAP:
@@ -107,17 +134,50 @@ def attend_segment(  # type: ignore[no-untyped-def]
         decay = tl.exp2(m - top)
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(DOT_TYPE), values.to(DOT_TYPE), acc, input_precision="ieee")
+        acc = tl.dot(weights.to(DOT_TYPE), values, acc, input_precision="ieee")
         m = new_m
-    return m, total, acc
+    return join(so_far_m, so_far_total, so_far_acc, m, total, acc)
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The result over no keys; joined with another, on either side, it leaves that one's bits as they are."""
+    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    return m, total, tl.zeros([ROWS, HEAD_TILE], tl.float32)
+
+
+@triton.jit
+def _of_rows(x):  # type: ignore[no-untyped-def]
+    """As a factor of [rows, HEAD_TILE]: x [rows] or [rows, 1]."""
+    if len(x.shape) == 1:
+        return x[:, None]
+    return x
 
 
 @triton.jit
 def join(m, total, acc, next_m, next_total, next_acc):  # type: ignore[no-untyped-def]
-    """The result of the segments so far and of the next."""
+    """The result of the keys so far and of the next. Maxima and totals are [rows], or all [rows, 1]."""
     new_m = tl.maximum(m, next_m)
     top = tl.where(new_m == float("-inf"), 0.0, new_m)
     old, new = tl.exp2(m - top), tl.exp2(next_m - top)
     total = tl.fma(total, old, next_total * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
+    acc = tl.fma(acc, tl.broadcast_to(_of_rows(old), acc.shape), next_acc * _of_rows(new))
     return new_m, total, acc
+
+
+@triton.jit
+def finish(m, total, acc, sinks, heads, value_scale, head, inside):  # type: ignore[no-untyped-def]
+    """What rows attend to, f32[rows, HEAD_TILE]; zeros where they have seen no key.
+
+    `heads` of the rows, and whether a row is `inside` and has one, are of the shape of `m` and `total`.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + heads, inside, 0.0) * LOG2_E
+        top = tl.maximum(m, sink)
+        decay = tl.exp2(m - top)
+        total = tl.fma(total, decay, tl.exp2(sink - top))
+        acc = acc * _of_rows(decay)
+    result = acc / _of_rows(tl.where(total == 0.0, 1.0, total))
+    if value_scale is not None:
+        result = result * tl.load(value_scale + head)
+    return result

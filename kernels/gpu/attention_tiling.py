@@ -22,17 +22,23 @@ class Tiling:
     stages: int  # tiles of keys and values in use or on their way
     decode_programs: int  # that one multiprocessor holds at once
     prefill_programs: int
+    joins: bool = False  # segments are joined in the loop over tiles, not around it: registers allow it
+
+
+def padded(head_size: int) -> int:
+    """To a power of 2, and to what matrix units multiply at least."""
+    return max(triton.next_power_of_2(head_size), 16)
 
 
 def tiling(
-    head_tile: int, element_size: int, group: int, capability: int, max_shared_bytes: int, *, has_soft_cap: bool
+    head_size: int, element_size: int, group: int, capability: int, max_shared_bytes: int, *, has_soft_cap: bool
 ) -> Tiling:
-    """As large as registers allow: a prefill thread holds two sums of its rows' values, of the segment and of all.
+    """As large as registers allow: a thread holds two sums of its rows' values, of the segment and of the span.
 
-    head_tile: the head size, padded to a power of 2; element_size in bytes, of queries; capability 90 is Hopper;
-    max_shared_bytes: what the card gives one block. A model has as many warps to a row in both kernels: sums over keys
-    then run in the same order.
+    element_size in bytes, of queries; capability 90 is Hopper; max_shared_bytes: what the card gives one block. A
+    model has as many warps to a row in both kernels: sums over keys then run in the same order.
     """
+    head_tile = padded(head_size)
     decode_rows = max(64, triton.next_power_of_2(group))
     has_matrix_memory = 90 <= capability < 120  # smaller cards of Blackwell multiply out of registers, as Ampere does
     if element_size > 2:
@@ -42,6 +48,9 @@ def tiling(
         key_tile = 32 if has_matrix_memory and max_shared_bytes >= _SHARED_BYTES_OF_WIDE_HEADS else 16
         return Tiling(key_tile, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
     # Hopper's matrix units read queries and keys from shared memory; others take them from registers. Triton 3.6, 3.7
-    # and 3.9 differ in how many they use: with these tiles none spills.
-    key_tile = 16 if not has_matrix_memory else 64 if capability < 100 and not has_soft_cap else 32
-    return Tiling(key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1)
+    # and 3.9 differ in how many they use: with these tiles none spills in its loop.
+    if not has_matrix_memory or (capability >= 100 and head_size < head_tile):
+        key_tile = 16
+    else:
+        key_tile = 64 if capability < 100 and not has_soft_cap else 32
+    return Tiling(key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1, joins=capability < 100)

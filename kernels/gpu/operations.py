@@ -15,7 +15,7 @@ from kernels.gpu.kept_range import kept_range
 from kernels.gpu.layer_norm import layer_norm
 from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.matmul import matmul
-from kernels.gpu.paged_attention import paged_attention
+from kernels.gpu.paged_attention import attention_scratch, attention_scratch_bytes, paged_attention
 from kernels.gpu.penalties import penalize
 from kernels.gpu.random_bits import uniforms
 from kernels.gpu.reshape_and_cache import reshape_and_cache
@@ -30,6 +30,8 @@ from kernels.gpu.top_logits import top_logits
 from kernels.oracles.reference import most_likely
 
 __all__ = [
+    "attention_scratch",
+    "attention_scratch_bytes",
     "chunk_maxima",
     "copy_blocks",
     "draw_tokens",

@@ -6,9 +6,9 @@ Source: Kwon et al. 2023 (arXiv:2309.06180) for the cache; `attention_segment` f
 value_cache [num_blocks, num_kv_heads, block_size, head_size], a block's heads, tokens and elements contiguous; blocks
 may lie apart (a layer of a store). out, query [T, num_heads, head_size], a token's heads contiguous.
 
-Three kernels, each for all sequences: `prefill_kernel` for those with several new tokens, `segment_kernel` and
-`join_kernel` for those with one. Nothing here reads a tensor's values, so that a graph can capture it: a decode step
-needs `max_query_len=1`, and `max_seq_len` bounds the room for segments, not the work.
+`plan_kernel` decides, once a forward pass for each window, which sequences are split: those with one new token, and
+those with few after a long context. `segment_kernel` and `join_kernel` compute these, `prefill_kernel` the others.
+Nothing here reads a tensor's values, so that a graph can capture it: a decode step needs `max_query_len=1`.
 
 A token has the same bits whatever runs beside it. Where the matrix units give a row the same sums in a tile of 64 rows
 as in one of 128 (the same instructions are chosen for both), also whether it is computed alone, in a chunk or in a
@@ -26,17 +26,26 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import attention_segment
+from kernels.gpu import attention_kinds, attention_segment
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention_decode import join_kernel, segment_kernel
 from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_tiling import ALL_REGISTERS, Tiling, tiling
-from kernels.gpu.attention_work import OF_A_STEP
+from kernels.gpu.attention_scratch import (
+    KEPT_ROWS,
+    SEGMENT,
+    AttentionPass,
+    Scratch,
+    lines_needed,
+    new_scratch,
+    scratch_bytes,
+)
+from kernels.gpu.attention_tiling import ALL_REGISTERS, padded, tiling
+from kernels.gpu.attention_work import NUM_FACTS, plan_kernel
 from kernels.gpu.variant import Variant
 
-LOG2_E, SEGMENT = attention_segment.LOG2_E.value, attention_segment.SEGMENT.value
+LOG2_E = attention_segment.LOG2_E.value
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_MIN_HEAD_TILE = 16  # what matrix units multiply at once
+_JOIN_PROGRAMS = 8  # of a multiprocessor
 _CACHE_TYPES = (*_TYPES, torch.float8_e4m3fn)
 
 
@@ -57,14 +66,19 @@ def paged_attention(
     logit_soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    shared: AttentionPass | None = None,
 ) -> None:
     """See `kernels.oracles.reference.paged_attention`. `out` and `query` may be strided in their first dimension.
+
+    `shared` is what all layers of one forward pass are given; without it this call makes a scratch and a plan of its
+    own. Its scratch has to suffice for so many sequences of `max_seq_len`.
 
     Types: float32, float16 or bfloat16, and the caches in any of these or float8_e4m3fn. Raises ValueError where a
     shape, stride, type or device does not fit.
     """
     _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_starts, scale)
-    heads = {"alibi_slopes": (alibi_slopes, query.shape[1])}
+    heads = {"alibi_slopes": (alibi_slopes, query.shape[1]), "sinks": (sinks, query.shape[1])}
     heads |= {"key_scale": (key_scale, key_cache.shape[1]), "value_scale": (value_scale, key_cache.shape[1])}
     for name, (x, size) in heads.items():
         if x is not None and (x.dtype != torch.float32 or x.shape != (size,) or x.device != query.device):
@@ -73,12 +87,12 @@ def paged_attention(
     num_kv_heads, block_size = key_cache.shape[1:3]
     if not num_tokens or not num_sequences:
         return
-    group, head_tile = num_heads // num_kv_heads, max(triton.next_power_of_2(head_size), _MIN_HEAD_TILE)
+    group, head_tile = num_heads // num_kv_heads, padded(head_size)
     gpu = _gpu(query.device)
     if key_cache.dtype == torch.float8_e4m3fn and gpu.capability < 89:
         raise ValueError(f"caches of {key_cache.dtype} need compute capability 8.9, this GPU has {gpu.capability / 10}")
     of_card, has_soft_cap = (gpu.capability, gpu.max_shared_bytes), logit_soft_cap > 0
-    cut = tiling(head_tile, query.element_size(), group, *of_card, has_soft_cap=has_soft_cap)
+    cut = tiling(head_size, query.element_size(), group, *of_card, has_soft_cap=has_soft_cap)
     logit_scale, soft_cap = scale * LOG2_E, 0.0
     if logit_soft_cap > 0:
         logit_scale, soft_cap = 2 * LOG2_E * scale / logit_soft_cap, logit_soft_cap * LOG2_E
@@ -90,20 +104,53 @@ def paged_attention(
         "HEAD_TILE": head_tile,
         "HAS_WINDOW": sliding_window > 0,
         "HAS_SOFT_CAP": has_soft_cap,
+        "JOINS": cut.joins,
         "DOT_TYPE": gpu.dot_type(query.dtype),
         "num_stages": cut.stages,
     }
+    if shared is None:
+        lines = num_tokens * triton.cdiv(max_seq_len, SEGMENT)
+        sizes = (num_sequences, max_seq_len, num_heads, head_size, gpu.num_multiprocessors)
+        shared = new_scratch(*sizes, query.device, lines).new_pass()
+    scratch = shared.scratch
+    of_plan = (sliding_window, num_kv_heads, group, cut.key_tile, cut.decode_rows, cut.prefill_rows)
+    plan = shared.plans.get(of_plan)
+    if plan is None:
+        _check_scratch(scratch, num_sequences, max_seq_len, num_heads, head_size, gpu.num_multiprocessors)
+        plan = seq_lens.new_empty((NUM_FACTS, num_sequences))
+        plan_kernel[(1,)](
+            plan,
+            seq_lens,
+            query_starts,
+            num_sequences,
+            num_kv_heads,
+            scratch.num_lines,
+            gpu.num_multiprocessors,
+            sliding_window,
+            GROUP=group,
+            KEY_TILE=cut.key_tile,
+            SPLIT_ROWS=cut.decode_rows,
+            WHOLE_ROWS=cut.prefill_rows,
+            HAS_WINDOW=sliding_window > 0,
+        )
+        shared.plans[of_plan] = plan
+    lines = (scratch.sums, scratch.maxima, scratch.totals)
     places = (block_tables, seq_lens, query_starts)
     strides = (query.stride(0), key_cache.stride(0), block_tables.stride(0))
 
     if max_query_len > 1:
         prefill_kernel[(cut.prefill_programs * gpu.num_multiprocessors,)](
             out,
+            scratch.kept_sums,
+            scratch.kept_maxima,
+            scratch.kept_totals,
+            plan,
             query,
             key_cache,
             value_cache,
             *places,
             alibi_slopes,
+            sinks,
             key_scale,
             value_scale,
             num_sequences,
@@ -119,14 +166,9 @@ def paged_attention(
             **kept,
         )
 
-    max_segments = max(triton.cdiv(max_seq_len, SEGMENT), 1)
-    sums = query.new_empty((num_sequences, num_heads, max_segments, head_size), dtype=torch.float32)
-    maxima = sums.new_empty((num_sequences, num_heads, max_segments))
-    totals = torch.empty_like(maxima)  # a part of `maxima` might begin at no multiple of 16, and compile again
     segment_kernel[(cut.decode_programs * gpu.num_multiprocessors,)](
-        sums,
-        maxima,
-        totals,
+        *lines,
+        plan,
         query,
         key_cache,
         value_cache,
@@ -135,7 +177,6 @@ def paged_attention(
         key_scale,
         num_sequences,
         num_kv_heads,
-        max_segments,
         *strides,
         logit_scale,
         soft_cap,
@@ -146,16 +187,16 @@ def paged_attention(
         maxnreg=ALL_REGISTERS,
         **kept,
     )
-    join_kernel[(num_sequences, num_kv_heads)](
+    join_kernel[(min(num_tokens * num_kv_heads, _JOIN_PROGRAMS * gpu.num_multiprocessors),)](
         out,
-        sums,
-        maxima,
-        totals,
+        *lines,
+        plan,
         seq_lens,
         query_starts,
+        sinks,
         value_scale,
+        num_sequences,
         num_kv_heads,
-        max_segments,
         out.stride(0),
         sliding_window,
         GROUP=group,
@@ -166,9 +207,20 @@ def paged_attention(
     )
 
 
-def scratch_bytes(num_sequences: int, num_heads: int, head_size: int, max_seq_len: int) -> int:
-    """What a call takes besides its arguments, until the device is done with it: the segments of all sequences."""
-    return num_sequences * num_heads * max(triton.cdiv(max_seq_len, SEGMENT), 1) * (head_size + 2) * 4
+def attention_scratch(
+    device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
+) -> Scratch:
+    """Scratch for all steps of so many sequences of up to so many positions, of a model with these heads."""
+    multiprocessors = _gpu(device).num_multiprocessors
+    return new_scratch(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors, device)
+
+
+def attention_scratch_bytes(
+    device: torch.device, max_num_seqs: int, max_seq_len: int, num_heads: int, head_size: int
+) -> int:
+    """What `attention_scratch` takes."""
+    multiprocessors = _gpu(device).num_multiprocessors
+    return scratch_bytes(max_num_seqs, max_seq_len, num_heads, head_size, multiprocessors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,125 +282,17 @@ def _check(
         raise ValueError(f"scale {scale} is not positive")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a model asks of the kernels."""
-
-    head_size: int
-    group: int
-    dtype: str = "bf16"
-    cache: str = ""  # where it differs from dtype
-    block_size: int = 16
-    has_window: bool = False
-    has_alibi: bool = False
-    has_soft_cap: bool = False
-
-    def tiling(self, capability: int) -> Tiling:
-        element_size, head_tile = 4 if self.dtype == "fp32" else 2, triton.next_power_of_2(self.head_size)
-        shared = MAX_SHARED_BYTES[capability]
-        return tiling(head_tile, element_size, self.group, capability, shared, has_soft_cap=self.has_soft_cap)
-
-    def __str__(self) -> str:
-        words = [self.dtype, f"head {self.head_size} group {self.group} block {self.block_size}"]
-        words += [f"cache {self.cache}"] * bool(self.cache) + ["window"] * self.has_window
-        return " ".join(words + ["alibi"] * self.has_alibi + ["cap"] * self.has_soft_cap)
-
-
-_KINDS = (
-    _Kind(128, 4),
-    _Kind(128, 8, "fp16", block_size=256, has_window=True),
-    _Kind(128, 1, block_size=8, has_alibi=True),
-    _Kind(128, 2, has_window=True, has_soft_cap=True),
-    _Kind(128, 4, cache="fp8e4nv"),
-    _Kind(128, 2, "fp32"),
-    _Kind(64, 3),
-    _Kind(64, 8, "fp16", cache="fp8e4nv", block_size=32),
-    _Kind(32, 1, "fp32"),
-    _Kind(80, 1),
-    _Kind(96, 1, has_window=True),
-    _Kind(256, 4),
-    _Kind(256, 2, has_window=True, has_soft_cap=True),
-)
-_POINTERS = {"seq_lens": "*i32", "query_starts": "*i32"}
-_NUMBERS = {"num_sequences": "i32", "num_kv_heads": "i32", "query_stride": "i32", "block_stride": "i32"}
-_NUMBERS |= {"table_stride": "i32", "scale": "fp32", "soft_cap": "fp32", "window": "i32"}
+def _check_scratch(
+    scratch: Scratch, num_sequences: int, max_seq_len: int, num_heads: int, head_size: int, num_multiprocessors: int
+) -> None:
+    if scratch.sums.shape[1:] != (num_heads, head_size):
+        raise ValueError(f"scratch of {tuple(scratch.sums.shape)} is not for {num_heads} heads of {head_size}")
+    if scratch.num_lines < (needed := lines_needed(num_sequences, max_seq_len)):
+        raise ValueError(f"scratch has {scratch.num_lines} lines; these sequences may need {needed}")
+    if len(scratch.kept_sums) < num_multiprocessors * KEPT_ROWS:
+        raise ValueError(f"scratch is not for {num_multiprocessors} multiprocessors")
 
 
 def variants() -> Iterator[Variant]:
     """Those of every kind of model, and of every cut of them."""
-    for kind in _KINDS:
-        capabilities: dict[Tiling, list[int]] = {}
-        for capability in MAX_SHARED_BYTES:
-            capabilities.setdefault(kind.tiling(capability), []).append(capability)
-        for cut, of_cut in capabilities.items():
-            yield from _variants(kind, cut, of_cut)
-    for kind in (_KINDS[0], _KINDS[-1]):
-        yield _join_variant(kind)
-
-
-def _variants(kind: _Kind, cut: Tiling, capabilities: list[int]) -> Iterator[Variant]:
-    cache = kind.cache or kind.dtype
-    signature = {"query": f"*{kind.dtype}", "key_cache": f"*{cache}", "value_cache": f"*{cache}"}
-    signature |= {"block_tables": "*i32", **_POINTERS, **_NUMBERS}
-    constants = {
-        "GROUP": kind.group,
-        "KEY_TILE": cut.key_tile,
-        "BLOCK_SIZE": kind.block_size,
-        "HEAD_SIZE": kind.head_size,
-        "HEAD_TILE": triton.next_power_of_2(kind.head_size),
-        "HAS_WINDOW": kind.has_window,
-        "HAS_SOFT_CAP": kind.has_soft_cap,
-        "DOT_TYPE": {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[kind.dtype],
-    }
-    common: dict[str, Any] = {
-        "num_stages": cut.stages,
-        "may_spill": False,
-        "may_spill_on": (120,) if kind.has_alibi else (),
-        "capabilities": [one for one in capabilities if one >= 89] if kind.cache else capabilities,
-    }
-    of_prefill = {"out": f"*{kind.dtype}", "out_stride": "i32"}
-    of_decode = {"sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "max_segments": "i32"}
-    of_decode_shape = {"ROWS": cut.decode_rows, "PROGRAMS": cut.decode_programs}
-    scales = dict.fromkeys(("key_scale", "value_scale"), bool(kind.cache))
-    for name, kernel, own, shape, num_warps in (
-        ("prefill", prefill_kernel, of_prefill, {"ROWS": cut.prefill_rows}, cut.prefill_warps),
-        ("decode", segment_kernel, of_decode, of_decode_shape, cut.decode_warps),
-    ):
-        # An argument that may be None is a constant where it is.
-        optional = {"alibi_slopes": kind.has_alibi, **{key: scales[key] for key in scales if key in kernel.arg_names}}
-        yield Variant(
-            f"paged_attention {name} {kind} tile {shape['ROWS']}x{cut.key_tile}",
-            kernel,
-            signature | own | {key: "*fp32" for key, is_given in optional.items() if is_given},
-            constants | shape | {key: None for key, is_given in optional.items() if not is_given},
-            num_warps=num_warps,
-            max_registers=ALL_REGISTERS,
-            divisible_by_16=_aligned(signature | own),
-            **common,
-        )
-
-
-def _join_variant(kind: _Kind) -> Variant:
-    signature = {"out": f"*{kind.dtype}", "sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", **_POINTERS}
-    constants: dict[str, Any] = {"GROUP": kind.group, "GROUP_TILE": triton.next_power_of_2(kind.group)}
-    constants |= {"HEAD_SIZE": kind.head_size, "HEAD_TILE": triton.next_power_of_2(kind.head_size)}
-    if kind.cache:
-        signature["value_scale"] = "*fp32"
-    else:
-        constants["value_scale"] = None
-    signature |= {"num_kv_heads": "i32", "max_segments": "i32", "out_stride": "i32", "window": "i32"}
-    return Variant(
-        f"paged_attention join {kind}",
-        join_kernel,
-        signature,
-        constants | {"HAS_WINDOW": kind.has_window},
-        num_stages=3,
-        divisible_by_16=_aligned(signature),
-        may_spill=False,
-    )
-
-
-def _aligned(signature: dict[str, str]) -> tuple[str, ...]:
-    """Addresses, and strides in elements; but of what each step brings."""
-    names = [name for name, kind in signature.items() if kind[0] == "*" or name.endswith("_stride")]
-    return tuple(name for name in names if name not in OF_A_STEP)
+    return attention_kinds.variants_of_all()

@@ -22,7 +22,7 @@ class Variant:
     num_stages: int = 3
     max_registers: int | None = None  # of a thread; without one, the assembler weighs spills against more threads
     divisible_by_16: tuple[str, ...] = field(default=())  # arguments that the launcher knows to be: addresses, strides
-    may_spill: bool = True  # False: a register spill is a defect
+    may_spill: bool = True  # False: a register spill is a defect, but for one outside of the loops over products
     # Where a few bytes may all the same: the assembler spills them outside of loops, for twice the threads at once.
     may_spill_on: Collection[int] = ()  # compute capabilities
     # Compute capabilities that a worker launches it on: types and tiles are not the same on all.

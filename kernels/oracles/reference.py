@@ -38,6 +38,7 @@ def paged_attention(
     logit_soft_cap: float = 0.0,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of new tokens over a paged cache that already holds their own keys and values.
 
@@ -50,7 +51,9 @@ def paged_attention(
     alibi_slopes f32[num_heads]. The last `query_starts[s + 1] - query_starts[s]` positions of sequence `s` are its
     queries; where a sequence has none at all (`seq_len` 0: padding), zeros are written for them. `max_query_len` and
     `max_seq_len` bound both lengths, for kernels that size a grid by them. With key_scale, value_scale
-    f32[num_kv_heads] the caches hold keys and values divided by them.
+    f32[num_kv_heads] the caches hold keys and values divided by them. With sinks f32[num_heads] a head's softmax has
+    one more score, its own number, whose share no value gets: weights then sum to less than 1 (gpt-oss, 2025,
+    arXiv:2508.10925).
     """
     _, num_heads, head_size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
@@ -83,7 +86,11 @@ def paged_attention(
         visible = distance <= 0
         if sliding_window > 0:
             visible &= distance > -sliding_window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            sink = sinks.to(compute)[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(dim=-1)[:, :, :seq_len]
         out[start:end] = (weights @ gather(value_cache, value_scale)).transpose(0, 1).to(out.dtype)
 
 

@@ -89,6 +89,12 @@ def test_alibi_and_soft_cap() -> None:
     check_attention(PagedCase([1, 40], [170, 60]), alibi_slopes=slopes, logit_soft_cap=0.7, sliding_window=50)
 
 
+def test_a_sink_takes_its_share_of_every_rows_weights() -> None:
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0, 9.0, -30.0])
+    check_attention(PagedCase([1, 12, 1], [90, 40, 0]), sinks=sinks)
+    check_attention(PagedCase([1, 12], [90, 40]), sinks=sinks, sliding_window=17)
+
+
 def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
     case = PagedCase([1, 20], [150, 60])
     case.query *= 200

@@ -46,6 +46,19 @@ def test_alibi_and_soft_cap_change_scores_as_their_formulas_say() -> None:
         torch.testing.assert_close(out[token, head], expected, **CLOSE)
 
 
+def test_a_sink_is_a_score_whose_share_no_value_gets() -> None:
+    case = PagedCase(query_lens=[3], context_lens=[2], dtype=torch.float64)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0, 9.0, -30.0], dtype=torch.float64)
+    out, plain = torch.empty_like(case.query), torch.empty_like(case.query)
+    reference.paged_attention(out, *case.arguments, **case.options, sinks=sinks)
+    reference.paged_attention(plain, *case.arguments, **case.options)
+    key, _ = case.gathered()[0]
+    for token, head in ((0, 0), (1, 4), (2, 5)):
+        scores = case.options["scale"] * key[head, : 3 + token] @ case.query[token, head]
+        kept = scores.exp().sum() / (scores.exp().sum() + sinks[head].exp())
+        torch.testing.assert_close(out[token, head], plain[token, head] * kept, **CLOSE)
+
+
 def test_reshape_and_cache_writes_slots_and_skips_padding() -> None:
     key, value = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     key_cache, value_cache = torch.zeros(5, 2, 8, 4), torch.zeros(5, 2, 8, 4)

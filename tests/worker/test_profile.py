@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kernels import select
 from tests.worker.fake_model import FakeModel, fake_config
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.host.device_memory import HostMemory
@@ -45,17 +46,21 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder()
 
 
-def test_a_device_of_its_own_is_measured_with_the_largest_step(model: Recorder) -> None:
+def test_a_device_of_its_own_is_measured_with_the_largest_step(
+    model: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu.operations")
     profiler = Profiler(ModelRunner(model, fake_config(), 4), OwnMemory())
     profile = profiler.measure(LIMITS)
     largest, few = [([6, 6, 5, 5, 5, 5], 6), ([1] * 6, 6)], [([32], 1), ([1], 1)]
     assert model.steps[2:] == [*largest, *largest, *few, *few]  # of memory and of speed the second time is measured
     assert (profile.num_tokens, profile.peak_bytes, profile.is_whole) == (32, 1000, True)
-    config = fake_config()
-    # One segment of each sequence: its sums, largest score and total, in float32.
-    assert profiler.step_bytes(profile, LIMITS) == 1000 + 6 * config.num_heads * (config.head_size + 2) * 4
-    longer = Limits(6, 32, 4096)
-    assert profiler.step_bytes(profile, longer) == 1000 + 6 * config.num_heads * 8 * (config.head_size + 2) * 4
+    # What attention uses is not of a step: it is there before. A line of 8,192 positions of each sequence, or 8,192.
+    config, sums = fake_config(), 4 * (fake_config().head_size + 2)
+    kept = 3 * 128 * sums  # of three multiprocessors, as the interpreter has them
+    assert profiler.step_bytes(profile, LIMITS) == 1000 + 8192 * config.num_heads * sums + kept
+    longer = Limits(6, 32, 1400 * 8192 + 1)
+    assert profiler.step_bytes(profile, longer) == 1000 + 6 * 1401 * config.num_heads * sums + kept
 
 
 def test_no_profiled_sequence_is_longer_than_the_model_takes(model: Recorder) -> None:

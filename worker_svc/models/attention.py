@@ -9,8 +9,12 @@ Words, for one sequence in one step (half-open intervals of token positions):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from kernels.gpu.attention_scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +27,8 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # i32[S, max_blocks], block ids; entries past a sequence's last block are never read
     max_query_len: int  # the largest query_len
     max_seq_len: int  # the largest seq_len
+    scratch: Scratch | None = None  # of kernels that need one: a GPU's; None: each call takes its own
+
+    def shared_options(self) -> dict[str, Any]:
+        """What `paged_attention` is given in all layers of one forward pass; to be asked for in each pass anew."""
+        return {} if self.scratch is None else {"shared": self.scratch.new_pass()}

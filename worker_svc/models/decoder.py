@@ -136,7 +136,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedLayers`."""
         attended = residual.new_zeros(residual.shape[0], self.config.num_heads * self.config.head_size)
-        step = StepTensors(num_tokens, positions, attention, residual, torch.empty_like(residual), attended)
+        shared = attention.shared_options()
+        step = StepTensors(num_tokens, positions, attention, shared, residual, torch.empty_like(residual), attended)
         update = torch.zeros_like(residual)
         for layer, (key_cache, value_cache) in zip(self.layers, caches, strict=True):
             update = layer(update, key_cache, value_cache, step)

@@ -34,6 +34,7 @@ class StepTensors:
     num_tokens: int
     positions: torch.Tensor  # i64[rows]
     attention: AttentionMetadata
+    attention_options: dict[str, Any]  # `AttentionMetadata.shared_options`
     residual: torch.Tensor  # [rows, hidden]
     normed: torch.Tensor  # [rows, hidden], overwritten by each half
     attended: torch.Tensor  # [rows, num_heads * head_size], overwritten by each layer
@@ -150,6 +151,7 @@ class DecoderLayer:
             max_seq_len=attention.max_seq_len,
             **self.attention_options,
             **self._cache_scales,
+            **step.attention_options,
         )
 
 

@@ -35,6 +35,7 @@ class StepContext:
         self.layer_types = layer_types
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.attention: AttentionMetadata | None = None
+        self.attention_options: dict[str, Any] = {}  # `AttentionMetadata.shared_options`
         self.layers_seen: set[int] = set()
         self.cache_scales: list[dict[str, torch.Tensor]] = [{}] * config.num_layers
         if config.cache_scales is not None:
@@ -103,6 +104,7 @@ class TransformersModel:
             logits_rows = torch.cat([logits_rows, reader.rows])
         context = self._context
         context.caches, context.attention = caches, attention
+        context.attention_options = attention.shared_options()
         context.layers_seen.clear()
         options: dict[str, Any] = {"use_cache": False}
         if self._takes_positions:
@@ -112,7 +114,7 @@ class TransformersModel:
         try:
             logits: torch.Tensor = self._model(input_ids=token_ids[None], **options).logits[0]
         finally:  # a cache that is given up must free its memory
-            context.caches, context.attention = [], None
+            context.caches, context.attention, context.attention_options = [], None, {}
         if len(context.layers_seen) != self.config.num_layers:
             seen, all_layers = len(context.layers_seen), self.config.num_layers
             raise context.refuse(f"{seen} of its {all_layers} layers attend where attention can be replaced")
@@ -177,6 +179,7 @@ def _attend(
         sliding_window=sliding_window or 0,
         logit_soft_cap=softcap or 0.0,
         **scales,
+        **context.attention_options,
     )
     return out[None], None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -28,6 +29,9 @@ from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.steps.failures import is_out_of_memory
 from worker_svc.steps.input_batch import InputArrays
+
+if TYPE_CHECKING:
+    from kernels.gpu.attention_scratch import Scratch
 
 log = structlog.get_logger()
 
@@ -77,9 +81,11 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
+        scratch: Scratch | None = None,
     ) -> None:
-        """`capture` has to follow."""
+        """`capture` has to follow. `scratch` is handed on to attention."""
         self._forward, self._backend, self._last_tokens = forward, backend, last_tokens
+        self._scratch = scratch
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         device = self._device = last_tokens.device
         num_columns = -(-max_model_len // block_size)
@@ -150,6 +156,7 @@ class DecodeGraphs:
             block_tables=self._tables[:num_rows],
             max_query_len=1,
             max_seq_len=self._max_model_len,
+            scratch=self._scratch,
         )
 
         def work() -> None:

@@ -7,6 +7,7 @@ host, then as tensors on the model's device, which all arrays reach in one copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from worker_svc.mirror.sequence_states import UNKNOWN, AppliedRows, SequenceStat
 from worker_svc.mirror.step_columns import Ints, ragged_offsets
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
+
+if TYPE_CHECKING:
+    from kernels.gpu.attention_scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,10 @@ class InputArrays:
     max_seq_len: int
     lacks_tokens: bool  # some are known to the device alone
 
-    def to_device(self, device: torch.device, last_tokens: LastTokens | None = None) -> InputBatch:
-        """The tensors; `last_tokens` is needed where tokens are lacking."""
+    def to_device(
+        self, device: torch.device, last_tokens: LastTokens | None = None, scratch: Scratch | None = None
+    ) -> InputBatch:
+        """The tensors; `last_tokens` is needed where tokens are lacking, `scratch` is handed on to attention."""
         token_ids, positions, slot_mapping, logits_rows, query_starts, seq_lens, block_tables = upload(
             device,
             self.token_ids,
@@ -56,6 +62,7 @@ class InputArrays:
             block_tables=block_tables,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
+            scratch=scratch,
         )
         return InputBatch(token_ids, positions, attention, logits_rows)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kernels.select import kernels_for
 from protos import worker_pb2
 from worker_svc.cache.cache_engine import CacheEngine
 from worker_svc.host.device_marks import DeviceMarks
@@ -35,6 +36,7 @@ from worker_svc.steps.stage_answers import StageAnswers
 from worker_svc.steps.step_timer import StepTimer
 
 if TYPE_CHECKING:
+    from kernels.gpu.attention_scratch import Scratch
     from worker_svc.adapters.adapter_set import AdapterSet
     from worker_svc.models.loader import Model
 
@@ -71,6 +73,7 @@ class ModelRunner:
         self._cache: CacheEngine | None = None
         self._graph_backend = graph_backend
         self._graphs: DecodeGraphs | None = None  # over the cache
+        self._scratch: Scratch | None = None  # of attention, where its kernels need one
         self._outputs = outputs or output_copies(self.device)
         self._last_tokens = LastTokens(self.device)
         self._adjustments = LogitAdjustments(config.vocab_size, self._last_tokens)
@@ -91,6 +94,23 @@ class ModelRunner:
         self.release_cache()
         self._cache = self.new_cache(num_device_blocks, num_host_blocks)
 
+    def allocate_scratch(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Replaces what attention uses besides the cache, for steps of such sizes; the old one's graphs are gone."""
+        self._scratch = self._graphs = None
+        kernels = kernels_for(self.device)
+        if "attention_scratch" in kernels.__all__:
+            heads = (self.config.num_heads, self.config.head_size)
+            self._scratch = kernels.attention_scratch(self.device, max_num_seqs, max_model_len, *heads)
+
+    def scratch_bytes(self, max_num_seqs: int, max_model_len: int) -> int:
+        """What `allocate_scratch` takes."""
+        kernels = kernels_for(self.device)
+        if "attention_scratch_bytes" not in kernels.__all__:
+            return 0
+        heads = (self.config.num_heads, self.config.head_size)
+        num_bytes: int = kernels.attention_scratch_bytes(self.device, max_num_seqs, max_model_len, *heads)
+        return num_bytes
+
     def new_cache(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         """A second cache like the runner's own, which stays as it is."""
         return CacheEngine(
@@ -98,13 +118,18 @@ class ModelRunner:
         )
 
     def release_cache(self) -> None:
-        """Gives the cache's memory back, and that of graphs over it."""
-        self._cache = self._graphs = None
+        """Gives the cache's memory back, and that of graphs over it and of attention's scratch."""
+        self._cache = self._graphs = self._scratch = None
 
     @property
     def uses_graphs(self) -> bool:
         """Whether `capture_graphs` captures any."""
         return self._graph_backend is not None
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes of the decode steps that have been captured, ascending."""
+        return [] if self._graphs is None else self._graphs.sizes
 
     def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
         """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending."""
@@ -125,9 +150,10 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=self.block_size,
+            scratch=self._scratch,
         )
         self._graphs.capture(most_bytes)
-        return self._graphs.sizes
+        return self.graph_sizes
 
     def keep_graphs(self, sizes: Collection[int]) -> None:
         """Of the captured ones, those of these batch sizes."""
@@ -233,7 +259,7 @@ class ModelRunner:
         is_adapted = self.adapters is not None and bool((adapters >= 0).any())
         if self._graphs is not None and reader is None and not is_adapted and self._graphs.suits(arrays):
             return self._graphs.run(arrays)
-        batch = arrays.to_device(self.device, self._last_tokens)
+        batch = arrays.to_device(self.device, self._last_tokens, self._scratch)
         with self.adapters.step(adapters) if self.adapters and is_adapted else nullcontext():
             return self._model.forward(
                 batch.token_ids, batch.positions, self.cache.layers, batch.attention, batch.logits_rows, reader

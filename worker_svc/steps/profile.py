@@ -76,11 +76,8 @@ class Profiler:
         """The most memory that a step of this size takes besides weights and cache."""
         config = self._runner.config
         if profile.is_whole:
-            # Sequences of the profile are short; what attention keeps of segments grows with the longest one.
-            from kernels.gpu.paged_attention import scratch_bytes  # here: a worker on a CPU does without Triton
-
-            most = scratch_bytes(limits.max_num_seqs, config.num_heads, config.head_size, limits.max_model_len)
-            return profile.peak_bytes + most
+            # Attention's scratch was there before the profile began.
+            return profile.peak_bytes + self._runner.scratch_bytes(limits.max_num_seqs, limits.max_model_len)
         # What the head gives is converted to float32 where it is less.
         head_bytes = config.dtype.itemsize % 4
         row_bytes = max(
@@ -119,6 +116,7 @@ class Profiler:
         num_blocks = -(-(int(lengths.max()) + 1) // block_size)  # of each
         states = SequenceStates(num_seqs, int(lengths.max()) + 2, block_size, num_seqs * num_blocks)
         self._runner.allocate_cache(num_seqs * num_blocks, 0)
+        self._runner.allocate_scratch(num_seqs, int(lengths.max()) + 2)
         slots = np.arange(num_seqs, dtype="<u2").tobytes()
         prefill = worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=slots, query_lens_u32=lengths.astype("<u4").tobytes()))
         prefill.rows.num_samples_u16 = np.ones(num_seqs, "<u2").tobytes()

@@ -103,6 +103,11 @@ class Worker:
         return self._runner.device
 
     @property
+    def graph_sizes(self) -> list[int]:
+        """Rows of the decode steps that are replayed, ascending."""
+        return self._runner.graph_sizes
+
+    @property
     def sizes(self) -> worker_pb2.InitializeResponse | None:
         """What Initialize answered last; None before."""
         return self._sizes
@@ -161,6 +166,7 @@ class Worker:
             )
         )
         runner.allocate_cache(sizes.num_device_blocks, sizes.num_host_blocks)
+        runner.allocate_scratch(sizes.limits.max_num_seqs, sizes.limits.max_model_len)
         self._cached_blocks, self._pipeline = CachedBlocks(sizes.num_device_blocks), None
         swap_gib = round(sizes.num_host_blocks * runner.block_bytes / GIB, 3)
         log.info(

@@ -369,7 +369,13 @@ template <class T>
 void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, const Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
         T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, head, group, row);
-        F share = splat(1.0f / rows.running[row].sum);  // NaN where all scores are -inf
+        Running running = rows.running[row];
+        if (a.sinks) {
+            float lanes[LANES];
+            store(lanes, exp_of(splat(a.sinks[head * group + row % group] - running.maximum)));
+            running.sum += lanes[0];
+        }
+        F share = splat(1.0f / running.sum);  // NaN where all scores are -inf
         each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
             store_some(to + d, load(rows.acc + row * rows.padded + d) * share, count);
         });

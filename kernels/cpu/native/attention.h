@@ -16,6 +16,7 @@ struct Attention {  // of a layer; strides in elements
     const float *slopes;  // of ALiBi, one a head; or 0
     i64 window;           // 0: none
     float scale, soft_cap;
+    const float *sinks;  // one a head: a score that takes its share of the weights; or 0
 };
 
 // Query tokens that meet tiles of keys together: up to 32 of one sequence, or the single new tokens of sequences next
