@@ -263,7 +263,7 @@ def _int8_quality() -> str:
 def _fp8_cache_quality() -> str:
     rows = []
     for row in newest("fp8-cache-quality")["rows"]:
-        perplexity = f"{row['perplexity']:.2f}" if "SmolLM2" in row["model"] or "same" in row["model"] else "-"
+        perplexity = f"{row['perplexity']:.2f}" if "tiny" not in row["model"] else "-"
         same, divergence = f"{row['same_most_likely_token']:.1%}", f"{row['divergence']:.2g}"
         rows.append([row["model"], f"{row['largest']:.0f}", row["cache"], perplexity, same, divergence])
     headers = ["model", "largest number", "cache", "perplexity", "most likely tokens that stay", "divergence, nats"]
