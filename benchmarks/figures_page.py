@@ -50,6 +50,7 @@ def blocks() -> dict[str, str]:
         "loading": _loading(),
         "sampler": _sampler(),
         "int8-quality": _int8_quality(),
+        "fp8-cache-quality": _fp8_cache_quality(),
         "w1-ratios": _w1_ratios(),
         "w1-runs": _w1_runs(),
         "step-profile": _step_profile(),
@@ -257,6 +258,16 @@ def _int8_quality() -> str:
         ["greedy tokens of W2 that stay", f"{found['greedy_w2']['same_token_given_the_same_before']:.1%}"],
     ]
     return markdown_table(["SmolLM2-135M-Instruct, `--quantization int8`", ""], rows)
+
+
+def _fp8_cache_quality() -> str:
+    rows = []
+    for row in newest("fp8-cache-quality")["rows"]:
+        perplexity = f"{row['perplexity']:.2f}" if "tiny" not in row["model"] else "-"
+        same, divergence = f"{row['same_most_likely_token']:.1%}", f"{row['divergence']:.2g}"
+        rows.append([row["model"], f"{row['largest']:.0f}", row["cache"], perplexity, same, divergence])
+    headers = ["model", "largest number", "cache", "perplexity", "most likely tokens that stay", "divergence, nats"]
+    return markdown_table(headers, rows)
 
 
 def _step_profile() -> str:
