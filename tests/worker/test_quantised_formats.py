@@ -93,6 +93,12 @@ def test_a_format_says_how_rows_are_rounded_too(
     assert weight.input_scale == (None if input_scale is None else pytest.approx(input_scale))
 
 
+@pytest.mark.parametrize("name", ["gptq-8-bits-symmetric", "int8-channel", "float8-channel"])
+def test_symmetric_weights_of_eight_bits_have_no_zero(name: str) -> None:
+    format_ = FORMATS[name]
+    assert tensor_of(format_.config, format_.quantise(WEIGHT)[0]).read(range(72), range(192), CPU).zero is None
+
+
 def test_inputs_of_an_act_order_are_in_groups_once_they_are_ordered() -> None:
     format_ = gptq(has_order=True)
     leaves, _ = format_.quantise(WEIGHT)
