@@ -131,9 +131,9 @@ class CheckpointWeights:
         return out
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        if name not in self._left:
+        tensor = self._left.pop(name, None) or self._quantized.get(name)
+        if tensor is None:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
-        tensor = self._left.pop(name)
         self._check_shape(name, tensor, shape)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -17,7 +17,8 @@ outputs, inputs and groups past the end are zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +46,12 @@ class PackedCodes:
     offset: torch.Tensor | None
 
     @property
+    def format(self) -> tuple[object, ...]:
+        """All but the numbers and the type of scales."""
+        extras = self.zero is not None, self.offset is not None
+        return self.numbers, self.group, self.out_features, self.in_features, extras
+
+    @property
     def chunk(self) -> int:
         """Inputs."""
         return chunk_of(self.numbers)
@@ -53,6 +60,16 @@ class PackedCodes:
     def num_chunks(self) -> int:
         """Of a row."""
         return self.words.shape[-3]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K], with one number in front of one an expert."""
+        return (*self.words.shape[:-3], self.out_features, self.in_features)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.words.device
 
     @property
     def nbytes(self) -> int:
@@ -93,16 +110,27 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | None:
     )
 
 
-def stacked(packed: list[PackedCodes]) -> PackedCodes:
+def pack_experts(weights: Iterable[QuantizedWeight | None]) -> PackedCodes | None:
+    """Weights of one size, an expert each, in one, for `grouped_quantized_matmul`. None where one is not there, where
+    they are not of one format, or this layout has no place for them: no more are asked for then."""
+    packed: list[PackedCodes] = []
+    for weight in weights:
+        one = None if weight is None or weight.order is not None else pack_codes(weight)
+        if one is None or (packed and one.format != packed[0].format):
+            return None
+        packed.append(one)
+    return stacked(packed)
+
+
+def stacked(packed: Sequence[PackedCodes]) -> PackedCodes:
     """One an expert, of one size and format, in one."""
     first = packed[0]
     names = ("words", "high", "scale", "zero", "offset")
     tensors = {name: [getattr(one, name) for one in packed] for name in names}
-    scales = tensors["scale"]
-    if len({scale.dtype for scale in scales}) > 1:
-        tensors["scale"] = [scale.float() for scale in scales]
+    if len({scale.dtype for scale in tensors["scale"]}) > 1:
+        tensors["scale"] = [scale.float() for scale in tensors["scale"]]
     joined = {name: None if given[0] is None else torch.stack(given) for name, given in tensors.items()}
-    return PackedCodes(first.numbers, first.out_features, first.in_features, first.group, **joined)
+    return replace(first, **joined)
 
 
 def _words(weight: QuantizedWeight, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -62,7 +62,8 @@ class QuantizedProducts:
         quantized_product = getattr(kernels_for(self._device), "quantized_product", None)  # not all kernels have it
         if quantized_product is None:
             return None
-        options = {"keep": self._memory.keep} if self._device.type == "cpu" else {}
+        takes_memory = kernels_for(self._device).__name__ == "kernels.cpu"
+        options = {"keep": self._memory.keep} if takes_memory else {}
         product: QuantizedProduct | None = quantized_product(weight, bias, **options)
         return product
 
