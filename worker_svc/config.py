@@ -40,9 +40,9 @@ class WorkerConfig:
     dtype: str = option("auto", "type of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
     quantization: str = option(
         "none",
-        "int8: multiply 8-bit weights and activations, on a CPU",
+        "int8: multiply 8-bit weights and activations, on a CPU; fp8: 8-bit floats, on a GPU",
         group=COMMON,
-        choices=("none", "int8"),
+        choices=("none", "int8", "fp8"),
     )
     max_model_len: int | str | None = option(
         None,

@@ -15,11 +15,14 @@ from tests.kernels.device import DEVICE
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, write_quantised
-from worker_svc.models.config import ModelConfig
+from worker_svc.models import loader
+from worker_svc.models.config import ModelConfig, ModelError
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.float_linear import FloatLinear
 from worker_svc.models.grouped_experts import GroupedExperts
-from worker_svc.models.loader import load_model
+from worker_svc.models.loader import check_quantization, load_model
 from worker_svc.models.mlp import Mlp
+from worker_svc.models.packed_linear import PackedLinear
 from worker_svc.models.quantized.quantized_linear import QuantizedLinear
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -83,3 +86,34 @@ def test_experts_keep_few_bits_where_one_launch_multiplies_them(form: str, tmp_p
     assert isinstance(experts, GroupedExperts)
     assert isinstance(experts._inner, PackedCodes) == (form == "awq-32")
     torch.testing.assert_close(logits_of(model), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_gpu_kernels")
+@pytest.mark.parametrize("family", ["llama-gelu", "mixtral"])
+def test_a_model_in_16_bits_is_quantised_to_fp8_when_it_is_loaded(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its products but head and router."""
+    monkeypatch.setattr(loader, "check_quantization", lambda config, device: None)  # here a CPU has a GPU's kernels
+    made = make_family(family, tmp_path / "model", hidden_size=64, intermediate_size=96, **SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(select._MODULES, "cpu", "kernels.cpu")
+        exact = logits_of(load(made, "cpu"))
+    model = load(made, DEVICE, "fp8")
+    for layer in model.layers:
+        assert isinstance(layer.qkv, QuantizedLinear) and isinstance(layer.attention_out, QuantizedLinear)
+        if isinstance(layer.mlp, Mlp):
+            assert isinstance(layer.mlp.inner, QuantizedLinear) and isinstance(layer.mlp.outer, QuantizedLinear)
+        else:
+            assert isinstance(layer.mlp, GroupedExperts) and isinstance(layer.mlp._outer, PackedCodes)
+    assert model._head is not None and isinstance(model._head._product, FloatLinear | PackedLinear)
+    error = (logits_of(model) - exact).abs().mean()
+    assert 1e-3 * exact.std() < error < 0.2 * exact.std()
+
+
+def test_fp8_is_for_gpus_and_int8_for_cpus(tmp_path: Path) -> None:
+    folder = make_family("llama-gelu", tmp_path / "model", hidden_size=64, intermediate_size=96, **SIZES)
+    for quantization, device, said in (("fp8", "cpu", "GPU alone: --device cuda"), ("int8", "cuda", "CPU alone")):
+        config = ModelConfig.from_folder(folder, "float32", quantization=quantization)
+        with pytest.raises(ModelError, match=f"quantization {quantization} is computed on a {said}"):
+            check_quantization(config, torch.device(device))

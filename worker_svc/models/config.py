@@ -51,7 +51,7 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
-    quantization: str = ""  # of the weights of products when they are loaded: int8; empty: none
+    quantization: str = ""  # of the weights of products when they are loaded: int8, fp8; empty: none
     weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
 

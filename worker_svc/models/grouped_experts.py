@@ -12,10 +12,12 @@ from typing import Protocol
 
 import torch
 
+from kernels.e4m3_weight import quantize_e4m3
 from kernels.quantized_weight import QuantizedWeight
 from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import activation
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.shaping import fit_together, side_by_side
 from worker_svc.models.style import DecoderStyle
 from worker_svc.models.weights import Weights
@@ -146,6 +148,10 @@ def _few_bits(
     is_whole = len(product.inputs) == product.num_inputs
     if not hasattr(kernels, "pack_experts") or not tensors:
         return None
+    packed: ExpertWeights | None
+    if isinstance(weights.int8, Fp8Store) and not any(map(weights.format_of, tensors)):
+        packed = kernels.pack_experts(quantize_e4m3(_plain(weights, [prefix], product)[0]) for prefix in prefixes)
+        return packed
     if not all(weights.format_of(tensor) and (is_whole or weights.can_cut_inputs(tensor)) for tensor in tensors):
         return None
 
@@ -158,5 +164,5 @@ def _few_bits(
         ]
         return side_by_side(parts) if all(fit_together(parts[0], part) for part in parts) else None
 
-    packed: ExpertWeights | None = kernels.pack_experts(map(read, prefixes))
+    packed = kernels.pack_experts(map(read, prefixes))
     return packed

@@ -21,6 +21,7 @@ from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
 from worker_svc.models.int8_store import Int8Store
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.stored_tensor import StoredTensor
@@ -29,7 +30,7 @@ from worker_svc.models.stored_tensor import StoredTensor
 class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
-    int8: Int8Store | None  # what keeps products in eight bits; None: they stay in the model's dtype
+    int8: Int8Store | Fp8Store | None  # what quantises products to eight bits; None: they stay in the model's dtype
     quantized: QuantizedProducts  # what makes products of weights that are quantised in the checkpoint
     memory: HugePages  # for packed products
     is_batch_invariant: bool  # set by the loader: whether a row's products have the same bits in any batch
@@ -89,7 +90,7 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device,
         progress: ByteBar,
-        int8: Int8Store | None = None,
+        int8: Int8Store | Fp8Store | None = None,
     ) -> None:
         self.int8, self.memory = int8, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)
@@ -189,7 +190,9 @@ class DummyWeights:
 
     is_batch_invariant = False
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, int8: Int8Store | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, seed: int, int8: Int8Store | Fp8Store | None = None
+    ) -> None:
         self.int8, self.memory = int8, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)
         self._dtype, self._device = dtype, device
