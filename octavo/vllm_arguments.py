@@ -236,7 +236,7 @@ def in_own_words(model: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
             raise ValueError(f"kv_cache_memory_bytes: got {num_bytes!r}; accepted: a whole number")
         own["kv_cache_memory"] = num_bytes / (1 << 30)
     if (quantization := own.get("quantization")) not in (None, "", "none", "int8", "fp8"):
-        instead = "'int8' quantises any model on a CPU, 'fp8' on a GPU; what a checkpoint is quantised as needs no option"
+        instead = "'int8' quantises any model on a CPU, 'fp8' on a GPU; what a checkpoint is quantised as needs none"
         raise ValueError(f"quantization: got {quantization!r}; {instead}")
     return model, own
 
