@@ -17,7 +17,13 @@ def blocks() -> dict[str, str]:
         "gpu-host-time": markdown_table(
             ["model", "step", "ms", "launches", "ms without graphs", "launches", "ms before", "launches"],
             [
-                [model, _WORDS[kind], *_cells(row), *_cells(now[model, kind, False]), *_cells(before[model, kind, True])]
+                [
+                    model,
+                    _WORDS[kind],
+                    *_cells(row),
+                    *_cells(now[model, kind, False]),
+                    *_cells(before[model, kind, True]),
+                ]
                 for (model, kind, has_graphs), row in now.items()
                 if has_graphs
             ],

@@ -40,9 +40,9 @@ class WorkerConfig:
     dtype: str = option("auto", "type of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
     quantization: str = option(
         "none",
-        "8-bit activations and weights of 8 bits, or of 4 by groups of 32 or 128 inputs, on a CPU",
+        "on CPUs 8-bit activations and weights of 8 bits, or of 4 by 32 or 128 inputs; on GPUs fp8: 8-bit floats",
         group=COMMON,
-        choices=("none", "int8", "int4", "int4-128"),
+        choices=("none", "int8", "int4", "int4-128", "fp8"),
     )
     max_model_len: int | str | None = option(
         None,

@@ -20,6 +20,7 @@ from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized_store import QuantizedStore
@@ -29,7 +30,7 @@ from worker_svc.models.stored_tensor import StoredTensor
 class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
-    store: QuantizedStore | None  # what quantises products to few bits; None: they stay in the model's dtype
+    store: QuantizedStore | Fp8Store | None  # what quantises products; None: they stay in the model's dtype
     quantized: QuantizedProducts  # what makes products of weights that are quantised in the checkpoint
     memory: HugePages  # for packed products
     is_batch_invariant: bool  # set by the loader: whether a row's products have the same bits in any batch
@@ -89,7 +90,7 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device,
         progress: ByteBar,
-        store: QuantizedStore | None = None,
+        store: QuantizedStore | Fp8Store | None = None,
     ) -> None:
         self.store, self.memory = store, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)
@@ -131,9 +132,9 @@ class CheckpointWeights:
         return out
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        if name not in self._left:
+        tensor = self._left.pop(name, None) or self._quantized.get(name)
+        if tensor is None:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
-        tensor = self._left.pop(name)
         self._check_shape(name, tensor, shape)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -190,7 +191,7 @@ class DummyWeights:
     is_batch_invariant = False
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, seed: int, store: QuantizedStore | None = None
+        self, dtype: torch.dtype, device: torch.device, seed: int, store: QuantizedStore | Fp8Store | None = None
     ) -> None:
         self.store, self.memory = store, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)

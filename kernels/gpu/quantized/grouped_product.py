@@ -34,8 +34,10 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
     words,
     high,
     scale,
+    scale_factor,
     zero,
     offset,
+    offset_factor,
     sums,
     starts,
     rows,
@@ -83,14 +85,19 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
         high += in_words
     in_groups = expert.to(tl.int64) * (GROUPS * lines) + column
     scale += in_groups
+    in_chunks = expert.to(tl.int64) * (CHUNKS * lines) + column
+    if scale_factor is not None:
+        scale_factor += in_chunks
     if zero is not None:
         zero += in_groups
     if offset is not None:
         offset += in_groups
+        if offset_factor is not None:
+            offset_factor += in_chunks
         sums += source
     # fmt: off
     total = packed_sum(
-        x, words, high, scale, zero, offset, sums, sums_stride, 0, CHUNKS,
+        x, words, high, scale, scale_factor, zero, offset, offset_factor, sums, sums_stride, 0, CHUNKS,
         lines, SIZE, NUMBERS, WIDTH, GROUP_SIZE, 0, BLOCK_N, BLOCK_M,
     )
     # fmt: on
@@ -132,8 +139,10 @@ def grouped_quantized_matmul(
         weights.words,
         weights.high,
         weights.scale,
+        weights.scale_factor,
         weights.zero,
         weights.offset,
+        weights.offset_factor,
         sums,
         starts,
         rows,
@@ -169,8 +178,8 @@ def variants() -> Iterator[Variant]:
         num_chunks = triton.cdiv(size, chunk_of(Numbers(numbers)))
         for block_m in (16, MOST_ROWS):
             pointers = {"out": "*bf16", "x": "*bf16", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
-            absent = ["high", "offset", "sums"]
-            for name, kind, is_there in (("zero", "*i16", numbers == "uint4"), ("rows", "*i64", has_rows)):
+            absent = ["high", "scale_factor", "offset", "offset_factor", "sums"]
+            for name, kind, is_there in (("zero", "*i8", numbers == "uint4"), ("rows", "*i64", has_rows)):
                 if is_there:
                     pointers[name] = kind
                 else:

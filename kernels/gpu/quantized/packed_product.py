@@ -38,8 +38,10 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
     words,
     high,
     scale,
+    scale_factor,
     zero,
     offset,
+    offset_factor,
     sums,
     bias,
     count,
@@ -74,17 +76,21 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
     if high is not None:
         high += column[:, None] * WIDTH
     scale += column
+    if scale_factor is not None:
+        scale_factor += column
     if zero is not None:
         zero += column
     if offset is not None:
         offset += column
+        if offset_factor is not None:
+            offset_factor += column
         sums += row
     first_chunk = tl.program_id(1) * CHUNKS_OF_SEGMENT  # of a product that is not split, 0
     past_chunk = tl.minimum(first_chunk + CHUNKS_OF_SEGMENT, CHUNKS) if IS_SPLIT else CHUNKS
     segment: tl.constexpr = CHUNKS_OF_SEGMENT if CHUNKS > CHUNKS_OF_SEGMENT and not IS_SPLIT else 0
     # fmt: off
     total = packed_sum(
-        x, words, high, scale, zero, offset, sums, sums_stride, first_chunk, past_chunk,
+        x, words, high, scale, scale_factor, zero, offset, offset_factor, sums, sums_stride, first_chunk, past_chunk,
         column_tiles * BLOCK_N, SIZE, NUMBERS, WIDTH, GROUP_SIZE, segment, BLOCK_N, BLOCK_M,
     )
     # fmt: on
@@ -131,8 +137,10 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         weight.words,
         weight.high,
         weight.scale,
+        weight.scale_factor,
         weight.zero,
         weight.offset,
+        weight.offset_factor,
         sums,
         bias,
         count,
@@ -161,8 +169,8 @@ def variants() -> Iterator[Variant]:
     """Each format with many rows, those that differ most with few, too; and sizes that no tile divides."""
     formats = [
         ("uint4", 128, "fp16", "zero"),  # AWQ, GPTQ, compressed-tensors
-        ("uint4", 32, "fp32", "offset"),  # Q4_K
-        ("int6", 16, "fp32", ""),  # Q6_K
+        ("uint4", 32, "i8", "offset"),  # Q4_K
+        ("int6", 16, "i8", ""),  # Q6_K
         ("e4m3", 0, "fp32", ""),
         ("e4m3", 128, "fp32", ""),
         ("uint4", 32, "fp16", ""),  # Q4_0
@@ -186,8 +194,10 @@ def _variant(
     is_split = block_m < MOST_ROWS and segment < num_chunks
     optional = {
         "high": "*i16" if numbers == "int6" else "",
-        "zero": "*i16" if extra == "zero" else "",
-        "offset": "*fp32" if extra == "offset" else "",
+        "scale_factor": "*fp32" if scale == "i8" else "",
+        "zero": "*i8" if extra == "zero" else "",
+        "offset": f"*{scale}" if extra == "offset" else "",
+        "offset_factor": "*fp32" if extra == "offset" else "",
         "sums": "*fp32" if extra == "offset" else "",
         "bias": f"*{dtype}" if num_outputs == 1000 else "",
     }

@@ -60,7 +60,7 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(codes + row * PADDED + column, y.to(codes.dtype.element_ty), column < PADDED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+@triton.jit
 def _rounded_to_e4m3(y):  # type: ignore[no-untyped-def]
     """As cards round, which Triton's interpreter does not: to three bits behind the first, or multiples of 2^-9."""
     bits = y.to(tl.int32, bitcast=True)
