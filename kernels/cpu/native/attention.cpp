@@ -29,9 +29,11 @@ namespace {
 const i64 KEYS = 64;  // of a tile
 const i64 RUN = 16;   // keys that lie one after the other in the cache, where blocks are multiples of it
 const i64 RUNS = KEYS / RUN;
-const i64 QUERY_TILE = 32;   // tokens of a prompt; more leaves the threads of short prompts too few
+// Tokens of a prompt; more leaves the threads of short prompts too few. A longer one copies each key for twice as many.
+const i64 QUERY_TILE = 32, LONG_QUERY = 512, TILE_OF_LONG_QUERY = 64;
 const i64 SHARED_TILE = 16;  // sequences over a common prefix
-const int ROWS = 4;          // multiplied at once: 4 x 4 sums and 4 vectors of keys or values
+const int ROWS = 4;          // multiplied at once where keys lie: 4 x 4 sums and 4 vectors of keys or values
+const int MANY_ROWS = HAS_WIDE_REGISTERS ? 6 : 4;  // and by a copy: 6 x 4 sums, for 10 loads
 const int COLUMNS = HAS_WIDE_REGISTERS ? 4 : 1;
 const i64 FEW_ROWS = 8;           // so many are quicker without a copy, though each four of them read anew
 const float NO_MAXIMUM = -1e30f;  // of a row that has met no key: finite, as what is subtracted from scores
@@ -46,6 +48,7 @@ i64 common_keys(const int32_t *table, const int32_t *other, i64 limit, i64 block
 }
 
 i64 query_len(const Attention &a, i64 s) { return a.query_starts[s + 1] - a.query_starts[s]; }
+i64 tile_of(i64 query_len) { return query_len < LONG_QUERY ? QUERY_TILE : TILE_OF_LONG_QUERY; }
 
 // How many sequences from s on are decoded together, and the keys that they share.
 i64 members_of(const Attention &a, i64 s, i64 &shared) {
@@ -236,7 +239,7 @@ template <int NUM, int WIDTH>
 void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, const float *s, float *c, i64 c_stride,
                  i64 depth) {
     F sums[NUM][WIDTH];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < NUM; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) sums[r][v] = s ? load(s + r * c_stride + v * LANES) : splat(0.0f);
@@ -244,14 +247,14 @@ void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, con
         F values[WIDTH];
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) values[v] = load(b + v * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < NUM; r++) {
             F factor = splat_at(a + r * a_stride + k);
 #pragma GCC unroll 4
             for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(factor, values[v], sums[r][v]);
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < NUM; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
@@ -267,17 +270,15 @@ void add_products(const float *a, i64 a_stride, const float *b, i64 b_stride, bo
         add_product<NUM, 1>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
 }
 
-// `run` with the number of rows, 1 to 4, as a constant.
+// `run` with the number of rows, 1 to MOST, as a constant.
 template <int NUM>
 struct Number {
     static const int value = NUM;
 };
-template <class Do>
+template <int MOST, class Do>
 void with_rows(i64 rows, Do run) {
-    if (rows == 4) run(Number<4>());
-    else if (rows == 3) run(Number<3>());
-    else if (rows == 2) run(Number<2>());
-    else run(Number<1>());
+    if (rows == MOST) run(Number<MOST>());
+    else if constexpr (MOST > 1) with_rows<MOST - 1>(rows, run);
 }
 
 // ---- softmax --------------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ struct Rows {  // of an item
 Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded) {
     i64 count = tile.count * group;
     char *memory = (char *)scratch(
-        OF_ITEM, (2 * count * padded + ROWS * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(sizeof(Running) + 8));
+        OF_ITEM, (2 * count * padded + larger(count, ROWS) * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(sizeof(Running) + 8));
     auto take = [&](i64 numbers) {
         float *place = (float *)memory;
         memory += numbers * 4;
@@ -338,7 +339,7 @@ Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded)
     };
     Rows rows = {take(count * padded),
                  take(count * padded),
-                 take(ROWS * KEYS),
+                 take(larger(count, ROWS) * KEYS),
                  take(KEYS * padded),
                  take(KEYS * padded),
                  0,
@@ -423,10 +424,9 @@ struct Walk {
         return smaller(end, rows.positions[row + count - 1] + 1) - first;
     }
 
-    void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key) const {
-        for (i64 r = 0; r < count; r++) {
-            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f,
-                  *scores = rows.scores + r * KEYS;
+    void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key, float *scores) const {
+        for (i64 r = 0; r < count; r++, scores += KEYS) {
+            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f;
             mask(scores, first_key - rows.positions[row + r], slope, a.window, a.soft_cap);
             weigh(scores, rows.running[row + r], rows.acc + (row + r) * padded, padded);
         }
@@ -438,34 +438,40 @@ struct Walk {
             i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, here.first, here.end);
             if (num_keys <= 0) continue;
             const Place<S> &after = row + ROWS < end_row ? here : next;
-            with_rows(count, [&](auto number) {
+            with_rows<ROWS>(count, [&](auto number) {
                 const int NUM = decltype(number)::value;
                 score_in_place<NUM>(rows.q + row * padded, padded, here, here.values, here.starts, rows.scores);
-                weigh_rows(rows, head, row, count, here.first);
+                weigh_rows(rows, head, row, count, here.first, rows.scores);
                 add_in_place<NUM>(rows.scores, here, padded, num_keys, rows.acc + row * padded, after.keys,
                                   after.starts);
             });
         }
     }
 
+    // Each step for all rows, so that keys, and then values, stay in the first cache level.
     void meet_copy(Rows &rows, i64 head, i64 first_row, i64 end_row, Keys keys) const {
         i64 end = smaller(keys.end, keys.first + KEYS);
+        auto each = [&](auto run) {
+            for (i64 row = first_row; row < end_row; row += MANY_ROWS) {
+                i64 count = smaller(MANY_ROWS, end_row - row), num_keys = keys_seen(rows, row, count, keys.first, end);
+                if (num_keys > 0) with_rows<MANY_ROWS>(count, [&](auto number) { run(number, row, num_keys); });
+            }
+        };
         copy_lines<S>(a, (const S *)a.cache.keys, head, keys, padded, rows.lines);
         turn_lines(rows.lines, end - keys.first, padded, rows.keys);
+        each([&](auto number, i64 row, i64 num_keys) {
+            const int NUM = decltype(number)::value;
+            float *scores = rows.scores + row * KEYS;
+            add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, scores, KEYS, a.cache.head_size,
+                              (num_keys + LANES - 1) / LANES * LANES);
+            weigh_rows(rows, head, row, NUM, keys.first, scores);
+        });
         copy_lines<S>(a, (const S *)a.cache.values, head, keys, padded, rows.lines);
-        for (i64 row = first_row; row < end_row; row += ROWS) {
-            i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, keys.first, end);
-            if (num_keys <= 0) continue;
-            with_rows(count, [&](auto number) {
-                const int NUM = decltype(number)::value;
-                i64 width = (num_keys + LANES - 1) / LANES * LANES;
-                add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, rows.scores, KEYS,
-                                  a.cache.head_size, width);
-                weigh_rows(rows, head, row, count, keys.first);
-                add_products<NUM>(rows.scores, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
-                                  num_keys, padded);
-            });
-        }
+        each([&](auto number, i64 row, i64 num_keys) {
+            const int NUM = decltype(number)::value;
+            add_products<NUM>(rows.scores + row * KEYS, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
+                              num_keys, padded);
+        });
     }
 };
 
@@ -491,8 +497,8 @@ i64 cut_tiles(const Attention &a, QueryTile *tiles) {
         i64 shared, length = query_len(a, s);
         members = members_of(a, s, shared);
         if (members > 1) length = members;
-        for (i64 first = 0; first < length; first += QUERY_TILE)
-            tiles[count++] = {s, members, a.query_starts[s] + first, smaller(QUERY_TILE, length - first),
+        for (i64 first = 0, most = tile_of(length); first < length; first += most)
+            tiles[count++] = {s, members, a.query_starts[s] + first, smaller(most, length - first),
                               members > 1 ? shared : 0};
     }
     return count;

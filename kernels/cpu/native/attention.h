@@ -18,7 +18,7 @@ struct Attention {  // of a layer; strides in elements
     float scale, soft_cap;
 };
 
-// Query tokens that meet tiles of keys together: up to 32 of one sequence, or the single new tokens of sequences next
+// Query tokens that meet tiles of keys together: up to 32, or 64, of one sequence, or the single new tokens of sequences next
 // to each other whose first blocks are the same ones.
 struct QueryTile {
     i64 sequence, num_sequences, token, count, shared_keys;
