@@ -1,4 +1,4 @@
-"""What settings of memory and threads buy on a CPU, each with and without by turns: `python -m benchmarks.cpu_settings`.
+"""What settings of memory and threads buy on a CPU, with and without by turns: `python -m benchmarks.cpu_settings`.
 
 Whole passes of a loaded model, as a worker computes them, for one sequence and for 32, SmolLM2-135M in float32 and a
 random model of Qwen3-0.6B's shape in bfloat16:
