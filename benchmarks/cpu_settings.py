@@ -6,6 +6,7 @@ random model of Qwen3-0.6B's shape in bfloat16:
 - huge pages: weights and cache in pages of 2 MiB, or of 4 KiB;
 - pinning: each computing thread kept on a core, or not;
 - touched ahead: the first pass of a prompt of 512 tokens over a cache whose memory is there, or has yet to be provided;
+- bound: a pass of one sequence beside the time that reading its weights takes, in each type they are kept in;
 - giving way: one thread fewer than cores, or as many as cores, beside a process that computes without end, and for two
   such models at once.
 
@@ -32,6 +33,7 @@ from unittest import mock
 import torch
 
 from benchmarks.step_profile import decode_step
+from kernels.cpu.library import library
 from kernels.cpu.pinning import pin_threads
 from octavo.bench import machine
 from octavo.models.resolve import resolve_model
@@ -41,6 +43,7 @@ from worker_svc.host import huge_pages
 from worker_svc.host.touch_ahead import provide
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.models.config import ModelConfig
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.loader import Model, load_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,15 +68,15 @@ _QWEN3_CONFIG = {
 _WARM_UP, _SEQ_LEN, _PROMPT, _BLOCK_SIZE = 3, 200, 512, 16
 
 
-def load(name: str) -> Model:
-    """One of the two models."""
+def load(name: str, dtype: str = "", quantization: str = "") -> Model:
+    """One of the two models, as its name says or in another type."""
     if name == SMOLLM2:
         folder = resolve_model("smollm2-135m-instruct")
-        return load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu")
+        return load_model(folder, ModelConfig.from_folder(folder, dtype or "float32", quantization=quantization), "cpu")
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         (folder / "config.json").write_text(json.dumps(_QWEN3_CONFIG), encoding="utf-8")
-        config = ModelConfig.from_folder(folder, "bfloat16")
+        config = ModelConfig.from_folder(folder, dtype or "bfloat16", quantization=quantization)
         return load_model(folder, config, "cpu", load_format="dummy")
 
 
@@ -107,6 +110,22 @@ def by_turns(ways: dict[str, Callable[[], Any]], passes: int, before: Callable[[
         **{f"{name}_ms": statistics.median(times[name]) * 1e3 for name in ways},
         f"{second} / {first}": statistics.median(ratios),
     }
+
+
+def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
+    """A pass of one sequence, and the bytes of its weights at the bandwidth that was measured just before it."""
+    model = load(name, dtype, quantization)
+    assert isinstance(model, Decoder) and model.head is not None
+    num_bytes = model.head.weight_bytes + sum(layer.weights_bytes for layer in model.layers)
+    step, numbers, threads = decode_step(model, 1, _SEQ_LEN), torch.ones(64 << 20), torch.get_num_threads()
+    place = numbers.data_ptr(), numbers.nbytes, threads
+    read = min((1024, 4096, 16384), key=lambda ahead: seconds(lambda: library().read_memory(*place, ahead)))
+    found = by_turns(
+        {"read": lambda: library().read_memory(*place, read), "pass": lambda: model.forward(*step)}, passes
+    )
+    found["weights_mb"] = num_bytes / 1e6
+    found["bound / pass"] = num_bytes / numbers.nbytes / found["pass / read"]
+    return found
 
 
 def pages(name: str, sequences: int, passes: int) -> Any:
@@ -213,6 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compares settings of memory and threads on a CPU.")
     parser.add_argument("--models", nargs="+", choices=[SMOLLM2, QWEN3], default=[SMOLLM2, QWEN3])
     parser.add_argument("--passes", type=int, default=30)
+    parser.add_argument("--only-bound", action="store_true", help="leave the settings out")
     parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(len(allowed_cores()))
@@ -223,6 +243,11 @@ def main() -> int:
         print(json.dumps({name: found}), flush=True)
 
     for name in arguments.models:
+        for dtype, quantization in (("float32", ""), ("bfloat16", ""), ("float32", "int8"), ("bfloat16", "int8")):
+            kind = f"{name.split()[0]} | 1 | bound of {dtype} {quantization}".strip()
+            show(kind, bound(name, dtype, quantization, arguments.passes))
+        if arguments.only_bound:
+            continue
         model, passes = load(name), arguments.passes
         for count in (1, 32):
             show(f"{name} | {count} | huge pages", pages(name, count, passes))

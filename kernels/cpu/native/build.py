@@ -154,11 +154,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="kernels/cpu/native/build.py")
     parser.add_argument("--all", action="store_true", help="for every kind of processor, not for this one alone")
     parser.add_argument("--tests", action="store_true", help="all, and what only tests use")
+    parser.add_argument("--level", choices=LEVELS, help="for this one alone")
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
     levels = list(LEVELS) if platform.machine() == "x86_64" else ["plain"]
-    if not options.tests:
+    if options.level:
+        levels = [options.level]
+    elif not options.tests:
         levels = [level for level in levels if level != EMULATED] if options.all else usable_levels()[-1:]
     for level in levels:
         if not (options.into / file_name(level, is_sanitized=options.sanitize)).exists():
