@@ -114,10 +114,15 @@ def test_numbers_that_are_none_stay_in_their_row() -> None:
     assert spoilt[11].isnan().all() and torch.equal(spoilt[rest], clean[rest])
 
 
+def test_tiles_may_be_asked_for_again() -> None:
+    assert [library().begin_tiles() for _ in range(3)] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("failed", "reason"), [(errno.ENOSPC, "refuses them: No space"), (-1, "multiplies wrongly")])
 def test_without_leave_or_right_products_the_next_level_is_taken(
     failed: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("KERNELS_CPU_LEVEL", raising=False)
     plain, check = library_module.load("plain"), library_module._check_tiles
 
     def load(name: str) -> Library:

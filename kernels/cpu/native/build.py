@@ -205,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="kernels/cpu/native/build.py")
     parser.add_argument("--all", action="store_true", help="for every kind of processor, not for this one alone")
     parser.add_argument("--tests", action="store_true", help="all, and what only tests use")
+    parser.add_argument("--level", choices=LEVELS, help="for this one alone")
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
@@ -216,7 +217,9 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    if options.all or options.tests:
+    if options.level:
+        levels = [options.level]
+    elif options.all or options.tests:
         levels = [name for name in LEVELS if platform.machine() == "x86_64" or name == "plain"]
         levels = [name for name in levels if name != EMULATED or options.tests]
         for level in [name for name in levels if not is_there(name) and not knows(name)]:

@@ -165,8 +165,8 @@ bool are_tiles_right() {
         memcpy(&bits, &x, 4);
         return Bfloat16{(uint16_t)(bits >> 16)};
     };
-    static Bfloat16 x[ROWS][DEPTH], w[DEPTH / 2][PANEL][2];
-    static float start[PANEL], sums[ROWS][PANEL];
+    Bfloat16 x[ROWS][DEPTH], w[DEPTH / 2][PANEL][2];
+    float start[PANEL], sums[ROWS][PANEL] = {};
     for (i64 k = 0; k < DEPTH; k++) {
         for (i64 row = 0; row < ROWS; row++) x[row][k] = bfloat16_of(x_of(row, k));
         for (i64 column = 0; column < PANEL; column++) w[k / 2][column][k % 2] = bfloat16_of(w_of(k, column));
@@ -174,9 +174,9 @@ bool are_tiles_right() {
     for (i64 column = 0; column < PANEL; column++) start[column] = (float)column;
     add_pairs_by_tiles({(const char *)x, DEPTH * 2, ROWS, DEPTH, (const char *)w, start, sums[0], PANEL, false});
 
-    static Group groups[TILE_ROWS][NUM_GROUPS];
-    static uint8_t bytes[VECTORS][NUM_GROUPS][QUADS][LANES][4];
-    static float scale[PANEL], zeros[PANEL], out[TILE_ROWS][PANEL];
+    Group groups[TILE_ROWS][NUM_GROUPS] = {};
+    uint8_t bytes[VECTORS][NUM_GROUPS][QUADS][LANES][4];
+    float scale[PANEL], zeros[PANEL] = {}, out[TILE_ROWS][PANEL] = {};
     for (i64 k = 0; k < NUM_GROUPS * GROUP; k++) {
         for (i64 row = 0; row < TILE_ROWS; row++) {
             Group &group = groups[row][k / GROUP];
