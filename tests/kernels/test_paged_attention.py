@@ -285,7 +285,8 @@ def test_layers_share_a_plan_for_each_window_and_one_scratch(monkeypatch: pytest
                 attend(case, shared=changed.new_pass())
     monkeypatch.setattr(attention_scratch, "FEW_LINES", 0)
     with pytest.raises(ValueError, match="these sequences may need 4"):
-        attend(case, max_seq_len=3 * SPAN * SEGMENT // 2, shared=new_scratch(1, 5, 6, 32, 132, DEVICE).new_pass())
+        small = new_scratch(1, 5, 6, 32, 132, case.query.device)
+        attend(case, max_seq_len=3 * SPAN * SEGMENT // 2, shared=small.new_pass())
 
 
 # No shrinking: hundreds of runs in the interpreter for an example that is small already.
