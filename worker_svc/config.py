@@ -108,8 +108,7 @@ class WorkerConfig:
     )
     kv_cache_scales: Path | None = option(
         None,
-        "scales of --kv-cache-dtype fp8, from octavo model calibrate (default: the checkpoint's, else those that were "
-        "measured on this machine, else 1)",
+        "scales of an fp8 cache, from octavo model calibrate (default: the checkpoint's, or those measured here)",
         group=MEMORY,
         metavar="FILE",
     )
