@@ -32,19 +32,21 @@ class Format:
         if self.numbers is Numbers.E4M3:
             codes = torch.where(codes & 0x7F == 0x7F, codes - 1, codes)  # no NaN
         largest = {Numbers.UINT4: 8, Numbers.INT6: 32, Numbers.INT8: 128, Numbers.E4M3: 448, Numbers.E2M1: 6}
-        offset: torch.Tensor | None
         scale = (1 + 3 * torch.rand(shape, generator=random)) / largest[self.numbers] / size**0.5
+        offset = torch.randn(shape, generator=random) / size**0.5
         if self.is_factored:
-            scale, offset = (self._factored(x, random) for x in (scale, torch.ones(shape)))
-        zero = torch.randint(0, 17, shape, generator=random).to(torch.int16) if self.extra == "zero" else None
-        if self.extra != "offset":
-            offset = None
-        elif not self.is_factored:
-            offset = torch.randn(shape, generator=random) / size**0.5
-        order = torch.randperm(size, generator=random).to(DEVICE) if self.is_ordered else None
-        tensors = [x if x is None else x.to(DEVICE) for x in (codes, scale, zero, offset)]
-        codes, scale, zero, offset = tensors  # type: ignore[assignment]  # codes and scale are never None
-        return QuantizedWeight(self.numbers, codes, scale, group, zero, offset, order)
+            scale, offset = self._factored(scale, random), self._factored(offset, random)
+        zero = torch.randint(0, 17, shape, generator=random).to(torch.int16)
+        order = torch.randperm(size, generator=random)
+        return QuantizedWeight(
+            self.numbers,
+            codes.to(DEVICE),
+            scale.to(DEVICE),
+            group,
+            zero.to(DEVICE) if self.extra == "zero" else None,
+            offset.to(DEVICE) if self.extra == "offset" else None,
+            order.to(DEVICE) if self.is_ordered else None,
+        )
 
     def _factored(self, scale: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         """Of the same size: a float16 number for 256 inputs times integers of six bits."""
@@ -63,6 +65,7 @@ FORMATS = [
     Format("Q4_0", Numbers.UINT4, 32),
     Format("Q6_K", Numbers.INT6, 16, is_factored=True),
     Format("Q8_0", Numbers.INT8, 32),
+    Format("w8a16", Numbers.INT8, 128, "zero"),
     Format("int8", Numbers.INT8, 0),
     Format("fp8", Numbers.E4M3, 0),
     Format("fp8 blocks", Numbers.E4M3, 128),

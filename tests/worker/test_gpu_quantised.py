@@ -12,6 +12,8 @@ import torch
 from kernels import select
 from kernels.gpu.quantized.packed_codes import PackedCodes
 from tests.kernels.device import DEVICE
+from tests.tiny_models import make_tiny_llama
+from tests.worker import test_gpu_path
 from tests.worker.families import VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from tests.worker.quantised_checkpoints import FORMATS, write_quantised
@@ -117,3 +119,29 @@ def test_fp8_is_for_gpus_and_int8_for_cpus(tmp_path: Path) -> None:
         config = ModelConfig.from_folder(folder, "float32", quantization=quantization)
         with pytest.raises(ModelError, match=f"quantization {quantization} is computed on a {said}"):
             check_quantization(config, torch.device(device))
+
+
+@pytest.mark.usefixtures("on_gpu_kernels")
+def test_replayed_steps_draw_the_twins_tokens(tmp_path: Path) -> None:
+    """Decode steps are graphs, sent off before the last one's tokens are here."""
+    from transformers import LlamaForCausalLM
+
+    made = make_tiny_llama(
+        tmp_path / "model",
+        seed=11,
+        vocab_size=test_gpu_path.VOCAB_SIZE,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        head_dim=32,
+    )
+    quantised, twin = write_quantised(made, tmp_path, FORMATS["awq-32"])
+    oracle, expected = LlamaForCausalLM.from_pretrained(twin, dtype=torch.float32), []
+    for prompt in test_gpu_path.PROMPTS:
+        options = {"max_new_tokens": test_gpu_path.NUM_NEW, "do_sample": False, "eos_token_id": None}
+        expected.append((oracle.generate(torch.tensor([prompt]), **options)[0].tolist(), torch.empty(0)))
+    model = load(quantised, DEVICE)
+    test_gpu_path.test_greedy_tokens_are_those_of_transformers(model, expected, has_graphs=True)

@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
-from kernels.gpu.quantized.packed_product import ALL_REGISTERS, stages_of
+from kernels.gpu.quantized.packed_product import most_registers, stages_of
 from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
@@ -163,7 +163,7 @@ def grouped_quantized_matmul(
         BLOCK_M=block_m,
         GROUP=_GROUP,
         num_stages=stages_of(x.dtype),
-        maxnreg=ALL_REGISTERS,
+        maxnreg=most_registers(block_m),
     )
 
 
@@ -194,7 +194,7 @@ def variants() -> Iterator[Variant]:
                 | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
                 | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP},
                 num_stages=4,
-                max_registers=ALL_REGISTERS,
+                max_registers=most_registers(block_m),
                 divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),
                 may_spill=False,
             )
