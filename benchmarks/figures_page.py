@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gateway, peers, step_profile, thread_settings, tracing
+from benchmarks import gateway, peers, product_speed, step_profile, thread_settings, tracing
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -53,6 +53,7 @@ def blocks() -> dict[str, str]:
         "w1-ratios": _w1_ratios(),
         "w1-runs": _w1_runs(),
         "step-profile": _step_profile(),
+        "product-speed": product_speed.report(newest("product-speed")),
         "busy-neighbour": _busy_neighbour(),
         "tracing-cost": _tracing_cost(),
     }
