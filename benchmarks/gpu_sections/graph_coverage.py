@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,15 +29,14 @@ def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
     scratch = attention_scratch_bytes(torch.device(device), MAX_NUM_SEQS, POSITIONS, *heads)
     name = f"attention's scratch for {MAX_NUM_SEQS} sequences of {POSITIONS:,}"
     report(Figure(SECTION, name, scratch / 2**20, "MiB"))
-    sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
-    small = {}
+    max_num_seqs = 4 if is_dry_run else MAX_NUM_SEQS
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64 if is_dry_run else 8192}
     if is_dry_run:
-        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-        small = {"kv_cache_memory": 0.05, "swap_space": 0.01}
+        options |= {"kv_cache_memory": 0.05, "swap_space": 0.01}
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_model(Path(folder), config, str(dtype).removeprefix("torch."), is_tiny=is_dry_run)
-        worker = BareWorker(Path(folder), device=device, max_model_len="auto", **sizes, **small)
-    wanted, captured = batch_sizes(sizes["max_num_seqs"]), worker.graph_sizes
+        worker = BareWorker(Path(folder), device=device, max_model_len="auto", **options)
+    wanted, captured = batch_sizes(max_num_seqs), worker.graph_sizes
     worker.close()
     default = next(field.default for field in dataclasses.fields(WorkerConfig) if field.name == "cuda_graph_memory")
     detail = {"wanted": wanted, "captured": captured, "positions": worker.sizes.max_model_len, "gib": default}

@@ -150,8 +150,10 @@ def nothing(ROWS: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-unt
 def _of_rows(x):  # type: ignore[no-untyped-def]
     """As a factor of [rows, HEAD_TILE]: x [rows] or [rows, 1]."""
     if len(x.shape) == 1:
-        return x[:, None]
-    return x
+        column = x[:, None]
+    else:  # one `return` for both: Triton wants all of a function to give one type
+        column = x
+    return column
 
 
 @triton.jit

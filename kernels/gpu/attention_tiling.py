@@ -27,7 +27,8 @@ class Tiling:
 
 def padded(head_size: int) -> int:
     """To a power of 2, and to what matrix units multiply at least."""
-    return max(triton.next_power_of_2(head_size), 16)
+    size: int = triton.next_power_of_2(head_size)
+    return max(size, 16)
 
 
 def tiling(
