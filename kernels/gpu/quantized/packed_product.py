@@ -226,5 +226,5 @@ def _variant(
         ),
         may_spill=dtype == "fp32",
         # A few bytes, outside of the loop, for three programs on a processor instead of two.
-        may_spill_on=(86, 89, 120) if extra == "offset" or num_outputs == 1000 else (),
+        may_spill_on=(80, 86, 89, 120) if extra == "offset" or num_outputs == 1000 else (),
     )
