@@ -8,9 +8,8 @@ A program has a tile of outputs and one of rows, 16 to 64 of them; the weight's 
 cores want 64 or 128 rows at least, so that a decode step's few rows fill the right one's 16 columns. A sum is cut into
 segments as in `kernels.gpu.matmul`, which follow from the weight alone: a row has the same bits in any company.
 
-Nothing here has been measured. As compiled for sm_90 (Triton 3.7), the loop of a tile of 16 rows takes instructions of
-a thread a weight: 5.1 with 4 bits by 128, 6.8 with Q4_K and with E4M3, 9.9 with Q6_K. At four instructions of 32 threads
-a cycle and processor, an H100 at 1.75 GHz could read 92 %, 81 %, all and 75 % of its memory's bandwidth.
+Nothing here has been measured on a card: tiles and stages are reasoned from what compiled code takes of registers and
+shared memory, and from its instructions a weight, which keep few rows near the bound of memory.
 """
 
 from __future__ import annotations
