@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.bench import operations
 from kernels.gpu.operations import quantized_product
 from kernels.gpu.quantized import packed_product as module
 from kernels.gpu.quantized import segments
@@ -151,3 +152,8 @@ def test_scales_that_are_integers_times_one_number_take_a_byte_each() -> None:
     assert packed is not None and packed.scale.dtype == torch.int8 and packed.offset_factor is not None
     weight.scale[0, 0] = torch.nextafter(weight.scale[0, 1] / 3, torch.tensor(9.0))
     assert factored(weight.scale, 4) is None
+
+
+def test_variants_in_a_folder_of_their_own_are_found() -> None:
+    found = operations.variants()
+    assert {"packed_product", "rounded_product", "rounded_rows", "grouped_product", "group_sums"} <= found.keys()

@@ -49,7 +49,8 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     if IS_GIVEN:
         y = tl.clamp(tl.div_rn(y, given_scale), -LARGEST, LARGEST)
     else:
-        largest = tl.max(tl.abs(y), axis=1)
+        # NaN counts as infinite: neither may become a number that looks like others.
+        largest = tl.max(tl.where(y != y, float("inf"), tl.abs(y)), axis=1)
         scale = tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
         tl.store(scales + group.to(tl.int64) * scales_stride + row, scale, group * BLOCK < PADDED)
         y = tl.clamp(tl.div_rn(y, scale[:, None]), -LARGEST, LARGEST)

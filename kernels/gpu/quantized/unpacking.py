@@ -55,14 +55,14 @@ def packed_sum(  # type: ignore[no-untyped-def]
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, WIDTH)
-    skipped = tl.to_tensor(first_chunk).to(tl.int64) * (LINES * WIDTH)
+    skipped = tl.cast(first_chunk, tl.int64) * (LINES * WIDTH)
     words += skipped + column[None, :]
     if high is not None:
         high += skipped + column[None, :]
     if scale_factor is not None:
-        scale_factor += tl.to_tensor(first_chunk).to(tl.int64) * LINES
+        scale_factor += tl.cast(first_chunk, tl.int64) * LINES
     if offset_factor is not None:
-        offset_factor += tl.to_tensor(first_chunk).to(tl.int64) * LINES
+        offset_factor += tl.cast(first_chunk, tl.int64) * LINES
     x += first_chunk * chunk_size + column[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GROUP == 0:
@@ -83,7 +83,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
                 b = tl.load(x + field * WIDTH)
             if field % fields_of_group == 0:
                 group = (chunk * chunk_size + field * WIDTH) // GROUP if GROUP else 0
-                place = tl.to_tensor(group).to(tl.int64) * LINES
+                place = tl.cast(group, tl.int64) * LINES
                 nought = None
                 if zero is not None:
                     nought = tl.load(zero + place)
@@ -98,7 +98,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
                 # Said to be one operation: as two, compilers may or may not make them one, tile by tile.
                 total = tl.fma(part, tl.broadcast_to(of_outputs[:, None], total.shape), total)
                 if offset is not None:
-                    of_rows = tl.load(sums + tl.to_tensor(group).to(tl.int64) * sums_stride)
+                    of_rows = tl.load(sums + tl.cast(group, tl.int64) * sums_stride)
                     offsets = tl.load(offset + place).to(tl.float32)
                     if offset_factor is not None:
                         offsets *= tl.load(offset_factor)
