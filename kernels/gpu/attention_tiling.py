@@ -9,6 +9,7 @@ import triton
 # Of 64 rows and two tiles of 32 keys and values with heads of 256; and of two blocks with three such tiles of 128.
 _LARGE_SHARED_BYTES = 108_544
 ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
+JOIN_REGISTERS = 168  # of a thread of the kernel that joins pieces, for the same reason
 
 
 @dataclass(frozen=True, slots=True)
