@@ -71,12 +71,10 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     end = all_tiles * (share + 1) // tl.num_programs(0)
     sequence, base = sequence_of(ends, num_sequences, begin, num_kv_heads)
     while base < end:
-        next_base = tl.load(ends + sequence).to(tl.int64) * num_kv_heads
-        if next_base > base:
+        if tl.load(ends + sequence).to(tl.int64) * num_kv_heads > base:
             seq_len, query_start = tl.load(seq_lens + sequence), tl.load(query_starts + sequence)
             query_len = tl.load(query_starts + sequence + 1) - query_start
             piece_size = tl.load(plan + PIECE * num_sequences + sequence) * SEGMENT
-            first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
             row_tiles = tl.cdiv(query_len * GROUP, ROWS)
             first_key = needed_keys(seq_len, query_len, window, HAS_WINDOW)
             first_tile, end_tile = first_key // KEY_TILE, tl.cdiv(seq_len, KEY_TILE)
@@ -123,6 +121,8 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                         JOINS,
                         DOT_TYPE,
                     )
+                    # Read here, and below again: what waits for so long takes registers from the loop over keys.
+                    first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
                     rows, dims = first_row + tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
                     tokens = rows // GROUP
                     lines = first_line + (piece - first_piece) * query_len + tokens
@@ -131,7 +131,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                     tl.store(totals + lines, total, tokens < query_len)
                     inside = (tokens < query_len)[:, None] & (dims < HEAD_SIZE)[None, :]
                     tl.store(sums + (lines * HEAD_SIZE)[:, None] + dims[None, :], acc, inside)
-        base = next_base
+        base = tl.load(ends + sequence).to(tl.int64) * num_kv_heads
         sequence += 1
 
 
