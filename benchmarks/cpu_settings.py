@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -84,7 +85,7 @@ def load(name: str, dtype: str = "", quantization: str = "") -> Model:
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Within, memory of weights and caches lies in pages of 4 KiB."""
-    with mock.patch.object(huge_pages.mmap, "MADV_HUGEPAGE", huge_pages.mmap.MADV_NOHUGEPAGE):
+    with mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE):
         yield
 
 

@@ -13,7 +13,7 @@ from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.int4_linear import Int4Linear
 from worker_svc.models.int8_linear import Int8Linear
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.norm import RmsNorm
+from worker_svc.models.norm import Norm, RmsNorm
 from worker_svc.models.packed_linear import PackedLinear
 
 NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
@@ -29,6 +29,7 @@ class FusedLayers:
         from kernels.cpu.layers.layer_workspace import StackShape
 
         style, weights = config.style, []
+        assert style.activation != "relu"
         for layer in layers:
             assert isinstance(layer.mlp, Mlp) and layer.cos_sin is not None
             assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
@@ -107,7 +108,7 @@ class FusedLayers:
 
 def _optional_norms(layer: DecoderLayer) -> dict[str, torch.Tensor]:
     """Weights of the norms that only some families have, by their names in `LayerWeights`."""
-    norms = dict(zip(("query_norm", "key_norm"), layer.head_norms, strict=False))
+    norms: dict[str, Norm | None] = dict(zip(("query_norm", "key_norm"), layer.head_norms, strict=False))
     norms |= {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
     return {name: norm.weight for name, norm in norms.items() if isinstance(norm, RmsNorm)}
 
