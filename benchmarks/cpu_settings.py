@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -65,6 +66,7 @@ _QWEN3_CONFIG = {
     "hidden_act": "silu",
     "dtype": "bfloat16",
 }
+_READ_BYTES = 256 << 20  # far more than any cache
 _WARM_UP, _SEQ_LEN, _PROMPT, _BLOCK_SIZE = 3, 200, 512, 16
 
 
@@ -83,7 +85,7 @@ def load(name: str, dtype: str = "", quantization: str = "") -> Model:
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Within, memory of weights and caches lies in pages of 4 KiB."""
-    with mock.patch.object(huge_pages.mmap, "MADV_HUGEPAGE", huge_pages.mmap.MADV_NOHUGEPAGE):
+    with mock.patch.object(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE):
         yield
 
 
@@ -117,7 +119,8 @@ def bound(name: str, dtype: str, quantization: str, passes: int) -> Any:
     model = load(name, dtype, quantization)
     assert isinstance(model, Decoder) and model.head is not None
     num_bytes = model.head.weight_bytes + sum(layer.weights_bytes for layer in model.layers)
-    step, numbers, threads = decode_step(model, 1, _SEQ_LEN), torch.ones(64 << 20), torch.get_num_threads()
+    step, threads = decode_step(model, 1, _SEQ_LEN), torch.get_num_threads()
+    numbers = huge_pages.untouched_bytes(_READ_BYTES).fill_(1)
     place = numbers.data_ptr(), numbers.nbytes, threads
     read = min((1024, 4096, 16384), key=lambda ahead: seconds(lambda: library().read_memory(*place, ahead)))
     found = by_turns(

@@ -37,7 +37,12 @@ class WorkerConfig:
     device: str = option(
         "auto", "auto: the first GPU, or the CPU where there is none", group=COMMON, metavar="auto|cpu|cuda|cuda:N"
     )
-    dtype: str = option("auto", "type of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
+    dtype: str = option(
+        "auto",
+        "type of weights and products; auto: the checkpoint's, where the device multiplies it",
+        group=COMMON,
+        metavar="DTYPE",
+    )
     quantization: str = option(
         "none",
         "on CPUs 8-bit activations and weights of 8 bits, or of 4 by 32 or 128 inputs; on GPUs fp8: 8-bit floats",

@@ -11,6 +11,7 @@ import torch
 from kernels import cpu
 from kernels.cpu import library as library_module
 from kernels.cpu.library import Library, TilesError, at_level, library
+from kernels.cpu.native import build
 from kernels.cpu.native.build import EMULATED, usable_levels
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack_pairs
@@ -131,7 +132,7 @@ def test_without_leave_or_right_products_the_next_level_is_taken(
 
     monkeypatch.setattr(library_module, "load", load)
     monkeypatch.setattr(library_module, "_in_use", [])
-    monkeypatch.setattr(library_module.build, "usable_levels", lambda: ["plain", EMULATED])
+    monkeypatch.setattr(build, "usable_levels", lambda: ["plain", EMULATED])
     assert library() is plain
     said = capsys.readouterr().err
     assert reason in said and said.endswith("; CPU kernels are those for plain\n") and said.count("\n") == 1

@@ -20,9 +20,9 @@
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
 // keys. Segments of 2,048 keys, which start at multiples of that, have a softmax each; these are put together in order
-// (Dao et al. 2023, "Flash-Decoding"). So threads can share the keys of a single token. Masked keys add exact zeros, as long as their values are finite. So a row's result does not depend on the rows
-// beside it, nor on whether its token is computed alone, within a prompt, within a chunk or over a shared prefix: bit for
-// bit.
+// (Dao et al. 2023, "Flash-Decoding"), so that threads can share the keys of a single token. Masked keys add exact zeros,
+// as long as their values are finite. So a row's result does not depend on the rows beside it, nor on whether its token is
+// computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
 #include "attention.h"
 
 namespace {
@@ -336,8 +336,8 @@ struct Rows {  // of an item
 
 Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded) {
     i64 count = tile.count * group;
-    char *memory = (char *)scratch(
-        OF_ITEM, (3 * count * padded + larger(count, ROWS) * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(2 * sizeof(Running) + 8));
+    i64 numbers = 3 * count * padded + larger(count, ROWS) * KEYS + 2 * KEYS * padded;
+    char *memory = (char *)scratch(OF_ITEM, numbers * 4 + count * (i64)(2 * sizeof(Running) + 8));
     auto take = [&](i64 numbers) {
         float *place = (float *)memory;
         memory += numbers * 4;
@@ -357,8 +357,10 @@ Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded)
     rows.positions = (i64 *)memory, rows.running = (Running *)(rows.positions + count);
     rows.total = rows.running + count;
     memset(rows.acc, 0, 2 * count * padded * 4);  // and `total_acc` behind it
-    for (i64 row = 0; row < count; row++)
-        rows.positions[row] = position_of(a, tile, row / group), rows.running[row] = rows.total[row] = {NO_MAXIMUM, 0.0f};
+    for (i64 row = 0; row < count; row++) {
+        rows.positions[row] = position_of(a, tile, row / group);
+        rows.running[row] = rows.total[row] = {NO_MAXIMUM, 0.0f};
+    }
     return rows;
 }
 

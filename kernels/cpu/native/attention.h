@@ -19,8 +19,8 @@ struct Attention {  // of a layer; strides in elements
     const float *sinks;  // one a head: a score that takes its share of the weights; or 0
 };
 
-// Query tokens that meet tiles of keys together: up to 32, or 64, of one sequence, the single new tokens of sequences next
-// to each other whose first blocks are the same ones, or one such token for a segment of its keys.
+// Query tokens that meet tiles of keys together: up to 32, or 64, of one sequence; the single new tokens of sequences
+// next to each other whose first blocks are the same ones; or one such token, for a segment of its keys.
 struct QueryTile {
     i64 sequence, num_sequences, token, count, shared_keys;
     i64 segment, num_segments;  // of the keys, and how many tiles next to each other belong together; 0: it meets all
