@@ -87,7 +87,7 @@ class QuantizedLinear:
         weight = make(out_features, in_features, torch.Generator().manual_seed(in_features))
         found = cpu.quantized_product(replace(weight, scale=weight.scale / 8), None)
         assert found is not None
-        self._product = found
+        self._product, self.weight_bytes = found, found.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self._product.out_features)

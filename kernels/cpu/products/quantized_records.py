@@ -26,6 +26,9 @@ _CODES = {
 }
 _TIMES = {Codes.E2M1: 0.5, Codes.E4M3: 256.0}  # of scales, as codes stand for twice or for a 256th of their numbers
 _INT4_ZERO = 8
+# What the largest of some factors may be, the likely first: files have 63 or little less (Q4_K), or -128 (Q6_K). Less
+# than half of the most can be doubled, unless what it is a factor of is too small for that.
+_LARGEST_FACTORS = (63, -128, *range(62, 31, -1), *range(127, 63, -1), *range(-127, -63), *range(31, 0, -1))
 
 
 def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
@@ -101,8 +104,7 @@ def find_factors(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
     base, factors = torch.zeros_like(largest), torch.zeros_like(groups)
     left = largest[:, 0].nonzero()[:, 0]
-    # Files have 63 (Q4_K) or -128 (Q6_K) for the largest, as a rule.
-    for factor in (63, -128, *range(127, 0, -1), *range(-127, 0)):
+    for factor in _LARGEST_FACTORS:
         if not len(left):
             break
         one = (largest[left] / factor).half().float()
