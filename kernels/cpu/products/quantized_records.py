@@ -142,8 +142,17 @@ def _by_panel(parts: list[torch.Tensor]) -> torch.Tensor:
     found = []
     for part in parts:
         filled = functional.pad(part.contiguous().view(torch.uint8), (0, 0, 0, -len(part) % PANEL)).view(part.dtype)
-        found.append(filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous().view(torch.uint8))
-    return torch.cat(found, dim=2)
+        found.append(_turned(filled).view(torch.uint8))
+    return torch.cat(found, dim=2) if len(found) > 1 else found[0]
+
+
+def _turned(values: torch.Tensor) -> torch.Tensor:
+    """[48 panels, C] as [panels, C, 48]. Bytes first in fours: nearly twice as fast as one by one."""
+    if values.dtype.itemsize > 1 or values.shape[1] % 4:
+        turned: torch.Tensor = values.unflatten(0, (-1, PANEL)).transpose(1, 2)
+        return turned.contiguous()
+    fours: torch.Tensor = _turned(values.view(torch.int32)).view(values.dtype).unflatten(2, (PANEL, 4))
+    return fours.transpose(2, 3).flatten(1, 2)
 
 
 def _fits_float16(numbers: torch.Tensor) -> bool:
