@@ -3,8 +3,8 @@
 One row, as a single sequence decodes, and 32. A row is bound by reading the weight: beside its time stands the part
 of one core's bandwidth that it uses, which a plain loop measures in the same run; more than 1 is better than that loop.
 All computes in one thread, by whose processor time it is measured, so that what else runs on the machine takes little
-part. For one row weights lie in copies that no cache holds; all kinds take turns, and the best of some rounds counts. Numbers
-do not matter to the time, and all are the same here.
+part. For one row weights lie in copies that no cache holds; all kinds take turns, and the best of some rounds counts.
+Numbers do not matter to the time, and all are the same here.
 
 `--save` keeps the figures in benchmarks/results/; docs/cpu-performance.md shows them.
 """
