@@ -1,9 +1,10 @@
 """Products on a CPU by what their weights are kept in: `python -m benchmarks.product_speed`.
 
-One row, as a single sequence decodes, and 32. A row is bound by reading the weight: beside its time stands the part of
-the bandwidth that it uses, of as many cores, measured in the same run between the others. Weights lie in copies that no
-cache holds; all kinds take turns, and the best of some rounds counts. Numbers do not matter to the time, and all are
-the same here.
+One row, as a single sequence decodes, and 32. A row is bound by reading the weight: beside its time stands the part
+of one core's bandwidth that it uses, which a plain loop measures in the same run; more than 1 is better than that loop.
+All computes in one thread, by whose processor time it is measured, so that what else runs on the machine takes little
+part. For one row weights lie in copies that no cache holds; all kinds take turns, and the best of some rounds counts.
+Numbers do not matter to the time, and all are the same here.
 
 `--save` keeps the figures in benchmarks/results/; docs/cpu-performance.md shows them.
 """
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 SHAPES = {"SmolLM2-135M": [(3072, 576), (576, 1536)], "Qwen3-0.6B": [(6144, 1024), (1024, 3072)]}
 ROWS = (1, 32)
 _BYTES = 80 << 20  # of a kind's copies, far more than a core's share of the caches
-_READ_BYTES = 256 << 20
+_ROUNDS = 12
 _AHEAD_BYTES = (0, 1024, 4096)  # that are asked for before they are read
 _BYTE = 0x22  # of all weights: a small number in every type
 
@@ -79,7 +80,7 @@ def _filled(*shape: int) -> torch.Tensor:
     return torch.full(shape, _BYTE, dtype=torch.uint8)
 
 
-def measure(out_features: int, in_features: int, rounds: int, num_threads: int) -> list[dict[str, Any]]:
+def measure(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:
     """All kinds for one shape: bits a number, microseconds by rows, and bandwidth that one row uses over what there
     is."""
     fitting = [kind for kind in KINDS if _fits(kind, in_features)]
@@ -91,19 +92,19 @@ def measure(out_features: int, in_features: int, rounds: int, num_threads: int) 
         products[kind.name] = [first, *(kind.product(out_features, in_features, memory) for _ in range(copies))]
     rows = {count: (torch.ones(count, in_features), torch.empty(count, out_features)) for count in ROWS}
     best = {(kind.name, count): float("inf") for kind in fitting for count in ROWS}
-    numbers, read_s = torch.ones(_READ_BYTES // 4), float("inf")
+    numbers, read_s = HugePages().keep(_filled(_BYTES)), float("inf")
     for _ in range(rounds):
         for kind in fitting:
             for count, (x, out) in rows.items():
-                some = products[kind.name] if count == 1 else products[kind.name][:8]
-                started = time.perf_counter()
+                some = products[kind.name] if count == 1 else products[kind.name][:2]
+                started = time.thread_time()
                 for product in some:
                     product.multiply(out, x)
-                best[kind.name, count] = min(best[kind.name, count], (time.perf_counter() - started) / len(some))
+                best[kind.name, count] = min(best[kind.name, count], (time.thread_time() - started) / len(some))
         for ahead in _AHEAD_BYTES:
-            started = time.perf_counter()
-            library().read_memory(numbers.data_ptr(), numbers.nbytes, num_threads, ahead)
-            read_s = min(read_s, time.perf_counter() - started)
+            started = time.thread_time()
+            library().read_memory(numbers.data_ptr(), numbers.nbytes, 1, ahead)
+            read_s = min(read_s, time.thread_time() - started)
     bytes_per_s = numbers.nbytes / read_s
     found = []
     for kind in fitting:
@@ -126,8 +127,8 @@ def _fits(kind: Kind, in_features: int) -> bool:
 def report(result: dict[str, Any]) -> str:
     """Markdown: a table a model."""
     parts = [
-        f"{result['date']}, {result['machine']['cpu']}, {result['threads']} thread, microseconds by rows, and of the "
-        f"bandwidth what one row uses:"
+        f"{result['date']}, {result['machine']['cpu']}, one thread: microseconds by rows, and of a core's bandwidth "
+        f"what one row uses"
     ]
     for model, shapes in result["shapes"].items():
         header = ["weight", "bits"]
@@ -160,17 +161,15 @@ def _cells(found: dict[str, Any] | None) -> list[str]:
 def main() -> int:
     """Prints tables."""
     parser = argparse.ArgumentParser(description="Times products on a CPU by what their weights are kept in.")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
     parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine.describe(),
-        "threads": arguments.threads,
         "shapes": {
-            model: {f"{n} x {k}": measure(n, k, arguments.rounds, arguments.threads) for n, k in shapes}
+            model: {f"{n} x {k}": measure(n, k, arguments.rounds) for n, k in shapes}
             for model, shapes in SHAPES.items()
         },
     }

@@ -10,8 +10,8 @@ Over `LLM`, in the checkpoint's type and with each quantization, one after the o
 
 SmolLM2-135M was quantised to four bits once, and int4 keeps such weights as they are, which says nothing of others. So
 the same is measured of a model whose numbers of four bits are spread over what may have been rounded to them: uniform
-within half a step to both sides. It is worse than the model that was quantised, and what quantising it costs is about
-what quantising that one did.
+within half a step to both sides. It is a worse model than the one that was quantised, but its weights need all their
+bits.
 """
 
 from __future__ import annotations
