@@ -1,4 +1,4 @@
-"""The table of measurements.md that says what the host of a GPU worker does in a step; see `benchmarks.figures_page`."""
+"""The table of measurements.md on the host of a GPU worker; see `benchmarks.figures_page`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ def blocks() -> dict[str, str]:
         "gpu-host-time": markdown_table(
             ["model", "step", "ms", "launches", "ms without graphs", "launches", "ms before", "launches"],
             [
-                [model, _WORDS[kind], *_cells(row), *_cells(now[model, kind, False]), *_cells(before[model, kind, True])]
+                [
+                    model,
+                    _WORDS[kind],
+                    *_cells(row),
+                    *_cells(now[model, kind, False]),
+                    *_cells(before[model, kind, True]),
+                ]
                 for (model, kind, has_graphs), row in now.items()
                 if has_graphs
             ],
