@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,20 +134,15 @@ def upload_packed(device: Any, *arrays: Any) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def gpu_worker() -> Iterator[None]:
     """The code that a worker runs on a GPU, on the CPU's tensors."""
-    patches = [
-        mock.patch.dict(select._MODULES, cpu="kernels.gpu.operations"),
-        mock.patch.object(linear, "dense", lambda weight, bias=None, **_: FloatLinear(weight, bias)),
-    ]
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("worker_svc") and hasattr(module, "upload"):
-            patches.append(mock.patch.object(module, "upload", upload_packed))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(select._MODULES, cpu="kernels.gpu.operations"))
+        patches.enter_context(
+            mock.patch.object(linear, "dense", lambda weight, bias=None, **_: FloatLinear(weight, bias))
+        )
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("worker_svc") and hasattr(module, "upload"):
+                patches.enter_context(mock.patch.object(module, "upload", upload_packed))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 class Worker:
@@ -279,7 +274,9 @@ def main() -> None:
                 flush=True,
             )
             if arguments.verbose:
-                print(f"    {row['launches']}\n    {row['operators']} triton {row['triton_python_ms']} ms")
+                print(
+                    f"    {row['launches']}\n    {row['operators']}\n    triton's Python: {row['triton_python_ms']} ms"
+                )
     if arguments.save:
         path = RESULTS / f"{time.strftime('%Y-%m-%d')}-gpu-host-time-{machine.slug(facts)}.json"
         path.write_text(json.dumps({"machine": facts, "steps": found}, indent=1) + "\n")
