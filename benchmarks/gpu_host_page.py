@@ -1,4 +1,4 @@
-"""The table of measurements.md that says what the host of a GPU worker does in a step; see `benchmarks.figures_page`."""
+"""The table of measurements.md on the host of a GPU worker; see `benchmarks.figures_page`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.figures_page import markdown_table, newest
 
-_WORDS = {"decode": "64 tokens of 64 sequences", "sampled": "the same, with top-p, penalties and logprobs"}
+_WORDS = {"decode": "64 tokens of 64 sequences", "sampled": "64 tokens, with top-p, penalties and logprobs"}
 _WORDS |= {"mixed": "32 of 32 sequences, a prompt of 32", "prompt": "a prompt of 64"}
 
 
