@@ -67,7 +67,7 @@ class ModelConfig:
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
         if self.weights_format is not None and not self.quantization:
-            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.bits_per_number / 8)
+            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.usual.bits_per_number / 8)
         return table * self.dtype.itemsize + (table + layers) * (1 if self.quantization else self.dtype.itemsize)
 
     @classmethod

@@ -97,6 +97,7 @@ def load_model(
     if load_format == "dummy":
         _check_memory(part, device, config.weights_bytes)
         weights = DummyWeights(config.dtype, device, seed, Int8Store(None) if config.quantization else None)
+        weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
     weights.is_batch_invariant = config.is_batch_invariant
@@ -145,7 +146,8 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = Int8Store.of_model(part) if config.quantization else None
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
-    _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
+    if device.type == "cpu":
+        _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
     return weights
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.quantized_weight import Numbers
 from worker_svc.models.quantized.awq import LEAVES, AwqTensor
 from worker_svc.models.quantized.gptq_format import group_size_of
 from worker_svc.models.quantized.stored_module import StoredModule
+from worker_svc.models.quantized.usual_weight import UsualWeight
 from worker_svc.models.raw_config import RawConfig
 
 
@@ -19,9 +21,9 @@ class AwqFormat:
     leaves: frozenset[str] = LEAVES
 
     @property
-    def bits_per_number(self) -> float:
+    def usual(self) -> UsualWeight:
         """See `CheckpointFormat`."""
-        return 4 + 20 / (self.group_size if self.group_size > 0 else 4096)
+        return UsualWeight(Numbers.UINT4, self.group_size if self.group_size > 0 else None)
 
     def tensor_of(self, module: StoredModule) -> AwqTensor:
         """See `CheckpointFormat`."""

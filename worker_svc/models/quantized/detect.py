@@ -11,7 +11,7 @@ from worker_svc.models.quantized.fp8_format import read_fp8
 from worker_svc.models.quantized.gptq_format import read_gptq
 from worker_svc.models.raw_config import RawConfig
 
-_METHODS: dict[str, Callable[[RawConfig], CheckpointFormat]] = {
+_METHODS: dict[str, Callable[[RawConfig], CheckpointFormat | None]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fp8,
