@@ -1,9 +1,11 @@
 """AWQ (Lin et al. 2023, arXiv:2306.00978) as AutoAWQ writes it for its product `gemm`, with 4 bits.
 
-W[n, k] = scales[k // group_size, n] * (q[k, n] - zero[k // group_size, n])
+    W[n, k] = scales[k // group_size, n] * (q[k, n] - zero[k // group_size, n])
 
-qweight i32[K, N / 8], qzeros i32[G, N / 8]      along N: of eight numbers, those of _FIELDS in this order
-scales  f16[G, N]
+    qweight i32[K, N / 8], qzeros i32[G, N / 8]      along N: of eight numbers, those of _FIELDS in this order
+    scales  f16[G, N]
+
+Source: https://github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py.
 """
 
 from __future__ import annotations

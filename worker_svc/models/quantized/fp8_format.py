@@ -55,8 +55,11 @@ def read_fp8(raw: RawConfig) -> Fp8Format:
 
 
 def block_of(raw: RawConfig, key: str) -> tuple[int, int] | None:
-    """Two positive integers, or None where the key is absent or null. Raises ModelError."""
+    """Two positive integers, or None where the key is absent or null; older files have a text, `128x128`. Raises
+    ModelError."""
     value = raw.get(key)
+    if isinstance(value, str):
+        value = [int(part) if part.isdecimal() else part for part in value.split("x")]
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(each, int) and each > 0 for each in value):
