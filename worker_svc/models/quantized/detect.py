@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worker_svc.models.quantized.awq_format import read_awq
+from worker_svc.models.quantized.awq import read_awq
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
 from worker_svc.models.quantized.compressed_format import read_compressed
 from worker_svc.models.quantized.fp8_format import read_fp8
