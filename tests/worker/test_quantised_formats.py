@@ -284,6 +284,30 @@ def test_a_layer_that_no_group_is_for_is_refused() -> None:
         tensor_of(config | {"config_groups": groups}, packed().quantise(WEIGHT)[0])
 
 
+@pytest.mark.parametrize("structure", [[128, 128], "128x128", None])
+def test_blocks_of_compressed_tensors(structure: object) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": structure}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+    leaves, expected = fp8_blocks().quantise(WEIGHT)
+    renamed = {"weight": leaves["weight"], "weight_scale": leaves["weight_scale_inv"]}
+    weight = tensor_of(compressed("float-quantized", weights, inputs), renamed).read(range(72), range(192), CPU)
+    assert torch.equal(weight.dequantized(), expected) and weight.inputs is Inputs.E4M3_BY_GROUP
+
+
+def test_a_group_of_all_inputs_is_a_scale_an_output() -> None:
+    leaves, expected = packed(-1).quantise(WEIGHT)
+    config = packed(-1).config
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": -1}
+    assert torch.equal(tensor_of(config, leaves).read(range(72), range(192), CPU).dequantized(), expected)
+
+
+def test_inputs_with_a_zero_of_their_own_are_rounded_around_0() -> None:
+    format_ = FORMATS["int8-channel"]
+    others = {"input_scale": torch.tensor([0.1]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
+    weight = tensor_of(format_.config, format_.quantise(WEIGHT)[0] | others).read(range(72), range(192), CPU)
+    assert weight.inputs is Inputs.INT8 and weight.input_scale is None
+
+
 def test_plain_layers_of_a_quantised_checkpoint_stay_as_they_are() -> None:
     for format_ in (fp8_blocks(), packed()):
         plain = stored({"weight": WEIGHT, "bias": WEIGHT[:, 0]})

@@ -102,6 +102,7 @@ def load_model(
     if load_format == "dummy":
         _check_memory(part, device, config.weights_bytes)
         weights = DummyWeights(config.dtype, device, seed, _store(part, device, is_kept=False))
+        weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
     weights.is_batch_invariant = config.is_batch_invariant
@@ -163,7 +164,8 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
     store = _store(part, device, is_kept=True)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
-    _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
+    if device.type == "cpu":
+        _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
     return weights
 
 

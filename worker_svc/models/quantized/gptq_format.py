@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kernels.quantized_weight import Numbers
 from worker_svc.models.quantized.gptq import LEAVES, GptqTensor
 from worker_svc.models.quantized.stored_module import StoredModule
+from worker_svc.models.quantized.usual_weight import UsualWeight
 from worker_svc.models.raw_config import RawConfig
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
@@ -29,9 +31,11 @@ class GptqFormat:
     leaves: frozenset[str] = LEAVES
 
     @property
-    def bits_per_number(self) -> float:
+    def usual(self) -> UsualWeight:
         """See `CheckpointFormat`."""
-        return self.bits + (16 + self.bits) / (self.group_size if self.group_size > 0 else 4096)
+        return UsualWeight(
+            Numbers.UINT4 if self.bits == 4 else Numbers.INT8, self.group_size if self.group_size > 0 else None
+        )
 
     def tensor_of(self, module: StoredModule) -> GptqTensor:
         """See `CheckpointFormat`."""
