@@ -247,9 +247,9 @@ class Writing(FakeModel):
         super().__init__(config)
         self._key = key
 
-    def forward(self, token_ids, positions, caches, attention, logits_rows, reader=None):
+    def forward(self, token_ids, positions, caches, attention, logits_rows, reader=None, out=None):
         caches[0][0][0, 0, 0, 0] = self._key
-        return super().forward(token_ids, positions, caches, attention, logits_rows, reader)
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
 
 
 @pytest.mark.parametrize(

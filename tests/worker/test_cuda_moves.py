@@ -211,13 +211,14 @@ class TouchingModel(FakeModel):
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
         reader: LogitReader | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys = caches[0][0]
         tables = zip(attention.block_tables.tolist(), attention.seq_lens.tolist(), strict=True)
         read = [keys[block].data_ptr() for table, length in tables for block in table[: -(-length // 4)]]
         written = [keys[slot // 4].data_ptr() for slot in attention.slot_mapping.tolist()]
         self.steps.append(self.simulated.enqueue("step", lambda: None, read, written))
-        return super().forward(token_ids, positions, caches, attention, logits_rows, reader)
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
 
 
 def test_a_worker_has_steps_wait_for_their_own_blocks(device: SimulatedDevice) -> None:

@@ -119,8 +119,15 @@ def mixed(backend: ReplayedGraphs, model: FakeModel) -> MixedGraphs:
         return model.forward(token_ids, positions, [], attention, rows, out=out)
 
     last_tokens = LastTokens("cpu")
-    sizes = {"vocab_size": 31, "max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "block_size": BLOCK_SIZE}
-    of_decodes = DecodeGraphs(forward, backend, last_tokens, **sizes)
+    of_decodes = DecodeGraphs(
+        forward,
+        backend,
+        last_tokens,
+        vocab_size=31,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+    )
     return MixedGraphs(
         forward, backend, last_tokens, of_decodes, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN
     )
