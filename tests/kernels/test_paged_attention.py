@@ -17,7 +17,14 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu import attention_decode, attention_prefill, attention_rows, attention_scratch, attention_work
+from kernels.gpu import (
+    attention_decode,
+    attention_prefill,
+    attention_rows,
+    attention_scratch,
+    attention_segment,
+    attention_work,
+)
 from kernels.gpu import paged_attention as module
 from kernels.gpu.attention_scratch import new_scratch
 from kernels.gpu.attention_work import PIECE
@@ -42,7 +49,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     if not IS_INTERPRETED:
         return
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
-        for place in (attention_decode, attention_prefill, attention_rows, attention_work):
+        for place in (attention_decode, attention_prefill, attention_rows, attention_segment, attention_work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
         for host in (attention_scratch, module):
             monkeypatch.setattr(host, name, number, raising=False)
@@ -236,8 +243,10 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(monkeypatc
 
 
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("window", [0, SEGMENT + 18])
-def test_a_token_is_the_same_in_segments_in_spans_and_whole(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float16), (SEGMENT + 18, torch.float32)])
+def test_a_token_is_the_same_in_segments_in_spans_and_whole(
+    monkeypatch: pytest.MonkeyPatch, window: int, dtype: torch.dtype
+) -> None:
     """Bit for bit: few tokens after a context, as prefix caching, chunks and speculation have them, against each alone
     and against the same without any line of scratch to be split into."""
     if IS_INTERPRETED:
@@ -246,7 +255,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(monkeypatch: pytest.
     monkeypatch.setattr(module, "_gpu", lambda device: dataclasses.replace(facts, num_multiprocessors=7))
     query_len, context_len = 41, 2 * SPAN * SEGMENT + 30  # two tiles of 64 rows, the second one partly empty
     seq_len = query_len + context_len
-    case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1)
+    case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1, dtype=dtype)
     caches, found = (case.key_cache, case.value_cache), {}
     for name, lines in (("whole", 0), ("spans", 3 * query_len), ("segments", 6 * query_len)):
         scratch = new_scratch(1, seq_len, 3, 32, 200, case.query.device, lines)
