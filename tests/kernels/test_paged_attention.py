@@ -17,7 +17,14 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu import attention_decode, attention_prefill, attention_rows, attention_scratch, attention_work
+from kernels.gpu import (
+    attention_decode,
+    attention_prefill,
+    attention_rows,
+    attention_scratch,
+    attention_segment,
+    attention_work,
+)
 from kernels.gpu import paged_attention as module
 from kernels.gpu.attention_scratch import new_scratch
 from kernels.gpu.attention_work import PIECE
@@ -42,7 +49,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     if not IS_INTERPRETED:
         return
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
-        for place in (attention_decode, attention_prefill, attention_rows, attention_work):
+        for place in (attention_decode, attention_prefill, attention_rows, attention_segment, attention_work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
         for host in (attention_scratch, module):
             monkeypatch.setattr(host, name, number, raising=False)
@@ -236,8 +243,13 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(monkeypatc
 
 
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("window", [0, SEGMENT + 18])
-def test_a_token_is_the_same_in_segments_in_spans_and_whole(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "window", "cap"),
+    [(torch.float16, 0, 3.0), (torch.float32, SEGMENT + 18, 0.0)],  # with a cap, Hopper's tiles are half a segment here
+)
+def test_a_token_is_the_same_in_segments_in_spans_and_whole(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int, cap: float
+) -> None:
     """Bit for bit: few tokens after a context, as prefix caching, chunks and speculation have them, against each alone
     and against the same without any line of scratch to be split into."""
     if IS_INTERPRETED:
@@ -246,12 +258,13 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(monkeypatch: pytest.
     monkeypatch.setattr(module, "_gpu", lambda device: dataclasses.replace(facts, num_multiprocessors=7))
     query_len, context_len = 41, 2 * SPAN * SEGMENT + 30  # two tiles of 64 rows, the second one partly empty
     seq_len = query_len + context_len
-    case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1)
+    case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1, dtype=dtype)
+    case.options |= {"sliding_window": window, "logit_soft_cap": cap}
     caches, found = (case.key_cache, case.value_cache), {}
     for name, lines in (("whole", 0), ("spans", 3 * query_len), ("segments", 6 * query_len)):
         scratch = new_scratch(1, seq_len, 3, 32, 200, case.query.device, lines)
         shared, out = scratch.new_pass(), torch.full_like(case.query, float("nan"))
-        paged_attention(out, *case.arguments, **case.options, sliding_window=window, shared=shared)
+        paged_attention(out, *case.arguments, **case.options, shared=shared)
         ((_, columns),) = shared.plans.items()
         found[name] = out
         if IS_INTERPRETED and not window:
@@ -263,7 +276,7 @@ def test_a_token_is_the_same_in_segments_in_spans_and_whole(monkeypatch: pytest.
         lens = torch.tensor([context_len + token + 1], dtype=torch.int32, device=DEVICE)
         starts, options = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), case.options | {"max_query_len": 1}
         of_step = (case.block_tables, lens, starts)
-        paged_attention(out, case.query[token : token + 1], *caches, *of_step, **options, sliding_window=window)
+        paged_attention(out, case.query[token : token + 1], *caches, *of_step, **options)
         assert torch.equal(out[0], found["whole"][token]), token
 
 
