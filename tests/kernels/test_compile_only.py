@@ -115,7 +115,10 @@ def test_a_spill_may_be_allowed_on_some_cards_alone() -> None:
     [
         (("--target", "sm_42"), "no target is called 'sm_42'; there are sm_80"),
         (("--op", "division", "--package", "tests.kernels.toys"), "no operation is called 'division'; there are add"),
-        (("--op", "division"), "no operation is called 'division'; there are chunk_maxima, copy_blocks, draw_tokens"),
+        (
+            ("--op", "division"),
+            "no operation is called 'division'; there are chunk_maxima, combine_experts, copy_blocks",
+        ),
         (("--package", "kernels.oracles"), "no module of kernels.oracles has variants()"),
     ],
 )
