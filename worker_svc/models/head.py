@@ -56,7 +56,7 @@ class Head:
     def __call__(
         self, residual: torch.Tensor, update: torch.Tensor, least_rows: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """f32[R, vocab_size] of R rows, whose residual is overwritten; computed with `least_rows` at least.
+        """f32[R, vocab_size], contiguous, of R rows, whose residual is overwritten; computed with `least_rows` at least.
 
         `out`: where they are written; None: to a new tensor.
         """
@@ -68,7 +68,8 @@ class Head:
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         logits = self._of_all_tokens(self._product(hidden)[:num_rows])
-        logits = logits.float() if out is None else out.copy_(logits)  # one pass over them, whatever their type
+        # One pass over them, whatever their type and wherever a rank's pads were cut off.
+        logits = logits.float().contiguous() if out is None else out.copy_(logits)
         if self._cap:
             logits.div_(self._cap).tanh_().mul_(self._cap)
         return logits
