@@ -159,7 +159,7 @@ def _record_weight(packed: torch.Tensor, numbers: list[int], *sizes: int) -> Rec
     try:
         codes, scale, offset, group = numbers
         return RecordWeight(Records(Codes(codes), Scale(scale), Offset(offset), group), packed, *sizes)
-    except ValueError:
+    except (ValueError, ZeroDivisionError):  # the latter of a group of no inputs
         return None
 
 
