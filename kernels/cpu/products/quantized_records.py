@@ -100,6 +100,10 @@ def _with_factors(codes: Codes, group: int, scales: torch.Tensor, weight: Quanti
 def find_factors(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """numbers f32[N, G] as f16[N, G / count] times i8[N, G]: each of `count` in a row is a multiple of one number. None
     where they are not, to the bit (but for the sign of a zero)."""
+    # Numbers that are no factors show so in the first row, nearly always: trying all factors of all rows takes longer
+    # than packing.
+    if len(numbers) > 1 and find_factors(numbers[:1], count) is None:
+        return None
     groups = numbers.unflatten(1, (-1, count)).flatten(0, 1)
     largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
     base, factors = torch.zeros_like(largest), torch.zeros_like(groups)
