@@ -43,7 +43,9 @@ def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
         return None
     if codes is Codes.E4M3 and bool(((weight.codes & 0x7F) == 0x7F).any()):  # NaN, which float16 has elsewhere
         return None
-    if codes is not Codes.UINT4 and (weight.zero is not None or weight.offset is not None):
+    if codes in (Codes.E2M1, Codes.E4M3) and (weight.zero is not None or weight.offset is not None):
+        return None
+    if weight.numbers is Numbers.INT8 and weight.offset is not None:  # with factors, products would not be exact
         return None
     if weight.zero is not None and bool((weight.zero == _INT4_ZERO).all()):
         codes = Codes.INT4
