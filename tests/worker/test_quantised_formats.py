@@ -225,6 +225,7 @@ def test_what_is_not_read_is_refused_by_its_config(config: dict[str, Any], compl
             {"qweight": torch.zeros(0, 9, dtype=torch.int32)},
             "awq layer {}: qweight is [0, 9], which holds no numbers",
         ),
+        ("gptq-order", {"g_idx": None}, "gptq layer {}: the checkpoint has no tensor g_idx, which says the order"),
         ("gptq-v1", {"qweight": None}, "gptq layer {}: the checkpoint has no tensor qweight"),
         ("gptq-v1", {"qweight": torch.zeros(24, 72)}, "qweight is float32 [24, 72], not int32 of 2 dimensions"),
         ("gptq-v1", {"scales": torch.ones(6, 71)}, "scales is [6, 71], the layer's other tensors make it [6, 72]"),
