@@ -196,6 +196,10 @@ PER_TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor"}
             compressed("int-quantized", PER_TENSOR | {"strategy": "tensor_group"}, None),
             "strategy 'tensor_group' is not",
         ),
+        (
+            compressed("pack-quantized", {"num_bits": 4, "group_size": "128"}, None),
+            "group_size must be -1 or a positive integer, not '128'",
+        ),
         (compressed("dense", PER_TENSOR, None) | {"sparsity_config": {"format": "sparse-24"}}, "sparse weights is not"),
         (compressed("dense", PER_TENSOR, None) | {"transform_config": {"a": 1}}, "with a transform_config is not read"),
     ],
@@ -216,6 +220,12 @@ def test_what_is_not_read_is_refused_by_its_config(config: dict[str, Any], compl
             "qzeros is [5, 9], the layer's other tensors make",
         ),
         ("awq-32", {"qweight": torch.zeros(190, 9, dtype=torch.int32)}, "190 inputs do not divide into groups of 32"),
+        (
+            "awq-all",
+            {"qweight": torch.zeros(0, 9, dtype=torch.int32)},
+            "awq layer {}: qweight is [0, 9], which holds no numbers",
+        ),
+        ("gptq-order", {"g_idx": None}, "gptq layer {}: the checkpoint has no tensor g_idx, which says the order"),
         ("gptq-v1", {"qweight": None}, "gptq layer {}: the checkpoint has no tensor qweight"),
         ("gptq-v1", {"qweight": torch.zeros(24, 72)}, "qweight is float32 [24, 72], not int32 of 2 dimensions"),
         ("gptq-v1", {"scales": torch.ones(6, 71)}, "scales is [6, 71], the layer's other tensors make it [6, 72]"),

@@ -288,6 +288,10 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
     load(quantised)
     norms = 5 * 64
     assert needed == [4 * (2 * table + layers + norms), 4 * (2 * table + norms) + layers]
+    described = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
+    load(quantised)  # its own head is not read
+    assert needed[2] == needed[1]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])

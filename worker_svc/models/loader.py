@@ -173,14 +173,17 @@ def _weights_bytes(config: ModelConfig, tensors: Tensors, quantized: QuantizedPr
     """What the weights of a checkpoint take on the device; of those that are quantised in it, what products keep."""
     if config.quantization or not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
         return config.weights_bytes
-    total = 0.0
+    total, head = 0.0, f"{config.style.names.head}.weight"
+    is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
     for name, tensor in tensors.items():
+        if is_tied and name == head:  # not read
+            continue
         is_table = name.endswith(f"{config.style.names.embedding}.weight")
         of_product = float(config.dtype.itemsize)
         if isinstance(tensor, QuantizedTensor):
             of_product = quantized.bytes_per_number(tensor)
         # Of the embedding rows are copied, so it is expanded; as a tied head it is a product as well.
-        has_product = not is_table or config.tie_word_embeddings
+        has_product = not is_table or is_tied
         bytes_per_number = of_product * has_product + config.dtype.itemsize * is_table
         total += math.prod(tensor.shape) * bytes_per_number
     return int(total)

@@ -136,8 +136,10 @@ void add_panel(const Records &records, const PanelWork &work) {
 }  // namespace
 
 void add_few_bits(const Records &records, const PanelWork &work) {
-    if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
+    bool has_offset = records.second != NO_OFFSET;
+    if (records.codes == CODES_INT8 && has_offset) add_panel<EightBits, true>(records, work);
+    else if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
     else if (records.codes == CODES_E4M3) add_panel<E4m3Bits, false>(records, work);
-    else if (records.second == NO_OFFSET) add_panel<FourBits, false>(records, work);
-    else add_panel<FourBits, true>(records, work);
+    else if (has_offset) add_panel<FourBits, true>(records, work);
+    else add_panel<FourBits, false>(records, work);
 }

@@ -43,7 +43,9 @@ def pack_quantized(weight: QuantizedWeight) -> RecordWeight | None:
         return None
     if codes is Codes.E4M3 and bool(((weight.codes & 0x7F) == 0x7F).any()):  # NaN, which float16 has elsewhere
         return None
-    if codes is not Codes.UINT4 and (weight.zero is not None or weight.offset is not None):
+    if codes in (Codes.E2M1, Codes.E4M3) and (weight.zero is not None or weight.offset is not None):
+        return None
+    if weight.numbers is Numbers.INT8 and weight.offset is not None:  # with factors, products would not be exact
         return None
     if weight.zero is not None and bool((weight.zero == _INT4_ZERO).all()):
         codes = Codes.INT4
@@ -100,6 +102,10 @@ def _with_factors(codes: Codes, group: int, scales: torch.Tensor, weight: Quanti
 def find_factors(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """numbers f32[N, G] as f16[N, G / count] times i8[N, G]: each of `count` in a row is a multiple of one number. None
     where they are not, to the bit (but for the sign of a zero)."""
+    # Numbers that are no factors show so in the first row, nearly always: trying all factors of all rows takes longer
+    # than packing.
+    if len(numbers) > 1 and find_factors(numbers[:1], count) is None:
+        return None
     groups = numbers.unflatten(1, (-1, count)).flatten(0, 1)
     largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
     base, factors = torch.zeros_like(largest), torch.zeros_like(groups)

@@ -123,7 +123,8 @@ def _scheme(group: str, raw: RawConfig) -> LayerScheme:
     if bits not in _BITS.get(kind, ()):
         refuse(f"{kind} of {bits} bits")
     group_size = weights.get("group_size")
-    strategy = strategy or ("group" if group_size and group_size > 0 else "channel" if group_size == -1 else "tensor")
+    if not strategy:
+        strategy = "group" if group_size and group_size_of(weights, "group_size", -1) else "tensor"
     if strategy == "group" and group_size == -1:
         strategy = "channel"
     if strategy not in _STRATEGIES:

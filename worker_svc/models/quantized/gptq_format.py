@@ -24,6 +24,7 @@ class GptqFormat:
     group_size: int  # -1: all inputs
     is_symmetric: bool
     version: int
+    is_ordered: bool = False  # by `desc_act`: tensors say which group each input is in
     dynamic: tuple[
         tuple[str, int, int, bool], ...
     ] = ()  # what layers' names look like, and their bits, group, symmetry
@@ -46,6 +47,8 @@ class GptqFormat:
                 break
         if own.bits not in _BITS:
             raise module.error(f"weights of {own.bits} bits are not read, only of 4 and 8")
+        if own.is_ordered and own.group_size > 0 and "g_idx" not in module.tensors:
+            raise module.error("the checkpoint has no tensor g_idx, which says the order of desc_act")
         return GptqTensor(module, own.bits, own.group_size, is_symmetric=own.is_symmetric, version=own.version)
 
 
@@ -61,7 +64,8 @@ def read_gptq(raw: RawConfig) -> GptqFormat:
     bits = raw.integer("bits")
     if bits not in _BITS:
         raise raw.error(f"quantization_config: gptq with {bits} bits is not read, only with 4 and 8")
-    format_ = GptqFormat(bits, group_size_of(raw, "group_size", 128), raw.flag("sym", True), _VERSIONS[layout])
+    group_size, is_symmetric = group_size_of(raw, "group_size", 128), raw.flag("sym", True)
+    format_ = GptqFormat(bits, group_size, is_symmetric, _VERSIONS[layout], raw.flag("desc_act"))
     dynamic: list[tuple[str, int, int, bool]] = []
     for key, values in raw.part("dynamic").items():
         if key.startswith("-:"):  # such layers are plain, as their tensors say
