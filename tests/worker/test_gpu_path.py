@@ -128,6 +128,10 @@ def test_scales_bring_large_keys_into_a_cache_of_8_bits(
 def test_greedy_tokens_are_those_of_transformers(
     model: Model, expected: list[tuple[list[int], torch.Tensor]], has_graphs: bool
 ) -> None:
+    check_greedy_tokens(model, expected, has_graphs=has_graphs)
+
+
+def check_greedy_tokens(model: Model, expected: list[tuple[list[int], torch.Tensor]], *, has_graphs: bool) -> None:
     """One prompt in two chunks, the other beside its second one; every step is sent off before the last one's tokens
     are here, and with graphs every one is replayed."""
     backends: list[ReplayedGraphs] = []

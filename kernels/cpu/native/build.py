@@ -186,6 +186,9 @@ def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> 
         linked = ["-shared", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs" if not is_sanitized else "-Wl,-z,lazy"]
         _run([*command, *flags, *linked, *objects, "-o", library, "-lm"])
         path = folder / file_name(level, is_sanitized=is_sanitized)
+        _digest.cache_clear()
+        if path != folder / file_name(level, is_sanitized=is_sanitized):
+            raise RuntimeError(f"the sources in {SOURCES} have changed while they were compiled")
         Path(library).rename(path)  # at once: another process finds all of it or nothing
     if folder == BUILT and not is_sanitized:  # another folder may be shared by several versions
         for other in folder.glob(f"octavo-{platform.machine()}-{level}-" + "?" * 16 + ".so"):
