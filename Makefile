@@ -72,10 +72,13 @@ isa: model
 # The tests of kernels with checks of memory and of undefined behaviour: some minutes.
 SANITIZED := .pytest_cache/sanitized
 sanitize: setup
-	$(BIN)/python kernels/cpu/native/build.py --sanitize --into $(SANITIZED)
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-	  KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/*.so | head -1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider \
-	  tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py tests/kernels/test_shared_work.py
+	$(BIN)/python kernels/cpu/native/build.py --sanitize --into $(SANITIZED)/best
+	$(call sanitized,best,) tests/kernels/test_cpu_*.py tests/kernels/test_int*.py tests/kernels/test_layer_stack.py \
+	  tests/kernels/test_shared_work.py tests/kernels/test_sampling.py -k "not triton"
+	$(BIN)/python kernels/cpu/native/build.py --sanitize --level amx-emulated --into $(SANITIZED)/amx
+	$(call sanitized,amx,KERNELS_CPU_LEVEL=amx-emulated) tests/kernels/test_tile_products.py
+sanitized = LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16 UBSAN_OPTIONS=halt_on_error=1 $(2) \
+  KERNELS_CPU_LIBRARY=$$(ls -t $(SANITIZED)/$(1)/*.so | head -1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider
 
 lint: setup
 	$(BIN)/ruff check .

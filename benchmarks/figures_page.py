@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gateway, peers, step_profile, thread_settings, tracing
+from benchmarks import gateway, peers, product_speed, step_profile, thread_settings, tracing
 from benchmarks.readme_figures import report as workloads_report
 from octavo.bench import picture
 from octavo.bench.figures import Figures
@@ -52,8 +52,10 @@ def blocks() -> dict[str, str]:
         "gateway-cost": _gateway_cost(),
         "loading": _loading(),
         "sampler": _sampler(),
-        "int8-quality": _int8_quality(),
+        "quantization-quality": _quantization_quality(),
+        "fp8-cache-quality": _fp8_cache_quality(),
         "step-profile": _step_profile(),
+        "product-speed": product_speed.report(newest("product-speed")),
         "busy-neighbour": _busy_neighbour(),
         "tracing-cost": _tracing_cost(),
     }
@@ -214,16 +216,28 @@ def _sampler() -> str:
     return markdown_table(["sampling", "256 rows of 128,256 tokens"], rows)
 
 
-def _int8_quality() -> str:
-    found = newest("int8-quality")
-    text = found["texts"]["alice.txt"]
-    rows = [
-        ["perplexity, float32", f"{text['perplexity']:.2f}"],
-        ["perplexity, int8", f"{text['perplexity_int8']:.2f}"],
-        ["most likely tokens that stay", f"{text['same_most_likely_token']:.1%}"],
-        ["greedy tokens of W2 that stay", f"{found['greedy_w2']['same_token_given_the_same_before']:.1%}"],
-    ]
-    return markdown_table(["SmolLM2-135M-Instruct, `--quantization int8`", ""], rows)
+def _quantization_quality() -> str:
+    rows = []
+    for row in newest("quantization-quality")["rows"]:
+        text, greedy = row["texts"]["alice.txt"], row["greedy_w2"]["same_token_given_the_same_before"]
+        before, after = text["perplexity"], text["perplexity_quantised"]
+        stay = [f"{text['same_most_likely_token']:.1%}", f"{greedy:.1%}"]
+        quantization = f"`--quantization {row['quantization']}`"
+        rows.append(
+            [row["weights"], quantization, f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}", *stay]
+        )
+    headers = ["weights", "", "perplexity, float32", "quantised", "change", "most likely tokens that stay"]
+    return markdown_table([*headers, "greedy tokens of W2 that stay"], rows)
+
+
+def _fp8_cache_quality() -> str:
+    rows = []
+    for row in newest("fp8-cache-quality")["rows"]:
+        perplexity = f"{row['perplexity']:.2f}" if "tiny" not in row["model"] else "-"
+        same, divergence = f"{row['same_most_likely_token']:.1%}", f"{row['divergence']:.2g}"
+        rows.append([row["model"], f"{row['largest']:.0f}", row["cache"], perplexity, same, divergence])
+    headers = ["model", "largest number", "cache", "perplexity", "most likely tokens that stay", "divergence, nats"]
+    return markdown_table(headers, rows)
 
 
 def _step_profile() -> str:

@@ -2,16 +2,17 @@
 
 A GPU is not needed: `benchmarks.stand_in_driver` counts launches where they would happen, and torch's operators run on
 the CPU over tensors so small that their time is that of launching them. Layers, experts and heads' shapes are those of
-the models named; widths are not, for the host's time does not depend on them. Steps are those of a worker, from
-resolved rows to draws that are on their way:
+the models named; widths are not, for the host's time does not depend on them. Steps are those of a worker, from a
+message to draws that are on their way:
 
     decode   64 sequences, one token each
     mixed    32 sequences, one token each, and a prompt's chunk of 32
     prompt   one prompt of 64 tokens
     sampled  as decode, with top-p, penalties and logprobs
 
-With graphs a captured pass is one call, which takes a few microseconds on a GPU and nothing here. Times are the
-least of some steps, for other work on the machine only adds. What the driver and the GPU take comes on top.
+With graphs a captured pass is one call, which takes a few microseconds on a GPU and nothing here. Times are of
+the processor, and the least of some steps, for other work on the machine only adds. What the driver and the GPU take
+comes on top.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,6 +111,20 @@ class CountedGraphs:
         return 0
 
 
+class CpuTimer(StepTimer):
+    """Phases by the processor's time of this thread, which other work on the machine does not add to; nothing waits."""
+
+    def __init__(self) -> None:
+        super().__init__(time.perf_counter_ns())
+        self.phases_ns: dict[str, int] = {}
+        self._began_ns = time.thread_time_ns()
+
+    def end_phase(self, name: str) -> None:
+        """See `StepTimer`."""
+        now_ns = time.thread_time_ns()
+        self.phases_ns[name], self._began_ns = now_ns - self._began_ns, now_ns
+
+
 def upload_packed(device: Any, *arrays: Any) -> tuple[torch.Tensor, ...]:
     """What `upload` does for a GPU, into memory that is not pinned."""
     packed, places = uploads.pack(arrays, pin_memory=False)
@@ -119,20 +134,15 @@ def upload_packed(device: Any, *arrays: Any) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def gpu_worker() -> Iterator[None]:
     """The code that a worker runs on a GPU, on the CPU's tensors."""
-    patches = [
-        mock.patch.dict(select._MODULES, cpu="kernels.gpu.operations"),
-        mock.patch.object(linear, "dense", lambda weight, bias=None, **_: FloatLinear(weight, bias)),
-    ]
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("worker_svc") and hasattr(module, "upload"):
-            patches.append(mock.patch.object(module, "upload", upload_packed))
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(select._MODULES, cpu="kernels.gpu.operations"))
+        patches.enter_context(
+            mock.patch.object(linear, "dense", lambda weight, bias=None, **_: FloatLinear(weight, bias))
+        )
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("worker_svc") and hasattr(module, "upload"):
+                patches.enter_context(mock.patch.object(module, "upload", upload_packed))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 class Worker:
@@ -194,12 +204,12 @@ class Worker:
         rows = self.states.apply(step).rows
         launched, self._launched = self._launched, self.runner.launch(self.states, rows, timer)
         if launched is not None:  # the step before: two are on their way
-            launched.outputs(StepTimer(time.perf_counter_ns()))
+            launched.outputs(CpuTimer())
 
     def begin(self, params: inference_pb2.SamplingParams) -> None:
         """Sequences that will decode."""
         for _ in range(NUM_DECODES):
-            self.run(range(0), 3, params, StepTimer(time.perf_counter_ns()))
+            self.run(range(0), 3, params, CpuTimer())
 
 
 def measure(launches: Launches, name: str, kind: str, num_steps: int, *, has_graphs: bool) -> dict[str, Any]:
@@ -216,15 +226,14 @@ def measure(launches: Launches, name: str, kind: str, num_steps: int, *, has_gra
         }[kind]
         phases: dict[str, list[int]] = {phase: [] for phase in PHASES}
         for number in range(_WARM_UP + num_steps):
-            timer = StepTimer(time.perf_counter_ns())
+            timer = CpuTimer()
             worker.run(decodes, prompt_len, params, timer)
             if number >= _WARM_UP:
-                timings = timer.timings()
                 for phase in PHASES:
-                    phases[phase].append(getattr(timings, phase))
+                    phases[phase].append(timer.phases_ns[phase])
         launches.clear()
         with launches.watched():
-            worker.run(decodes, prompt_len, params, StepTimer(time.perf_counter_ns()))
+            worker.run(decodes, prompt_len, params, CpuTimer())
         return {
             "model": name,
             "layers": LAYERS[name],
@@ -265,7 +274,9 @@ def main() -> None:
                 flush=True,
             )
             if arguments.verbose:
-                print(f"    {row['launches']}\n    {row['operators']} triton {row['triton_python_ms']} ms")
+                print(
+                    f"    {row['launches']}\n    {row['operators']}\n    triton's Python: {row['triton_python_ms']} ms"
+                )
     if arguments.save:
         path = RESULTS / f"{time.strftime('%Y-%m-%d')}-gpu-host-time-{machine.slug(facts)}.json"
         path.write_text(json.dumps({"machine": facts, "steps": found}, indent=1) + "\n")

@@ -153,7 +153,7 @@ def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int
         model = load_model(folder, config, "cpu")
         for number in range(_WARM_UP + num_passes):
             if number == 0:
-                step = _decode_step(model, num_sequences, seq_len)
+                step = decode_step(model, num_sequences, seq_len)
             if number == _WARM_UP:
                 profiler.forget()
             with profiler.one_pass():
@@ -167,10 +167,11 @@ def profile(model_name: str, quantization: str, num_sequences: int, seq_len: int
     return profiler
 
 
-def _decode_step(model: Model, num_sequences: int, seq_len: int) -> tuple[Any, ...]:
+def decode_step(model: Model, num_sequences: int, seq_len: int) -> tuple[Any, ...]:
+    """Arguments of `Model.forward`: so many sequences of this length compute their last token each."""
     generator = torch.Generator().manual_seed(0)
     num_blocks = -(-seq_len // _BLOCK_SIZE)
-    cache = CacheEngine(model.config, _BLOCK_SIZE, num_sequences * num_blocks, 0, torch.float32, "cpu")
+    cache = CacheEngine(model.config, _BLOCK_SIZE, num_sequences * num_blocks, 0, model.config.dtype, "cpu")
     for layer in cache.layers:
         for part in layer:
             part.normal_(generator=generator)

@@ -42,11 +42,12 @@ def pack_int8(quantized: torch.Tensor) -> torch.Tensor:
     ordered = filled.unflatten(1, (-1, len(QUAD_ORDER)))[:, :, QUAD_ORDER].flatten(1)
     quads = ordered.view(torch.uint8).bitwise_xor_(ZERO).view(torch.int32)  # moved as one number each
     panels = quads.unflatten(0, (-1, PANEL)).unflatten(2, (-1, GROUP // QUAD))
-    return panels.permute(0, 2, 3, 1).contiguous().view(torch.uint8).unflatten(3, (PANEL, QUAD))
+    packed: torch.Tensor = panels.permute(0, 2, 3, 1).contiguous().view(torch.uint8).unflatten(3, (PANEL, QUAD))
+    return packed
 
 
 def unpack_int8(packed: torch.Tensor, num_out: int, num_in: int) -> torch.Tensor:
     """The inverse of `pack_int8`: i8[num_out, num_in]."""
     ordered = packed.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
-    rows = ordered.unflatten(1, (-1, len(QUAD_ORDER)))[:, :, _PLACES].flatten(1)
+    rows: torch.Tensor = ordered.unflatten(1, (-1, len(QUAD_ORDER)))[:, :, _PLACES].flatten(1)
     return rows[:num_out, :num_in].bitwise_xor(ZERO).view(torch.int8)

@@ -13,8 +13,7 @@ _imported = functools.cache(importlib.import_module)  # asking again takes locks
 
 
 def kernels_for(device: str | torch.device) -> ModuleType:
-    """The module that has the operations. Imported when it is asked for: a CPU needs no Triton, a GPU no library of
-    C++.
+    """The module that has the operations. Imported when it is asked for: a CPU needs no Triton, a GPU no C++.
 
     Raises ValueError for a kind of device that has no kernels.
     """

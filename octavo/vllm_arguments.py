@@ -122,7 +122,7 @@ OF_LLM = (
     Elsewhere("tokenizer_revision code_revision", "name it in `tokenizer` or `model`: OWNER/NAME@REVISION"),
     Elsewhere("skip_tokenizer_init tokens_only", "the tokenizer is always loaded; `detokenize=False` saves its work"),
     Elsewhere("enable_prompt_embeds", "models here begin with token ids"),
-    Elsewhere("quantization_config", "weights are read as the checkpoint has them; quantization takes int8 and int4"),
+    Elsewhere("quantization_config", "weights are as the checkpoint has them; quantization takes int8, int4 and fp8"),
     Elsewhere("cpu_offload_gb cpu_offload_params offload_*", "weights stay on one device: use a smaller model or type"),
     Elsewhere(
         "kv_offloading_* kv_transfer_config kv_events_config ec_transfer_config ec_manager_config",
@@ -235,8 +235,8 @@ def in_own_words(model: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
         if isinstance(num_bytes, bool) or not isinstance(num_bytes, int):
             raise ValueError(f"kv_cache_memory_bytes: got {num_bytes!r}; accepted: a whole number")
         own["kv_cache_memory"] = num_bytes / (1 << 30)
-    if (quantization := own.get("quantization")) not in (None, "", "none", "int8", "int4", "int4-128"):
-        instead = "'int8' and 'int4' quantise any model on a CPU, and what a checkpoint is quantised as needs no option"
+    if (quantization := own.get("quantization")) not in (None, "", "none", "int8", "int4", "int4-128", "fp8"):
+        instead = "'int8' and 'int4' are for CPUs, 'fp8' is for GPUs; what a checkpoint is quantised as needs no option"
         raise ValueError(f"quantization: got {quantization!r}; {instead}")
     return model, own
 

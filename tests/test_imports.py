@@ -69,7 +69,7 @@ ROOMS = {
         "server",
     ],
     "gateway_svc": ["errors", "config", "requests", "answers", "upstream", "live", "page", "http", "server"],
-    "kernels": ["int8_weight", "quantized_weight", "oracles", "gpu", "cpu", "select", "bench"],
+    "kernels": ["int8_weight", "quantized_weight", "e4m3_weight", "oracles", "gpu", "cpu", "select", "bench"],
 }
 
 

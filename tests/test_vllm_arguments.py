@@ -87,7 +87,7 @@ def test_a_revision_is_a_part_of_the_models_name(tmp_path: Path) -> None:
     [
         ({"enable_lora_bias": True}, "enable_lora_bias: got True; adapters are LoRA's, of attention and MLP"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config: got {'method': 'ngram'}; there is no spec"),
-        ({"quantization": "bitsandbytes"}, "quantization: got 'bitsandbytes'; 'int8' quantises any model on a CPU"),
+        ({"quantization": "bitsandbytes"}, "quantization: got 'bitsandbytes'; 'int8' and 'int4' are for CPUs"),
         ({"hf_token": "secret"}, "hf_token: got a str; set the variable HF_TOKEN"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb: got 4; weights stay on one device"),
         ({"task": "embed"}, "task: got 'embed'; models here generate text"),

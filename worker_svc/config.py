@@ -37,12 +37,17 @@ class WorkerConfig:
     device: str = option(
         "auto", "auto: the first GPU, or the CPU where there is none", group=COMMON, metavar="auto|cpu|cuda|cuda:N"
     )
-    dtype: str = option("auto", "type of weights and products; auto: the checkpoint's", group=COMMON, metavar="DTYPE")
+    dtype: str = option(
+        "auto",
+        "type of weights and products; auto: the checkpoint's, where the device multiplies it",
+        group=COMMON,
+        metavar="DTYPE",
+    )
     quantization: str = option(
         "none",
-        "8-bit activations and weights of 8 bits, or of 4 by groups of 32 or 128 inputs, on a CPU",
+        "on CPUs 8-bit activations and weights of 8 bits, or of 4 by 32 or 128 inputs; on GPUs fp8: 8-bit floats",
         group=COMMON,
-        choices=("none", "int8", "int4", "int4-128"),
+        choices=("none", "int8", "int4", "int4-128", "fp8"),
     )
     max_model_len: int | str | None = option(
         None,
@@ -108,8 +113,7 @@ class WorkerConfig:
     )
     kv_cache_scales: Path | None = option(
         None,
-        "scales of --kv-cache-dtype fp8, from octavo model calibrate (default: the checkpoint's, else those that were "
-        "measured on this machine, else 1)",
+        "scales of an fp8 cache, from octavo model calibrate (default: the checkpoint's, or those measured here)",
         group=MEMORY,
         metavar="FILE",
     )

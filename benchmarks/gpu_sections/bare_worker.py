@@ -46,9 +46,15 @@ class BareWorker:
         self._worker.begin(_EPOCH).result()
         self._step_id = 0
         self._num_seqs = 0
+        self._free_blocks: list[int] = []  # which no sequence has
         self._failure = ""
         self._answered_ns: list[int] = []
         self._places = threading.Semaphore(STEPS_IN_FLIGHT)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Rows of the decode steps that were captured."""
+        return self._worker.graph_sizes
 
     def start(self, num_seqs: int, context: int, num_steps: int) -> None:
         """Sequences of `context` tokens that find cache blocks for `num_steps` more, scattered; greedy.
@@ -60,7 +66,8 @@ class BareWorker:
             raise ValueError(
                 f"{num_seqs} sequences of {context} tokens do not fit in {self.sizes.num_device_blocks} blocks"
             )
-        blocks = random.Random(0).sample(range(self.sizes.num_device_blocks), num_seqs * blocks_of_one)
+        blocks = random.Random(0).sample(range(self.sizes.num_device_blocks), self.sizes.num_device_blocks)
+        self._free_blocks = blocks[num_seqs * blocks_of_one :]
         step = worker_pb2.Step(rows=worker_pb2.Rows(slots_u16=_column(range(num_seqs), "<u2")))
         step.rows.query_lens_u32 = _column([1] * num_seqs, "<u4")
         step.rows.num_samples_u16 = _column([1] * num_seqs, "<u2")
@@ -77,11 +84,21 @@ class BareWorker:
         self._num_seqs = num_seqs
         self._submit(step)
 
-    def decode(self, num_steps: int) -> list[float]:
-        """Microseconds from one answer to the next, over `num_steps` steps of all sequences."""
-        for _ in range(num_steps):
+    def decode(self, num_steps: int, swapped_bytes: int = 0) -> list[float]:
+        """Microseconds from one answer to the next, over `num_steps` steps of all sequences.
+
+        Every second step also swaps blocks out that no sequence has, `swapped_bytes` at most, and the next in again.
+        """
+        most = min(len(self._free_blocks), self.sizes.num_host_blocks)
+        swapped = list(enumerate(self._free_blocks[: min(most, swapped_bytes // self.sizes.block_bytes)]))
+        for number in range(num_steps):
             rows = worker_pb2.Rows(slots_u16=_column(range(self._num_seqs), "<u2"), num_decode_rows=self._num_seqs)
-            self._submit(worker_pb2.Step(rows=rows))
+            step = worker_pb2.Step(rows=rows)
+            if swapped and number % 2:
+                step.swap_in.pairs_u32 = _column([block for pair in swapped for block in pair], "<u4")
+            elif swapped:
+                step.swap_out.pairs_u32 = _column([block for pair in swapped for block in reversed(pair)], "<u4")
+            self._submit(step)
         self._worker.answered().result()
         for _ in range(STEPS_IN_FLIGHT):  # answers that arrive after that thread ended are waited for, too
             self._take_place()

@@ -17,80 +17,107 @@ from kernels.bench.case import Call, Calls, Case, Goal, Setting
 from kernels.bench.shapes import BLOCK_SIZE, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS
 from kernels.gpu.operations import paged_attention
 
+Heads = tuple[int, int, int]
 # (sequences, context)
 _DECODES = ((8, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (16, 32768), (1, 32768), (1, 131072))
 # (sequences, new tokens, context before them)
 _PREFILLS = ((1, 4096, 0), (4, 4096, 0), (1, 8192, 0), (1, 16384, 0), (1, 2048, 6144), (8, 512, 3584))
+# Few new tokens after a long context: a turn of a chat, tokens that were guessed. (sequences, new tokens, context)
+_FEWS = ((1, 32, 32768), (1, 8, 131072), (1, 256, 65536), (16, 32, 8192))
+_LLAMA, _GEMMA = (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), (16, 8, 256)  # heads, key/value heads, their size
 _FLEX_SHAPES = ((64, 1, 1024), (16, 1, 32768), (1, 4096, 4096), (1, 2048, 8192))  # each is compiled for many seconds
 _LARGE_BYTES = 512 << 20  # of keys and values: from here on decode attention should reach the bandwidth of a copy
 _PRODUCT = (4096, 4096, 4096)  # whose rate stands for the card's matrix units
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """One decode step a context and batch, then prompts with and without a cached beginning."""
+    """One decode step a context and batch, prompts with and without a cached beginning, and few tokens after one."""
     for num_seqs, context in ((3, 40),) if setting.is_tiny else _DECODES:
         yield _decode(setting, num_seqs, context)
     for prefill in ((2, 20, 0), (1, 7, 13)) if setting.is_tiny else _PREFILLS:
         yield _prefill(setting, *prefill)
+    for few in ((1, 3, 13),) if setting.is_tiny else _FEWS:
+        yield _few(setting, *few)
+    if not setting.is_tiny:
+        yield _decode(setting, 64, 4096, _GEMMA)
+        yield _prefill(setting, 1, 4096, 0, _GEMMA)
 
 
-def _decode(setting: Setting, num_seqs: int, context: int) -> Case:
-    num_bytes = _bytes(setting, num_seqs, 1, context)
+def _decode(setting: Setting, num_seqs: int, context: int, heads: Heads = _LLAMA) -> Case:
+    num_bytes = _bytes(setting, num_seqs, 1, context, heads)
     is_large = num_seqs > 1 and num_bytes >= _LARGE_BYTES
     return Case(
         op="paged_attention",
-        shape=f"decode {num_seqs} x {context:,}",
+        shape=f"decode {num_seqs} x {context:,}{_said(heads)}",
         num_bytes=num_bytes,
-        flops=4 * num_seqs * NUM_HEADS * HEAD_SIZE * context,
-        build=lambda: _calls(setting, num_seqs, 1, context),
+        flops=4 * num_seqs * heads[0] * heads[2] * context,
+        build=lambda: _calls(setting, num_seqs, 1, context, heads),
         goal=Goal(0.85 if is_large else 0.7),
     )
 
 
-def _prefill(setting: Setting, num_seqs: int, query_len: int, before: int) -> Case:
+def _few(setting: Setting, num_seqs: int, query_len: int, before: int) -> Case:
+    """Bound by reading keys and values; the goal is 1.5 times as long."""
+    return Case(
+        op="paged_attention",
+        shape=f"few {num_seqs} x {query_len:,} after {before:,}",
+        num_bytes=_bytes(setting, num_seqs, query_len, query_len + before, _LLAMA),
+        flops=4 * num_seqs * NUM_HEADS * HEAD_SIZE * query_len * before,
+        build=lambda: _calls(setting, num_seqs, query_len, query_len + before, _LLAMA),
+        goal=Goal(1 / 1.5),
+    )
+
+
+def _said(heads: Heads) -> str:
+    return "" if heads == _LLAMA else f", heads of {heads[2]}"
+
+
+def _prefill(setting: Setting, num_seqs: int, query_len: int, before: int, heads: Heads = _LLAMA) -> Case:
     pairs = query_len * before + query_len * (query_len + 1) // 2  # of query and key, in one sequence and head
-    shape = f"prefill {num_seqs} x {query_len:,}"
+    shape = f"prefill {num_seqs} x {query_len:,}{_said(heads)}"
     return Case(
         op="paged_attention",
         shape=f"{shape} after {before:,}" if before else shape,
-        num_bytes=_bytes(setting, num_seqs, query_len, query_len + before),
-        flops=4 * num_seqs * NUM_HEADS * HEAD_SIZE * pairs,
+        num_bytes=_bytes(setting, num_seqs, query_len, query_len + before, heads),
+        flops=4 * num_seqs * heads[0] * heads[2] * pairs,
         product=(*_PRODUCT, setting.dtype) if not setting.is_tiny else (16, 16, 16, setting.dtype),
-        build=lambda: _calls(setting, num_seqs, query_len, query_len + before),
+        build=lambda: _calls(setting, num_seqs, query_len, query_len + before, heads),
         goal=Goal(0.85, of_shape="prefill 1 x 8,192") if before else Goal(0.6, peer="cuDNN"),
     )
 
 
-def _bytes(setting: Setting, num_seqs: int, query_len: int, seq_len: int) -> int:
-    cache = 2 * num_seqs * seq_len * NUM_KV_HEADS * HEAD_SIZE * setting.dtype.itemsize
+def _bytes(setting: Setting, num_seqs: int, query_len: int, seq_len: int, heads: Heads) -> int:
+    num_heads, num_kv_heads, head_size = heads
+    cache = 2 * num_seqs * seq_len * num_kv_heads * head_size * setting.dtype.itemsize
     tables = 4 * num_seqs * -(-seq_len // BLOCK_SIZE)
-    return cache + tables + 2 * num_seqs * query_len * NUM_HEADS * HEAD_SIZE * setting.dtype.itemsize
+    return cache + tables + 2 * num_seqs * query_len * num_heads * head_size * setting.dtype.itemsize
 
 
-def _calls(setting: Setting, num_seqs: int, query_len: int, seq_len: int) -> Calls:
+def _calls(setting: Setting, num_seqs: int, query_len: int, seq_len: int, heads: Heads) -> Calls:
+    num_heads, num_kv_heads, head_size = heads
     device, dtype = setting.device, setting.dtype
     blocks_of_one = -(-seq_len // BLOCK_SIZE)
     num_blocks = num_seqs * blocks_of_one
-    caches = torch.randn(2, num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE, dtype=dtype, device=device)
+    caches = torch.randn(2, num_blocks, num_kv_heads, BLOCK_SIZE, head_size, dtype=dtype, device=device)
     tables = torch.randperm(num_blocks, device=device).int().view(num_seqs, blocks_of_one)
-    query = torch.randn(num_seqs * query_len, NUM_HEADS, HEAD_SIZE, dtype=dtype, device=device)
+    query = torch.randn(num_seqs * query_len, num_heads, head_size, dtype=dtype, device=device)
     out = torch.empty_like(query)
     arguments = {
         "block_tables": tables,
         "seq_lens": torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device),
         "query_starts": query_len * torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
-        "scale": HEAD_SIZE**-0.5,
+        "scale": head_size**-0.5,
         "max_query_len": query_len,
         "max_seq_len": seq_len,
     }
 
     def ours() -> torch.Tensor:
         paged_attention(out, query, caches[0], caches[1], **arguments)
-        return out.view(num_seqs, query_len, NUM_HEADS, HEAD_SIZE).transpose(1, 2)  # as the peers have it
+        return out.view(num_seqs, query_len, num_heads, head_size).transpose(1, 2)  # as the peers have it
 
     # [sequences, kv heads, tokens, head size]
     key, value = (cache[tables.long()].transpose(1, 2).flatten(2, 3)[:, :, :seq_len].contiguous() for cache in caches)
-    dense_query = query.view(num_seqs, query_len, NUM_HEADS, HEAD_SIZE).transpose(1, 2).contiguous()
+    dense_query = query.view(num_seqs, query_len, num_heads, head_size).transpose(1, 2).contiguous()
     return Calls(ours, _peers(dense_query, key, value))
 
 

@@ -1,4 +1,5 @@
-"""Products: dense ones of fixed tiles, whose cost is that of being the same for any batch, and those of experts."""
+"""Products: dense ones of fixed tiles, whose cost is that of being the same for any batch, and those of experts, with
+the way of tokens there and back."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from kernels.bench.case import Calls, Case, Setting
 from kernels.bench.shapes import HIDDEN, INTERMEDIATE
-from kernels.gpu.operations import grouped_matmul, matmul
+from kernels.gpu.operations import combine_experts, grouped_matmul, matmul, route_experts
 
 _ROWS = (1, 16, 256, 4096)
 _MATRIX_ROWS = 64  # from here on the matrix units are the bound, below it reading the weight
@@ -28,6 +29,8 @@ def cases(setting: Setting) -> Iterator[Case]:
     for experts in ((3, 2, 40, 48),) if setting.is_tiny else _EXPERTS:
         for num_tokens in (5,) if setting.is_tiny else _EXPERT_TOKENS:
             yield _grouped_matmul(setting, num_tokens, *experts)
+            yield _route_experts(setting, num_tokens, *experts[:2])
+            yield _combine_experts(setting, num_tokens, experts[1], experts[3])
 
 
 def _matmul(setting: Setting, rows: int, outputs: int, size: int) -> Case:
@@ -61,6 +64,58 @@ def _grouped_matmul(setting: Setting, num_tokens: int, num_experts: int, chosen:
         flops=2 * rows * outputs * size,
         product=(rows, outputs, size, setting.dtype) if rows // num_experts >= _MATRIX_ROWS else None,
         build=functools.partial(_grouped_calls, setting, num_tokens, num_experts, chosen, outputs, size),
+    )
+
+
+def _route_experts(setting: Setting, num_tokens: int, num_experts: int, chosen: int) -> Case:
+    def build() -> Calls:
+        device, logits = setting.device, _normal(setting, num_tokens, num_experts)
+        shares = torch.empty(num_tokens, chosen, device=device)
+        places = torch.empty(num_tokens, chosen, dtype=torch.int32, device=device)
+        rows = torch.empty(num_tokens * chosen, dtype=torch.int64, device=device)
+        starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        edges = torch.arange(num_experts + 1, device=device)
+
+        def ours() -> None:  # equal shares may be in another order than torch's
+            route_experts(shares, places, rows, starts, logits, is_normalized=True)
+
+        def plain() -> None:
+            found, experts = logits.float().softmax(-1).topk(chosen, dim=-1)
+            found /= found.sum(-1, keepdim=True)
+            experts, order = experts.flatten().sort(stable=True)
+            torch.searchsorted(experts, edges, out_int32=True)
+            torch.empty_like(order)[order] = order
+
+        return Calls(ours, {"softmax, topk, sort": plain})
+
+    return Case(
+        op="route_experts",
+        shape=f"{num_tokens:,} tokens, {chosen} of {num_experts} experts",
+        num_bytes=num_tokens * (num_experts * setting.dtype.itemsize + chosen * 16),
+        build=build,
+    )
+
+
+def _combine_experts(setting: Setting, num_tokens: int, chosen: int, size: int) -> Case:
+    def build() -> Calls:
+        x, out = _normal(setting, num_tokens * chosen, size), _normal(setting, num_tokens, size)
+        shares = torch.rand(num_tokens, chosen, device=setting.device)
+        places = torch.randperm(num_tokens * chosen, device=setting.device).view(num_tokens, chosen).int()
+
+        def ours() -> torch.Tensor:
+            combine_experts(out, x, shares, places)
+            return out
+
+        def plain() -> torch.Tensor:
+            return (x[places.long()] * shares[:, :, None]).sum(1).to(x.dtype)
+
+        return Calls(ours, {"index, mul, sum": plain})
+
+    return Case(
+        op="combine_experts",
+        shape=f"{num_tokens:,} tokens of {size:,}, {chosen} experts each",
+        num_bytes=num_tokens * (chosen + 1) * size * setting.dtype.itemsize,
+        build=build,
     )
 
 

@@ -14,7 +14,7 @@ from kernels.gpu.operations import grouped_matmul, grouped_quantized_matmul, qua
 from kernels.gpu.quantized.packed_codes import pack_codes, stacked
 from kernels.quantized_weight import Inputs, Numbers, QuantizedWeight
 
-_ROWS = (1, 16, 4096)
+_ROWS = (16, 4096)
 _GOAL_ROWS = 16  # up to here reading the weight is the bound
 _MATRIX_ROWS = 64  # from here on the matrix units are
 _EXPERTS = ((8, 2, 2 * 14336, 4096), (128, 8, 2 * 768, 2048))  # see matrix_cases

@@ -128,8 +128,9 @@ def _choose() -> Library:
     except TilesError as error:
         if name:
             raise
-        _log.warning("%s: CPU kernels do without", error)
-        _in_use[:] = [load(_best(usable[:-1]))]
+        lesser = _best(usable[:-1])
+        _log.warning("%s: CPU kernels are those for %s", error, lesser)
+        _in_use[:] = [load(lesser)]
     return _in_use[0]
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.attention_rows import attend_rows, seen_keys
-from kernels.gpu.attention_segment import SEGMENT, SPAN, finish, join, nothing
+from kernels.gpu.attention_segment import SEGMENT, SPAN, finish, join
 from kernels.gpu.attention_work import FIRST_LINE, OF_A_STEP, PIECE, SPLIT_END, TOKEN_END, needed_keys, sequence_of
 
 
@@ -71,12 +71,10 @@ def segment_kernel(  # type: ignore[no-untyped-def]
     end = all_tiles * (share + 1) // tl.num_programs(0)
     sequence, base = sequence_of(ends, num_sequences, begin, num_kv_heads)
     while base < end:
-        next_base = tl.load(ends + sequence).to(tl.int64) * num_kv_heads
-        if next_base > base:
+        if tl.load(ends + sequence).to(tl.int64) * num_kv_heads > base:
             seq_len, query_start = tl.load(seq_lens + sequence), tl.load(query_starts + sequence)
             query_len = tl.load(query_starts + sequence + 1) - query_start
             piece_size = tl.load(plan + PIECE * num_sequences + sequence) * SEGMENT
-            first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
             row_tiles = tl.cdiv(query_len * GROUP, ROWS)
             first_key = needed_keys(seq_len, query_len, window, HAS_WINDOW)
             first_tile, end_tile = first_key // KEY_TILE, tl.cdiv(seq_len, KEY_TILE)
@@ -123,6 +121,8 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                         JOINS,
                         DOT_TYPE,
                     )
+                    # Read here, and below again: what waits for so long takes registers from the loop over keys.
+                    first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
                     rows, dims = first_row + tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
                     tokens = rows // GROUP
                     lines = first_line + (piece - first_piece) * query_len + tokens
@@ -131,7 +131,7 @@ def segment_kernel(  # type: ignore[no-untyped-def]
                     tl.store(totals + lines, total, tokens < query_len)
                     inside = (tokens < query_len)[:, None] & (dims < HEAD_SIZE)[None, :]
                     tl.store(sums + (lines * HEAD_SIZE)[:, None] + dims[None, :], acc, inside)
-        base = next_base
+        base = tl.load(ends + sequence).to(tl.int64) * num_kv_heads
         sequence += 1
 
 
@@ -173,8 +173,9 @@ def join_kernel(  # type: ignore[no-untyped-def]
     """Programs take tokens and key/value heads in turn: each row's pieces from first to last, zeros without any."""
     ends = plan + TOKEN_END * num_sequences
     num_items = tl.load(ends + num_sequences - 1) * num_kv_heads
-    rows, dims = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
-    inside = (rows < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    # All in two dimensions, as sums are loaded: no number has to change threads, and nothing waits for that.
+    rows, dims = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HEAD_TILE)[None, :]
+    inside = (rows < GROUP) & (dims < HEAD_SIZE)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         head = item % num_kv_heads
         sequence, before = sequence_of(ends, num_sequences, item // num_kv_heads, 1)
@@ -190,20 +191,27 @@ def join_kernel(  # type: ignore[no-untyped-def]
         heads = head * GROUP + rows
         first_line = tl.load(plan + FIRST_LINE * num_sequences + sequence).to(tl.int64)
         first_line += token - first_piece * query_len
-        m, total, acc = nothing(GROUP_TILE, HEAD_TILE)
+        m, total, acc = _nothing(GROUP_TILE, HEAD_TILE)
         for span in range(first_key // (SEGMENT * SPAN), tl.cdiv(end_key, SEGMENT * SPAN)):
             begin = tl.maximum(span * (SEGMENT * SPAN), first_key) // piece_size
             end = tl.cdiv(tl.minimum((span + 1) * (SEGMENT * SPAN), end_key), piece_size)
-            of_span_m, of_span_total, of_span_acc = nothing(GROUP_TILE, HEAD_TILE)
-            for piece in range(begin, end):
+            of_span_m, of_span_total, of_span_acc = _nothing(GROUP_TILE, HEAD_TILE)
+            for piece in tl.range(begin, end, loop_unroll_factor=8):
                 lines = (first_line + piece * query_len) * (num_kv_heads * GROUP) + heads
                 next_m = tl.load(maxima + lines, rows < GROUP, float("-inf"))
                 next_total = tl.load(totals + lines, rows < GROUP, 0.0)
-                next_acc = tl.load(sums + (lines * HEAD_SIZE)[:, None] + dims[None, :], inside, 0.0)
+                next_acc = tl.load(sums + lines * HEAD_SIZE + dims, inside, 0.0)
                 of_span_m, of_span_total, of_span_acc = join(
                     of_span_m, of_span_total, of_span_acc, next_m, next_total, next_acc
                 )
             m, total, acc = join(m, total, acc, of_span_m, of_span_total, of_span_acc)
         result = finish(m, total, acc, sinks, heads, value_scale, head, rows < GROUP)
-        places = (query_start + token).to(tl.int64) * out_stride + (heads * HEAD_SIZE)[:, None] + dims[None, :]
+        places = (query_start + token).to(tl.int64) * out_stride + heads * HEAD_SIZE + dims
         tl.store(out + places, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _nothing(GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The result over no keys."""
+    m, total = tl.full([GROUP_TILE, 1], float("-inf"), tl.float32), tl.zeros([GROUP_TILE, 1], tl.float32)
+    return m, total, tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.gpu.architectures import MAX_SHARED_BYTES
 from kernels.gpu.attention_decode import join_kernel, segment_kernel
 from kernels.gpu.attention_prefill import prefill_kernel
-from kernels.gpu.attention_tiling import ALL_REGISTERS, Tiling, padded, tiling
+from kernels.gpu.attention_tiling import ALL_REGISTERS, JOIN_REGISTERS, Tiling, padded, tiling
 from kernels.gpu.attention_work import OF_A_STEP, plan_kernel
 from kernels.gpu.variant import Variant
 
@@ -138,6 +138,7 @@ def _join_variant(kind: Kind) -> Variant:
         signature,
         constants | {"HAS_WINDOW": kind.has_window},
         num_stages=3,
+        max_registers=JOIN_REGISTERS,
         divisible_by_16=_aligned(signature),
         may_spill=False,
     )

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import triton
 
 from kernels.gpu import attention_segment
 
-SEGMENT, SPAN = attention_segment.SEGMENT.value, attention_segment.SPAN.value
+SEGMENT: int = attention_segment.SEGMENT.value
+SPAN: int = attention_segment.SPAN.value
 # At least so many lines: 256 tokens after 131,072, in spans. Of 32 heads of 128, 136 MB.
 FEW_LINES = 8192
 KEPT_ROWS = 128  # of a multiprocessor: the tiles of rows that the prefill kernel has at once
@@ -52,7 +52,7 @@ class AttentionPass:
 
 def lines_needed(num_sequences: int, max_seq_len: int) -> int:
     """Lines without which decode steps of so many sequences, of any lengths up to `max_seq_len`, cannot be computed."""
-    return num_sequences * max(triton.cdiv(max_seq_len, SEGMENT * SPAN), 1)
+    return num_sequences * max(-(-max_seq_len // (SEGMENT * SPAN)), 1)
 
 
 def new_scratch(

@@ -147,26 +147,39 @@ def nothing(ROWS: tl.constexpr, HEAD_TILE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def _of_rows(x):  # type: ignore[no-untyped-def]
+    """As a factor of [rows, HEAD_TILE]: x [rows] or [rows, 1]."""
+    if len(x.shape) == 1:
+        column = x[:, None]
+    else:  # one `return` for both: Triton wants all of a function to give one type
+        column = x
+    return column
+
+
+@triton.jit
 def join(m, total, acc, next_m, next_total, next_acc):  # type: ignore[no-untyped-def]
-    """The result of the keys so far and of the next."""
+    """The result of the keys so far and of the next. Maxima and totals are [rows], or all [rows, 1]."""
     new_m = tl.maximum(m, next_m)
     top = tl.where(new_m == float("-inf"), 0.0, new_m)
     old, new = tl.exp2(m - top), tl.exp2(next_m - top)
     total = tl.fma(total, old, next_total * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
+    acc = tl.fma(acc, tl.broadcast_to(_of_rows(old), acc.shape), next_acc * _of_rows(new))
     return new_m, total, acc
 
 
 @triton.jit
 def finish(m, total, acc, sinks, heads, value_scale, head, inside):  # type: ignore[no-untyped-def]
-    """What rows attend to, f32[ROWS, HEAD_TILE]; zeros where they have seen no key. `inside`: rows that have a head."""
+    """What rows attend to, f32[rows, HEAD_TILE]; zeros where they have seen no key.
+
+    `heads` of the rows, and whether a row is `inside` and has one, are of the shape of `m` and `total`.
+    """
     if sinks is not None:
         sink = tl.load(sinks + heads, inside, 0.0) * LOG2_E
         top = tl.maximum(m, sink)
         decay = tl.exp2(m - top)
         total = tl.fma(total, decay, tl.exp2(sink - top))
-        acc = acc * decay[:, None]
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        acc = acc * _of_rows(decay)
+    result = acc / _of_rows(tl.where(total == 0.0, 1.0, total))
     if value_scale is not None:
         result = result * tl.load(value_scale + head)
     return result

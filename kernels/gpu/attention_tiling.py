@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import triton
 
-_SHARED_BYTES_OF_WIDE_HEADS = 102_400  # of 64 rows, and of two tiles of 32 keys and values with heads of 256
+# Of 64 rows and two tiles of 32 keys and values with heads of 256; and of two blocks with three such tiles of 128.
+_LARGE_SHARED_BYTES = 108_544
 ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills a few for more threads than shared memory lets run
+JOIN_REGISTERS = 168  # of a thread of the kernel that joins pieces, for the same reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class Tiling:
 
 def padded(head_size: int) -> int:
     """To a power of 2, and to what matrix units multiply at least."""
-    return max(triton.next_power_of_2(head_size), 16)
+    size: int = triton.next_power_of_2(head_size)
+    return max(size, 16)
 
 
 def tiling(
@@ -45,12 +48,14 @@ def tiling(
         # Multiplied without matrix units.
         return Tiling(16, 32, 8, max(32, triton.next_power_of_2(group)), 8, 2, 1, 1)
     if head_tile > 128:
-        key_tile = 32 if has_matrix_memory and max_shared_bytes >= _SHARED_BYTES_OF_WIDE_HEADS else 16
+        key_tile = 32 if has_matrix_memory and max_shared_bytes >= _LARGE_SHARED_BYTES else 16
         return Tiling(key_tile, 64, 8, decode_rows, decode_rows // 8, 3, 1, 1)
     # Hopper's matrix units read queries and keys from shared memory; others take them from registers. Triton 3.6, 3.7
     # and 3.9 differ in how many they use: with these tiles none spills in its loop.
-    if not has_matrix_memory or (capability >= 100 and head_size < head_tile):
+    if 90 <= capability < 100 and not has_soft_cap:
+        key_tile = 64
+    elif max_shared_bytes < _LARGE_SHARED_BYTES or (capability >= 100 and head_size < head_tile):
         key_tile = 16
     else:
-        key_tile = 64 if capability < 100 and not has_soft_cap else 32
+        key_tile = 32
     return Tiling(key_tile, 128, 8, decode_rows, decode_rows // 16, 3, 2, 1, joins=capability < 100)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.sampling_weights import SEGMENT_CHUNKS, num_segments, segment_tokens
+from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 from kernels.oracles.reference_sampling import CHUNK_SIZE
 
@@ -38,7 +39,7 @@ def _chunk_maxima_kernel(  # type: ignore[no-untyped-def]
 def chunk_maxima(out: torch.Tensor, logits: torch.Tensor) -> None:
     """See `kernels.oracles.reference.chunk_maxima`. Raises ValueError for what does not fit."""
     check_rows("chunk_maxima", logits=logits)
-    (count, vocab_size), num_chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK_SIZE)
+    (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("chunk_maxima", "out", out, (count, num_chunks), logits)
     if count:
         _chunk_maxima_kernel[(count, num_segments(vocab_size))](

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
-from kernels.gpu.tiles import part_of_row
+from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
 
@@ -50,7 +50,7 @@ def combine_experts(out: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, pl
     if not count:
         return
     block, num_warps = part_of_row(size)
-    _combine_kernel[(count, triton.cdiv(size, block))](
+    _combine_kernel[(count, cdiv(size, block))](
         out,
         x,
         shares,

@@ -33,6 +33,7 @@ from kernels.gpu.sampling_weights import (
     weigh,
     weigh_segment,
 )
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.oracles.reference_sampling import CHUNK_SIZE
 
@@ -132,7 +133,7 @@ def draw_tokens(
 ) -> None:
     """See `kernels.oracles.reference.draw_tokens`. Raises ValueError for what does not fit."""
     check_rows("draw_tokens", logits=logits)
-    (count, vocab_size), num_chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK_SIZE)
+    (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("draw_tokens", "maxima", maxima, (count, num_chunks), logits)
     for name, column in {"largest": largest, "smallest": smallest, "temperature": temperature}.items():
         check_contiguous("draw_tokens", name, column, (count,), logits)
@@ -151,8 +152,8 @@ def draw_tokens(
         rows,
         *counters.values(),
         *sizes,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        SEGMENTS=triton.next_power_of_2(segments),
+        CHUNKS=next_power_of_2(num_chunks),
+        SEGMENTS=next_power_of_2(segments),
         SEGMENT_CHUNKS=SEGMENT_CHUNKS,
         CHUNK_SIZE=CHUNK_SIZE,
     )
@@ -178,8 +179,8 @@ def variants() -> Iterator[Variant]:
             _draw_kernel,
             of_samples | of_rows | sizes,
             {
-                "CHUNKS": triton.next_power_of_2(triton.cdiv(vocab_size, CHUNK_SIZE)),
-                "SEGMENTS": triton.next_power_of_2(num_segments(vocab_size)),
+                "CHUNKS": next_power_of_2(cdiv(vocab_size, CHUNK_SIZE)),
+                "SEGMENTS": next_power_of_2(num_segments(vocab_size)),
                 "SEGMENT_CHUNKS": SEGMENT_CHUNKS,
                 "CHUNK_SIZE": CHUNK_SIZE,
             },

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_rows
-from kernels.gpu.tiles import part_of_row
+from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
 
@@ -71,7 +71,7 @@ def _launch(out: torch.Tensor, x: torch.Tensor, *, is_gated: bool, is_approximat
     if not count:
         return
     block, num_warps = part_of_row(size)
-    _gelu_kernel[(count, triton.cdiv(size, block))](
+    _gelu_kernel[(count, cdiv(size, block))](
         out,
         x,
         out.stride(0),

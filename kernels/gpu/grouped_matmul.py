@@ -23,6 +23,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
 from kernels.gpu.products import segment_sum
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _GROUP = 8  # tiles of rows that pass over the same part of a weight one after the other
@@ -100,7 +101,7 @@ def grouped_matmul(
         return
     block_n, block_k = _tile(num_outputs, weights.dtype)
     row_tiles = num_rows // _BLOCK_M + min(num_experts, num_rows)
-    _grouped_matmul_kernel[(row_tiles * triton.cdiv(num_outputs, block_n),)](
+    _grouped_matmul_kernel[(row_tiles * cdiv(num_outputs, block_n),)](
         out,
         x,
         weights,
@@ -110,7 +111,7 @@ def grouped_matmul(
         out.stride(0),
         x.stride(0),
         EXPERTS=num_experts,
-        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        PADDED_EXPERTS=next_power_of_2(num_experts),
         OUTPUTS=num_outputs,
         SIZE=size,
         BLOCK_M=_BLOCK_M,
@@ -124,7 +125,7 @@ def grouped_matmul(
 def _tile(num_outputs: int, dtype: torch.dtype) -> tuple[int, int]:
     """(outputs, elements of a row) that a program multiplies at once; without tensor cores registers are short."""
     most, block_k = (64, 16) if dtype == torch.float32 else (128, 64)
-    return max(16, min(most, triton.next_power_of_2(num_outputs))), block_k
+    return max(16, min(most, next_power_of_2(num_outputs))), block_k
 
 
 def variants() -> Iterator[Variant]:
@@ -142,7 +143,7 @@ def variants() -> Iterator[Variant]:
             _grouped_matmul_kernel,
             pointers | dict.fromkeys(["row_tiles", "out_stride", "x_stride"], "i32"),
             constants
-            | {"EXPERTS": num_experts, "PADDED_EXPERTS": triton.next_power_of_2(num_experts)}
+            | {"EXPERTS": num_experts, "PADDED_EXPERTS": next_power_of_2(num_experts)}
             | {"OUTPUTS": num_outputs, "SIZE": size, "BLOCK_M": _BLOCK_M, "BLOCK_N": block_n, "BLOCK_K": block_k}
             | {"GROUP": _GROUP, "HAS_ROWS": has_rows},
             divisible_by_16=(*pointers, *["out_stride", "x_stride"] * (size % 16 == 0)),

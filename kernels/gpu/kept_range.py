@@ -41,6 +41,7 @@ from kernels.gpu.sampling_weights import (
     weigh,
     weigh_segment,
 )
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.oracles.reference_sampling import CHUNK_SIZE
 
@@ -277,7 +278,7 @@ def kept_range(
     """See `reference.kept_range`; weights are those of `sampling_weights`, so a token at the border of `top_p`
     may be kept that float64 would not, or the other way round. Raises ValueError for what does not fit."""
     check_rows("kept_range", logits=logits)
-    (count, vocab_size), num_chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK_SIZE)
+    (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("kept_range", "maxima", maxima, (count, num_chunks), logits)
     columns = {"smallest": smallest, "largest": largest, "temperature": temperature}
     for name, column in (columns | {"min_p": min_p, "top_k": top_k, "top_p": top_p}).items():
@@ -285,7 +286,7 @@ def kept_range(
     if not count:
         return
     num, (chunks, num_warps) = num_segments(vocab_size), _chunk_tile(num_chunks)
-    segments, stride = triton.next_power_of_2(num), logits.stride(0)
+    segments, stride = next_power_of_2(num), logits.stride(0)
     weights = new_segment_weights(logits)
     above, gathered = logits.new_empty(count, num, _NATS), logits.new_empty(count, _MOST_GATHERED)
     listed = torch.empty(count, num_chunks, dtype=torch.int32, device=logits.device)
@@ -360,7 +361,7 @@ def kept_range(
 
 def _chunk_tile(num_chunks: int) -> tuple[int, int]:
     """The power of 2 that holds a row's chunks, and warps for it: 8 maxima a thread; with 16 some compilers spill."""
-    tile = triton.next_power_of_2(num_chunks)
+    tile = next_power_of_2(num_chunks)
     return tile, min(max(tile // 256, 4), 16)
 
 
@@ -389,8 +390,8 @@ def variants() -> Iterator[Variant]:
 
     yield variant("weigh", _weigh_kernel, 4)
     for vocab_size in (32_000, 128_256, 262_144):
-        values["CHUNKS"], num_warps = _chunk_tile(triton.cdiv(vocab_size, CHUNK_SIZE))
-        values["SEGMENTS"] = triton.next_power_of_2(num_segments(vocab_size))
+        values["CHUNKS"], num_warps = _chunk_tile(cdiv(vocab_size, CHUNK_SIZE))
+        values["SEGMENTS"] = next_power_of_2(num_segments(vocab_size))
         yield variant(f"list of {vocab_size}", _list_kernel, num_warps)
         yield variant(f"gather of {vocab_size}", _gather_kernel, 8)
         yield variant(f"search of {vocab_size}", _search_kernel, 8)

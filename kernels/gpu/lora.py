@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
 from kernels.gpu.products import segment_sum
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _ROWS = 16  # the least that a tensor core multiplies: in a decode step neighbours have different adapters
@@ -36,7 +37,7 @@ _NO_ADAPTER = tl.constexpr(2**31 - 1)
 
 def num_segments(size: int) -> int:
     """Of `between` for rows of `size` elements."""
-    return triton.cdiv(size, _SEGMENT)
+    return cdiv(size, _SEGMENT)
 
 
 @triton.jit
@@ -131,7 +132,7 @@ def lora_shrink(between: torch.Tensor, x: torch.Tensor, a: torch.Tensor, adapter
     if not count:
         return
     block_r = _block_r(rank)
-    _lora_shrink_kernel[(triton.cdiv(count, _ROWS), num_segments(size), triton.cdiv(rank, block_r))](
+    _lora_shrink_kernel[(cdiv(count, _ROWS), num_segments(size), cdiv(rank, block_r))](
         between,
         x,
         a,
@@ -164,7 +165,7 @@ def lora_expand(
         raise ValueError(f"lora_expand: between and scales must be float32, not {between.dtype} and {scales.dtype}")
     if not count:
         return
-    _lora_expand_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(num_outputs, _OUTPUTS))](
+    _lora_expand_kernel[(cdiv(count, _ROWS), cdiv(num_outputs, _OUTPUTS))](
         out,
         between,
         b,
@@ -188,7 +189,7 @@ def _check_adapters(operation: str, adapters: torch.Tensor, rows: torch.Tensor) 
 
 
 def _block_r(rank: int) -> int:
-    return max(16, min(_MOST_RANKS, triton.next_power_of_2(rank)))
+    return max(16, min(_MOST_RANKS, next_power_of_2(rank)))
 
 
 def variants() -> Iterator[Variant]:

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous, check_rows
 from kernels.gpu.products import segment_sum
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _WANTED_PROGRAMS = 128  # as many as a large GPU runs at once, with one on each of its processors
@@ -57,14 +58,14 @@ def tiling(num_outputs: int, size: int, dtype: torch.dtype) -> Tiling:
         block_m, most, block_k, num_warps = 64, 64, 16, 4
     elif num_outputs >= _WIDE_TILES * _WIDE:
         # One sum takes all registers, so that there are no segments.
-        return Tiling(block_m, _WIDE, block_k, triton.cdiv(size, block_k) * block_k, 1, num_warps)
+        return Tiling(block_m, _WIDE, block_k, cdiv(size, block_k) * block_k, 1, num_warps)
     elif num_outputs <= 64:
         block_m, num_warps = 64, 4
-    block_n = max(16, min(most, triton.next_power_of_2(num_outputs)))
-    num_segments = triton.cdiv(_WANTED_PROGRAMS, triton.cdiv(num_outputs, block_n))
+    block_n = max(16, min(most, next_power_of_2(num_outputs)))
+    num_segments = cdiv(_WANTED_PROGRAMS, cdiv(num_outputs, block_n))
     num_segments = min(num_segments, _MAX_SEGMENTS, max(size // (8 * block_k), 1))
-    segment = triton.cdiv(triton.cdiv(size, num_segments), block_k) * block_k
-    return Tiling(block_m, block_n, block_k, segment, triton.cdiv(size, segment), num_warps)
+    segment = cdiv(cdiv(size, num_segments), block_k) * block_k
+    return Tiling(block_m, block_n, block_k, segment, cdiv(size, segment), num_warps)
 
 
 @triton.jit(do_not_specialize=["count"])  # the same code for every number of rows
@@ -153,7 +154,7 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
     if not count:
         return
     cut = tiling(num_outputs, size, weight.dtype)
-    num_tiles = triton.cdiv(count, cut.block_m) * triton.cdiv(num_outputs, cut.block_n)
+    num_tiles = cdiv(count, cut.block_m) * cdiv(num_outputs, cut.block_n)
     is_split = cut.num_segments > 1 and num_tiles < _WANTED_PROGRAMS  # the one thing that rows decide
     sums = x.new_empty((cut.num_segments * count, num_outputs), dtype=torch.float32) if is_split else out
     _matmul_kernel[(num_tiles, cut.num_segments if is_split else 1)](
@@ -184,7 +185,7 @@ def matmul(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch
 def add_segments(out: torch.Tensor, sums: torch.Tensor, bias: torch.Tensor | None) -> None:
     """out [T, m] = the sum of `sums` f32[segments * T, m] over the segments in their order, and the bias."""
     count, num_outputs = out.shape
-    _sum_kernel[(count, triton.cdiv(num_outputs, _SUMMED_ELEMENTS))](
+    _sum_kernel[(count, cdiv(num_outputs, _SUMMED_ELEMENTS))](
         out,
         sums,
         bias,

@@ -20,6 +20,7 @@ from kernels.gpu.paged_attention import attention_scratch, attention_scratch_byt
 from kernels.gpu.penalties import penalize
 from kernels.gpu.quantized.choice import quantized_product
 from kernels.gpu.quantized.grouped_product import grouped_quantized_matmul
+from kernels.gpu.quantized.packed_codes import pack_experts
 from kernels.gpu.random_bits import uniforms
 from kernels.gpu.reshape_and_cache import reshape_and_cache
 from kernels.gpu.rms_norm import rms_norm
@@ -50,6 +51,7 @@ __all__ = [
     "lora_shrink",
     "matmul",
     "most_likely",
+    "pack_experts",
     "paged_attention",
     "penalize",
     "quantized_product",

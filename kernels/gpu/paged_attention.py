@@ -39,7 +39,7 @@ from kernels.gpu.attention_scratch import (
     new_scratch,
     scratch_bytes,
 )
-from kernels.gpu.attention_tiling import ALL_REGISTERS, padded, tiling
+from kernels.gpu.attention_tiling import ALL_REGISTERS, JOIN_REGISTERS, padded, tiling
 from kernels.gpu.attention_work import NUM_FACTS, plan_kernel
 from kernels.gpu.variant import Variant
 
@@ -204,6 +204,7 @@ def paged_attention(
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
         HAS_WINDOW=sliding_window > 0,
+        maxnreg=JOIN_REGISTERS,
     )
 
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.tiles import cdiv
 from kernels.gpu.variant import Variant
 
 _BLOCK = 2048  # tokens a program
@@ -70,7 +71,7 @@ def penalize(
     }.items():
         check_contiguous("penalize", name, column, (rows.numel(),), logits)
     if rows.numel():
-        _penalize_kernel[(rows.numel(), triton.cdiv(logits.shape[1], _BLOCK))](
+        _penalize_kernel[(rows.numel(), cdiv(logits.shape[1], _BLOCK))](
             logits,
             rows,
             counts,

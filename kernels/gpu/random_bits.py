@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous
+from kernels.gpu.tiles import cdiv
 
 _BLOCK = 128
 
@@ -39,7 +40,7 @@ def uniforms(seeds: torch.Tensor, sequence_indices: torch.Tensor, positions: tor
         check_contiguous("uniforms", name, column, (seeds.numel(),), seeds)
     out = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
     if seeds.numel():
-        _uniforms_kernel[(triton.cdiv(seeds.numel(), _BLOCK),)](
+        _uniforms_kernel[(cdiv(seeds.numel(), _BLOCK),)](
             out, seeds, sequence_indices, positions, seeds.numel(), BLOCK=_BLOCK
         )
     return out

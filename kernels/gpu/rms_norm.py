@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
-from kernels.gpu.tiles import whole_rows
+from kernels.gpu.tiles import cdiv, whole_rows
 from kernels.gpu.variant import Variant
 
 
@@ -75,7 +75,7 @@ def rms_norm(
     rows, block, num_warps = whole_rows(size)
     if not count:
         return
-    _rms_norm_kernel[(triton.cdiv(count, rows),)](
+    _rms_norm_kernel[(cdiv(count, rows),)](
         out,
         x,
         weight,

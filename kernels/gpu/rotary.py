@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _ELEMENTS_OF_A_PROGRAM = 2048  # of either half: 16 a thread, two 16-byte accesses of two bytes each, in four warps
@@ -81,7 +82,7 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
     if not num_tokens:
         return
     block, heads = _tile(rotary_size, num_heads)
-    _rotary_kernel[(num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))](
+    _rotary_kernel[(num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, heads))](
         query,
         key,
         positions,
@@ -101,8 +102,8 @@ def rotary(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
 
 def _tile(rotary_size: int, num_heads: int) -> tuple[int, int]:
     """(elements of a half, heads) of a program's tile, both padded to powers of 2."""
-    block = triton.next_power_of_2(rotary_size // 2)
-    return block, min(max(_ELEMENTS_OF_A_PROGRAM // block, 1), triton.next_power_of_2(num_heads))
+    block = next_power_of_2(rotary_size // 2)
+    return block, min(max(_ELEMENTS_OF_A_PROGRAM // block, 1), next_power_of_2(num_heads))
 
 
 def _num_warps(block: int, heads: int) -> int:

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_alike, check_contiguous
 from kernels.gpu.reshape_and_cache import check_caches
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _ELEMENTS = 1024  # of keys, and as many of values, that a program writes
@@ -205,7 +206,7 @@ def rotary_and_cache(
     if not num_tokens:
         return
     num_heads, heads = query.shape[1], _heads(num_kv_heads, head_size)
-    _rotary_and_cache_kernel[(num_tokens, triton.cdiv(num_kv_heads, heads) + triton.cdiv(num_heads, heads))](
+    _rotary_and_cache_kernel[(num_tokens, cdiv(num_kv_heads, heads) + cdiv(num_heads, heads))](
         query,
         key,
         value,
@@ -233,18 +234,18 @@ def rotary_and_cache(
 
 
 def _shape(block_size: int, head_size: int, heads: int, half: int) -> dict[str, int]:
-    tiles = {"HEAD_TILE": triton.next_power_of_2(head_size), "HALF_TILE": triton.next_power_of_2(half)}
+    tiles = {"HEAD_TILE": next_power_of_2(head_size), "HALF_TILE": next_power_of_2(half)}
     return {"BLOCK_SIZE": block_size, "HEAD_SIZE": head_size, "HEADS": heads, "HALF": half, **tiles}
 
 
 def _heads(num_kv_heads: int, head_size: int) -> int:
     """Heads of a program's tile."""
-    return min(max(_ELEMENTS // triton.next_power_of_2(head_size), 1), triton.next_power_of_2(num_kv_heads))
+    return min(max(_ELEMENTS // next_power_of_2(head_size), 1), next_power_of_2(num_kv_heads))
 
 
 def _num_warps(heads: int, head_size: int) -> int:
     """16 elements of keys a thread: 16 bytes of either half, in 16 bits."""
-    return max(heads * triton.next_power_of_2(head_size) // (32 * 16), 1)
+    return max(heads * next_power_of_2(head_size) // (32 * 16), 1)
 
 
 def variants() -> Iterator[Variant]:

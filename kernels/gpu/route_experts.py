@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 
 _ELEMENTS = 2048  # of a tile, tokens by experts: 8 a thread
@@ -141,7 +142,7 @@ def route_experts(
         starts.zero_()
         return
     tokens, padded_experts, num_warps = _tile(num_experts)
-    tiles = triton.cdiv(count, tokens)
+    tiles = cdiv(count, tokens)
     choices, counts = torch.empty_like(places), starts.new_empty(tiles, num_experts)
     sizes = {"EXPERTS": num_experts, "PADDED_EXPERTS": padded_experts, "CHOSEN": num_chosen, "TOKENS": tokens}
     _choose_kernel[(tiles,)](
@@ -151,7 +152,7 @@ def route_experts(
         logits,
         count,
         logits.stride(0),
-        PADDED_CHOSEN=triton.next_power_of_2(num_chosen),
+        PADDED_CHOSEN=next_power_of_2(num_chosen),
         IS_NORMALIZED=is_normalized,
         num_warps=num_warps,
         maxnreg=_REGISTERS,
@@ -174,7 +175,7 @@ def route_experts(
 
 def _tile(num_experts: int) -> tuple[int, int, int]:
     """(tokens, experts, warps) of a tile: what experts leave of `_ELEMENTS`."""
-    padded = triton.next_power_of_2(num_experts)
+    padded = next_power_of_2(num_experts)
     return max(min(_ELEMENTS // padded, _MAX_TOKENS), 1), padded, 8
 
 
@@ -195,7 +196,7 @@ def variants() -> Iterator[Variant]:
             _choose_kernel,
             {"shares": "*fp32", "choices": "*i32", "counts": "*i32", "logits": f"*{dtype}", "count": "i32"}
             | {"stride": "i32"},
-            sizes | {"PADDED_CHOSEN": triton.next_power_of_2(num_chosen), "IS_NORMALIZED": num_chosen > 2},
+            sizes | {"PADDED_CHOSEN": next_power_of_2(num_chosen), "IS_NORMALIZED": num_chosen > 2},
             num_warps=num_warps,
             max_registers=_REGISTERS,
             divisible_by_16=("shares", "choices", "counts", "logits", *["stride"] * (num_experts % 16 == 0)),

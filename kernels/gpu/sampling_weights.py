@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.tiles import cdiv
 from kernels.oracles.reference_sampling import CHUNK_SIZE
 
 SEGMENT_CHUNKS = 64
@@ -76,7 +77,7 @@ def weigh_segment(logits, maxima, vocab_size, num_chunks, segment, largest, smal
 
 def num_segments(vocab_size: int) -> int:
     """Of a row."""
-    return triton.cdiv(vocab_size, SEGMENT_SIZE)
+    return cdiv(vocab_size, SEGMENT_SIZE)
 
 
 def new_segment_weights(logits: torch.Tensor) -> torch.Tensor:

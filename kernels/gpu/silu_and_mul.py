@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.checks import check_rows
-from kernels.gpu.tiles import part_of_row
+from kernels.gpu.tiles import cdiv, part_of_row
 from kernels.gpu.variant import Variant
 
 
@@ -39,7 +39,7 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     if not count:
         return
     block, num_warps = part_of_row(size)
-    _silu_and_mul_kernel[(count, triton.cdiv(size, block))](
+    _silu_and_mul_kernel[(count, cdiv(size, block))](
         out, x, out.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=num_warps
     )
 

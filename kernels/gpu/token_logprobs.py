@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.sampling_weights import is_finite, num_segments, segment_tokens
+from kernels.gpu.tiles import next_power_of_2
 from kernels.gpu.variant import Variant
 
 
@@ -106,7 +107,7 @@ def token_logprobs(
         token_ids,
         segments,
         logits.stride(0),
-        SEGMENTS=triton.next_power_of_2(segments),
+        SEGMENTS=next_power_of_2(segments),
         num_warps=1,
     )
 
@@ -129,7 +130,7 @@ def variants() -> Iterator[Variant]:
         "token_logprobs of 128256",
         _logprobs_kernel,
         answers | of_segments | given | sizes,
-        {"SEGMENTS": triton.next_power_of_2(num_segments(128_256))},
+        {"SEGMENTS": next_power_of_2(num_segments(128_256))},
         num_warps=1,
         divisible_by_16=(*answers, *of_segments, *given, "logits_stride"),
         may_spill=False,

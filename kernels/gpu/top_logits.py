@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.float_order import from_rising_key, rising_key
+from kernels.gpu.tiles import cdiv, next_power_of_2
 from kernels.gpu.variant import Variant
 from kernels.oracles.reference_sampling import CHUNK_SIZE
 
@@ -71,7 +72,7 @@ def top_logits(
 ) -> None:
     """See `kernels.oracles.reference.top_logits`. Raises ValueError for what does not fit."""
     check_rows("top_logits", logits=logits)
-    (count, vocab_size), num_chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK_SIZE)
+    (count, vocab_size), num_chunks = logits.shape, cdiv(logits.shape[1], CHUNK_SIZE)
     check_contiguous("top_logits", "maxima", maxima, (count, num_chunks), logits)
     check_contiguous("top_logits", "rows", rows, (rows.numel(),), logits)
     k = token_ids.shape[1]
@@ -84,7 +85,7 @@ def top_logits(
     if k > _MOST:
         _sorted_logits(token_ids, values, logits, maxima, rows)
         return
-    tile = triton.next_power_of_2(num_chunks)
+    tile = next_power_of_2(num_chunks)
     _top_logits_kernel[(rows.numel(),)](
         token_ids,
         values,
@@ -118,7 +119,7 @@ def variants() -> Iterator[Variant]:
     """Vocabularies of 32,000, 128,256 and 262,144 tokens."""
     pointers = {"token_ids": "*i64", "values": "*fp32", "logits": "*fp32", "maxima": "*fp32", "rows": "*i64"}
     for vocab_size in (32_000, 128_256, 262_144):
-        tile = triton.next_power_of_2(triton.cdiv(vocab_size, CHUNK_SIZE))
+        tile = next_power_of_2(cdiv(vocab_size, CHUNK_SIZE))
         yield Variant(
             f"top_logits of {vocab_size}",
             _top_logits_kernel,

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline = kinds.add_parser("offline", help="over LLM: scheduler core in this process, a worker beside it")
     offline.add_argument("--model", default=_DEFAULT_MODEL, help="name or folder (default: %(default)s)")
     offline.add_argument(
-        "--quantization", default="none", choices=("none", "int8", "int4", "int4-128"), help="(default: none)"
+        "--quantization", default="none", choices=("none", "int8", "int4", "int4-128", "fp8"), help="(default: none)"
     )
     offline.add_argument("--batch-invariant", action="store_true", help="as `octavo worker` takes it")
     serve = kinds.add_parser("serve", help="load on a server that runs, in an open or a closed loop")

@@ -28,7 +28,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("octavo se", ["serve"]),
         ("octavo top --int", ["--interval"]),
-        ("octavo model ", ["fetch", "list", "show", "rm"]),
+        ("octavo model ", ["fetch", "list", "show", "rm", "calibrate"]),
         ("octavo worker --load-format ", ["auto", "safetensors", "gguf", "bin", "dummy"]),
         ("octavo generate x --early-stopping ", ["NO", "YES", "NEVER"]),
         ("octavo completion ", list(SHELLS)),

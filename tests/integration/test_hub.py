@@ -278,6 +278,8 @@ GGUFS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.q8_0.gguf", "mmproj
         (["config.json", "model.safetensors", "consolidated.safetensors", "x.gguf"], "a/b", "auto",
          ["config.json", "model.safetensors"]),
         (["config.json", "model.safetensors", "x.gguf"], "a/b", "gguf", ["x.gguf"]),
+        (["config.json", "quantize_config.json", "recipe.yaml", "model-00001-of-00001.safetensors"], "a/b", "auto",
+         ["config.json", "quantize_config.json", "model-00001-of-00001.safetensors"]),
         (["config.json", "pytorch_model.bin"], "a/b", "auto", "--load-format bin"),
         (["config.json", "pytorch_model.bin"], "a/b", "bin", ["config.json", "pytorch_model.bin"]),
         (["tokenizer.model", "model.safetensors"], "a/b", "tokenizer", ["tokenizer.model"]),

@@ -49,7 +49,7 @@ def test_tokens_are_the_same_alone_together_in_chunks_and_after_a_restart(tmp_pa
 
 def test_what_cannot_be_quantised_says_so_in_a_line(tmp_path: Path, cache: Path) -> None:
     folder = make_tiny_llama(tmp_path / "model")
-    with pytest.raises(OptionError, match="quantization: got 'int3'; checkpoints quantised so cannot be read"):
+    with pytest.raises(OptionError, match="quantization: got 'int3'; 'int8' and 'int4' are for CPUs"):
         LLM(str(folder), quantization="int3")
     with pytest.raises(RuntimeError, match="int8 is for the families that Octavo computes itself"):
         LLM(str(folder), quantization="int8", model_impl="transformers", **SIZES)

@@ -263,7 +263,7 @@ def test_it_cannot_be_pickled_and_says_so(llm):
     [
         ({"max_num_sequences": 3}, "max_num_sequences; did you mean max_num_seqs"),
         ({"log_level": "nonsense"}, "log_level: 'nonsense' is none of"),
-        ({"quantization": "nonsense"}, "quantization: got 'nonsense'; checkpoints"),
+        ({"quantization": "nonsense"}, "quantization: got 'nonsense'; 'int8' and 'int4' are for CPUs"),
         ({"tenant_weights": ["x"]}, "tenant_weights has 'x'"),
     ],
     ids=str,

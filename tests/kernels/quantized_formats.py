@@ -19,6 +19,7 @@ class Format:
     group: int  # 0: a scale an output
     extra: str = ""  # "zero", "offset"
     is_ordered: bool = False
+    is_factored: bool = False  # whether scales and offsets are integers times one number for 256 inputs
 
     def weight(self, num_outputs: int, size: int, seed: int = 0) -> QuantizedWeight:
         """On the device; each code occurs, and scales differ by a factor of four."""
@@ -32,22 +33,39 @@ class Format:
             codes = torch.where(codes & 0x7F == 0x7F, codes - 1, codes)  # no NaN
         largest = {Numbers.UINT4: 8, Numbers.INT6: 32, Numbers.INT8: 128, Numbers.E4M3: 448, Numbers.E2M1: 6}
         scale = (1 + 3 * torch.rand(shape, generator=random)) / largest[self.numbers] / size**0.5
-        zero = torch.randint(0, 17, shape, generator=random).to(torch.int16) if self.extra == "zero" else None
-        offset = torch.randn(shape, generator=random) / size**0.5 if self.extra == "offset" else None
-        order = torch.randperm(size, generator=random).to(DEVICE) if self.is_ordered else None
-        tensors = [x if x is None else x.to(DEVICE) for x in (codes, scale, zero, offset)]
-        codes, scale, zero, offset = tensors  # type: ignore[assignment]  # codes and scale are never None
-        return QuantizedWeight(self.numbers, codes, scale, group, zero, offset, order)
+        offset = torch.randn(shape, generator=random) / size**0.5
+        if self.is_factored:
+            scale, offset = self._factored(scale, random), self._factored(offset, random)
+        zero = torch.randint(0, 17, shape, generator=random).to(torch.int16)
+        order = torch.randperm(size, generator=random)
+        return QuantizedWeight(
+            self.numbers,
+            codes.to(DEVICE),
+            scale.to(DEVICE),
+            group,
+            zero.to(DEVICE) if self.extra == "zero" else None,
+            offset.to(DEVICE) if self.extra == "offset" else None,
+            order.to(DEVICE) if self.is_ordered else None,
+        )
+
+    def _factored(self, scale: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        """Of the same size: a float16 number for 256 inputs times integers of six bits."""
+        groups = 256 // self.group
+        factor = (scale[:, ::groups] / 32).half().float()
+        numbers = torch.randint(-63, 64, scale.shape, generator=random)
+        return factor.repeat_interleave(groups, dim=1)[:, : scale.shape[1]] * numbers
 
 
 FORMATS = [
     Format("AWQ", Numbers.UINT4, 128, "zero"),
     Format("GPTQ in order", Numbers.UINT4, 64, "zero", is_ordered=True),
     Format("w4a16", Numbers.UINT4, 0, "zero"),
-    Format("Q4_K", Numbers.UINT4, 32, "offset"),
+    Format("Q4_1", Numbers.UINT4, 32, "offset"),
+    Format("Q4_K", Numbers.UINT4, 32, "offset", is_factored=True),
     Format("Q4_0", Numbers.UINT4, 32),
-    Format("Q6_K", Numbers.INT6, 16),
+    Format("Q6_K", Numbers.INT6, 16, is_factored=True),
     Format("Q8_0", Numbers.INT8, 32),
+    Format("w8a16", Numbers.INT8, 128, "zero"),
     Format("int8", Numbers.INT8, 0),
     Format("fp8", Numbers.E4M3, 0),
     Format("fp8 blocks", Numbers.E4M3, 128),

@@ -69,6 +69,16 @@ def q4_k(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
     return QuantizedWeight(Numbers.UINT4, codes(4, count, depth, random), scale, 32, offset=offset)
 
 
+def q5_1(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
+    scale, offset = (scales(count, depth, 32, random, torch.float16) for _ in range(2))
+    return QuantizedWeight(Numbers.INT6, codes(5, count, depth, random), scale, 32, offset=offset)
+
+
+def q5_k(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
+    scale, offset = (factors(count, depth, 32, 63, random) for _ in range(2))
+    return QuantizedWeight(Numbers.INT6, codes(5, count, depth, random), scale, 32, offset=offset)
+
+
 def q6_k(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
     six_bits = (codes(6, count, depth, random).view(torch.int8) - 32).view(torch.uint8)
     return QuantizedWeight(Numbers.INT6, six_bits, factors(count, depth, 16, 127, random), 16)
@@ -77,6 +87,13 @@ def q6_k(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
 def q8_0(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
     scale = scales(count, depth, 32, random, torch.float16)
     return QuantizedWeight(Numbers.INT8, codes(8, count, depth, random), scale, 32)
+
+
+def int8_with_zeros(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
+    """GPTQ's."""
+    zero = torch.randint(-127, 128, (count, -(-depth // 128)), generator=random, dtype=torch.int16)
+    scale = scales(count, depth, 128, random, torch.float16).abs()
+    return QuantizedWeight(Numbers.INT8, codes(8, count, depth, random), scale, 128, zero)
 
 
 def int8_by_sixteen(count: int, depth: int, random: torch.Generator) -> QuantizedWeight:
@@ -113,11 +130,13 @@ FORMATS: dict[str, tuple[Make, float]] = {
     "scales of bfloat16": (of_bfloat16, 5.25),
     "four bits per output": (per_output, 4.125),
     "q4_1": (q4_1, 5),
+    "q5_1": (q5_1, 9),
     "q8_0": (q8_0, 8.5),
+    "int8 with zeros": (int8_with_zeros, 8.1875),
     "int8 by sixteen": (int8_by_sixteen, 10),
     "int8 per output": (int8_per_output, 8.125),
     "e4m3 in blocks": (e4m3, 8.25),
     "e4m3 per output": (lambda count, depth, random: e4m3(count, depth, random, depth), 8.125),
     "e2m1": (e2m1, 5),
 }
-OF_FACTORS: dict[str, tuple[Make, float]] = {"q4_k": (q4_k, 4.625), "q6_k": (q6_k, 8.5625)}
+OF_FACTORS: dict[str, tuple[Make, float]] = {"q4_k": (q4_k, 4.625), "q5_k": (q5_k, 8.625), "q6_k": (q6_k, 8.5625)}

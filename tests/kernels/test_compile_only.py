@@ -15,6 +15,7 @@ import pytest
 from kernels.bench import compile_all
 from kernels.bench.compiled import Compiled, table
 from kernels.bench.compiler import read_log
+from kernels.bench.machine_code import spills_in_products
 from kernels.bench.targets import TARGETS, parse
 from kernels.gpu.variant import Variant
 from octavo.cli import main
@@ -114,7 +115,10 @@ def test_a_spill_may_be_allowed_on_some_cards_alone() -> None:
     [
         (("--target", "sm_42"), "no target is called 'sm_42'; there are sm_80"),
         (("--op", "division", "--package", "tests.kernels.toys"), "no operation is called 'division'; there are add"),
-        (("--op", "division"), "no operation is called 'division'; there are chunk_maxima, copy_blocks, draw_tokens"),
+        (
+            ("--op", "division"),
+            "no operation is called 'division'; there are chunk_maxima, combine_experts, copy_blocks",
+        ),
         (("--package", "kernels.oracles"), "no module of kernels.oracles has variants()"),
     ],
 )
@@ -153,6 +157,21 @@ ptxas info    : Used 255 registers, used 1 barriers, 24 bytes cumulative stack s
     assert read_log(log) == {"registers": 255, "spill_bytes": 20, "remark": "products are serialized"}
     with pytest.raises(RuntimeError, match="does not say"):
         read_log("nothing of this kind")
+
+
+def test_a_spill_counts_in_the_innermost_loop_over_products() -> None:
+    """Two loops over products in one over tiles, and a loop without any."""
+    places = ["MOV", "STL [R1]", "LDG", "LDL R2", "BRA 0x0020", "STL [R1+4]", "HMMA.16816", "BRA 0x0060", "LDL R3"]
+    places += ["@!P0 HGMMA.64x64x16", "STL [R1+8]", "@P1 BRA `(.L_x_3) 0x0090", "LDL R4", "BRA 0x0010", "BRA 0x0100"]
+    code = "".join(f"        /*{16 * place:04x}*/    {text} ;\n" for place, text in enumerate(places))
+    assert spills_in_products(code) == 1
+    assert spills_in_products(code.replace("MMA", "FMA")) is None
+    rows = [Compiled("add", "plain", "sm_80", False, spill_bytes=8, spills_in_products=found) for found in (0, 1, None)]
+    assert [row.fault.partition(",")[0] for row in rows] == [
+        "",
+        "spills 8 bytes in its loop over products",
+        "spills 8 bytes",
+    ]
 
 
 def test_the_table_marks_faults() -> None:

@@ -200,6 +200,31 @@ def test_a_common_prefix_with_alibi_and_with_windows() -> None:
     check_attention(case, sliding_window=100)
 
 
+@DTYPES
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 2500}], ids=["all keys", "window"])
+def test_a_token_with_many_keys_is_the_same_alone_in_a_prompt_and_over_a_shared_prefix(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Bit for bit, where threads share its keys, 2,048 each, as where one meets all. A segment ends in the prompt."""
+    case = PagedCase([1, 70, 1, 1, 1], [4300, 4060, 2048, 4500, 2047], head_size=16, block_size=16, dtype=dtype)
+    case.block_tables[3, :264] = case.block_tables[2, :264] = case.block_tables[0, :264]
+    check_attention(case, **options)
+    together, caches = attend(case, **options), (case.key_cache, case.value_cache)
+
+    def alone(sequence: int, first: int, last: int, length: int) -> torch.Tensor:
+        out, starts = torch.empty_like(together[first:last]), torch.tensor([0, last - first], dtype=torch.int32)
+        table, lens = case.block_tables[sequence : sequence + 1], torch.tensor([length], dtype=torch.int32)
+        asked = {**case.options, **options}
+        paged_attention(out, case.query[first:last], *caches, table, lens, starts, **asked)
+        return out
+
+    for sequence, length in enumerate(case.seq_lens.tolist()):
+        first, last = case.query_starts[sequence : sequence + 2].tolist()
+        assert torch.equal(alone(sequence, first, last, length), together[first:last]), sequence
+        for row in (first, (first + last) // 2, last - 1):
+            assert torch.equal(alone(sequence, row, row + 1, length - (last - 1 - row)), together[row : row + 1])
+
+
 def test_what_lies_behind_the_last_key_is_never_used() -> None:
     case = PagedCase([1, 3, 20], [63, 14, 101], num_heads=4, num_kv_heads=2, head_size=32, block_size=16)
     expected = attend(case)

@@ -108,10 +108,10 @@ def test_what_does_not_fit_is_refused() -> None:
             route_experts(*arguments, is_normalized=True)
     with pytest.raises(ValueError, match="7 from 0 on"):
         route_experts(shares, places, rows, torch.zeros(8, dtype=torch.int32), logits, is_normalized=True)
-    for arguments, message in (
+    for of_sum, message in (
         ((normal(4, 9), normal(8, 5), shares, places), "for out"),
         ((normal(4, 9), normal(8, 9).half(), shares, places), "x is torch.float16"),
         ((normal(4, 9), normal(8, 9), shares, places[:3]), "places must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            combine_experts(*arguments)
+            combine_experts(*of_sum)

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.bench import operations
 from kernels.gpu.operations import quantized_product
 from kernels.gpu.quantized import packed_product as module
 from kernels.gpu.quantized import segments
+from kernels.gpu.quantized.factored_scales import factored
 from kernels.gpu.quantized.packed_codes import pack_codes
 from kernels.quantized_weight import Numbers, QuantizedWeight
 from tests.kernels.device import DEVICE
@@ -134,3 +136,24 @@ def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
         wrong = quantized_product(weight, normal(4))
         assert wrong is not None
         wrong.multiply(out, x)
+
+
+def test_scales_that_are_integers_times_one_number_take_a_byte_each() -> None:
+    """To the last bit; others stay as they are."""
+    form = next(form for form in FORMATS if form.name == "Q4_K")
+    weight = form.weight(5, 1100)
+    weight.scale[1, 8:16] = 0
+    found = factored(weight.scale, 4)
+    assert found is not None and weight.offset is not None
+    numbers, factor = found
+    assert numbers.dtype == torch.int8 and factor.shape == (5, 9)
+    assert torch.equal(numbers * factor.repeat_interleave(4, dim=1)[:, :35], weight.scale)
+    packed = pack_codes(weight)
+    assert packed is not None and packed.scale.dtype == torch.int8 and packed.offset_factor is not None
+    weight.scale[0, 0] = torch.nextafter(weight.scale[0, 1] / 3, torch.tensor(9.0))
+    assert factored(weight.scale, 4) is None
+
+
+def test_variants_in_a_folder_of_their_own_are_found() -> None:
+    found = operations.variants()
+    assert {"packed_product", "rounded_product", "rounded_rows", "grouped_product", "group_sums"} <= found.keys()

@@ -14,11 +14,20 @@ import numpy
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu import attention_decode, attention_prefill, attention_rows, attention_scratch, attention_work
+from kernels.gpu import (
+    attention_decode,
+    attention_prefill,
+    attention_rows,
+    attention_scratch,
+    attention_segment,
+    attention_work,
+)
 from kernels.gpu import paged_attention as module
+from kernels.gpu.attention_scratch import new_scratch
+from kernels.gpu.attention_work import PIECE
 from kernels.oracles import reference
 from tests.kernels.cases import PagedCase
 from tests.kernels.device import DEVICE, IS_INTERPRETED
@@ -40,7 +49,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     if not IS_INTERPRETED:
         return
     for name, number in (("SEGMENT", SEGMENT), ("SPAN", SPAN)):
-        for place in (attention_decode, attention_prefill, attention_rows, attention_work):
+        for place in (attention_decode, attention_prefill, attention_rows, attention_segment, attention_work):
             monkeypatch.setattr(place, name, tl.constexpr(number), raising=False)
         for host in (attention_scratch, module):
             monkeypatch.setattr(host, name, number, raising=False)
@@ -148,7 +157,7 @@ def test_scores_so_large_that_a_softmax_without_maximum_overflows() -> None:
 
 @pytest.mark.usefixtures("short_segments")
 def test_caches_of_eight_bits_with_a_scale_for_each_head() -> None:
-    case = PoisonedCase([1, 17, 1], [70, 0, SEGMENT + 18])
+    case = PoisonedCase([1, 17, 1, 9], [70, 0, SEGMENT + 18, 2 * SEGMENT + 18])
     scales = {name: torch.tensor(pair, device=DEVICE) for name, pair in (("key", (0.5, 0.1)), ("value", (0.3, 2.0)))}
     for name, scale in scales.items():
         cache = getattr(case, f"{name}_cache") / scale[:, None, None]
@@ -233,10 +242,76 @@ def test_a_token_is_the_same_in_a_prompt_in_chunks_and_computed_alone(monkeypatc
         assert torch.equal(out, whole[first:last]), (first, last)
 
 
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize(
+    ("dtype", "window", "cap"),
+    [(torch.float16, 0, 3.0), (torch.float32, SEGMENT + 18, 0.0)],  # with a cap, Hopper's tiles are half a segment here
+)
+def test_a_token_is_the_same_in_segments_in_spans_and_whole(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int, cap: float
+) -> None:
+    """Bit for bit: few tokens after a context, as prefix caching, chunks and speculation have them, against each alone
+    and against the same without any line of scratch to be split into."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.einsum("mk,kn->mn", a, b, dtype=dtype))
+    facts = module._gpu(torch.device(DEVICE))
+    monkeypatch.setattr(module, "_gpu", lambda device: dataclasses.replace(facts, num_multiprocessors=7))
+    query_len, context_len = 41, 2 * SPAN * SEGMENT + 30  # two tiles of 64 rows, the second one partly empty
+    seq_len = query_len + context_len
+    case = PoisonedCase([query_len], [context_len], num_heads=3, num_kv_heads=1, dtype=dtype)
+    case.options |= {"sliding_window": window, "logit_soft_cap": cap}
+    caches, found = (case.key_cache, case.value_cache), {}
+    for name, lines in (("whole", 0), ("spans", 3 * query_len), ("segments", 6 * query_len)):
+        scratch = new_scratch(1, seq_len, 3, 32, 200, case.query.device, lines)
+        shared, out = scratch.new_pass(), torch.full_like(case.query, float("nan"))
+        paged_attention(out, *case.arguments, **case.options, shared=shared)
+        ((_, columns),) = shared.plans.items()
+        found[name] = out
+        if IS_INTERPRETED and not window:
+            assert columns[PIECE.value].tolist() == [{"whole": 0, "spans": SPAN, "segments": 1}[name]]
+    for name, out in found.items():
+        assert torch.equal(out, found["whole"]), name
+    for token in (0, 1, 20, 21, 22, query_len - 1):
+        out = torch.empty_like(case.query[:1])
+        lens = torch.tensor([context_len + token + 1], dtype=torch.int32, device=DEVICE)
+        starts, options = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), case.options | {"max_query_len": 1}
+        of_step = (case.block_tables, lens, starts)
+        paged_attention(out, case.query[token : token + 1], *caches, *of_step, **options)
+        assert torch.equal(out[0], found["whole"][token]), token
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_layers_share_a_plan_for_each_window_and_one_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = PoisonedCase([1, 9], [SEGMENT + 28, 90])
+    shared = new_scratch(2, 200, 6, 32, 132, case.query.device).new_pass()
+    for window in (0, 70, 0, 70):
+        out = torch.full_like(case.query, float("nan"))
+        paged_attention(out, *case.arguments, **case.options, sliding_window=window, shared=shared)
+        assert torch.equal(out, attend(case, sliding_window=window))
+    assert len(shared.plans) == 2
+    for changed, message in (
+        (new_scratch(2, 200, 6, 64, 132, case.query.device), "is not for 6 heads of 32"),
+        (new_scratch(2, 200, 6, 32, 1, case.query.device), "is not for 3 multiprocessors"),
+    ):
+        if IS_INTERPRETED:
+            with pytest.raises(ValueError, match=message):
+                attend(case, shared=changed.new_pass())
+    monkeypatch.setattr(attention_scratch, "FEW_LINES", 0)
+    with pytest.raises(ValueError, match="these sequences may need 4"):
+        small = new_scratch(1, 5, 6, 32, 132, case.query.device)
+        attend(case, max_seq_len=3 * SPAN * SEGMENT // 2, shared=small.new_pass())
+
+
 # No shrinking: hundreds of runs in the interpreter for an example that is small already.
-@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
+@settings(
+    max_examples=12,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # it is the same for all
+)
+@pytest.mark.usefixtures("short_segments")
 @given(
-    lens=st.lists(st.tuples(st.integers(1, 24), st.integers(0, 90)), min_size=1, max_size=3),
+    lens=st.lists(st.tuples(st.integers(1, 24), st.integers(0, 200)), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 3, 5]),
     num_kv_heads=st.integers(1, 2),
     block_size=st.sampled_from([8, 16, 48]),

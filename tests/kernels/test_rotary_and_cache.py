@@ -16,6 +16,8 @@ from tests.kernels.rows import normal
 from tests.kernels.stores import bits
 
 rotary_and_cache: Callable[..., None] = module.rotary_and_cache
+exact_rotary_and_cache: Callable[..., None] = reference.rotary_and_cache
+cpu_rotary_and_cache: Callable[..., None] = cpu.rotary_and_cache
 
 SLOTS = torch.tensor([3, 39, -1, 0, 17, -1, 16], device=DEVICE)
 ROUNDED = pytest.mark.skipif(
@@ -55,7 +57,7 @@ def test_keys_are_rotated_on_their_way_and_the_query_in_place(
     positions, table = torch.tensor([0, 3, 30, 3, 7, 1, 29], device=DEVICE), normal(31, rotary_size, seed=2)
     ours, expected = (caches(num_kv_heads, head_size, stored) for _ in range(2))
     rotary_and_cache(query, key, value, positions, table, *ours, SLOTS)
-    reference.rotary_and_cache(exact_query, exact_key, exact_value, positions, table, expected[0], expected[1], SLOTS)
+    exact_rotary_and_cache(exact_query, exact_key, exact_value, positions, table, expected[0], expected[1], SLOTS)
     assert torch.equal(value, exact_value)
     # A GPU may round a product and a sum at once, torch rounds twice: one unit in the last place of either type.
     unit = max(torch.finfo(dtype).eps, torch.finfo(stored).eps)
@@ -71,7 +73,7 @@ def test_keys_and_values_are_divided_by_their_heads_scales() -> None:
     scales = {name: torch.tensor([0.1, 3.0], device=DEVICE) for name in ("key_scale", "value_scale")}
     ours, expected = (caches(2, 64, torch.float8_e4m3fn) for _ in range(2))
     rotary_and_cache(query.clone(), key.clone(), value, positions, table, *ours, SLOTS, **scales)
-    reference.rotary_and_cache(query, key, value, positions, table, expected[0], expected[1], SLOTS, **scales)
+    exact_rotary_and_cache(query, key, value, positions, table, expected[0], expected[1], SLOTS, **scales)
     torch.testing.assert_close(ours[0].float(), expected[0].float(), rtol=0.125, atol=1e-2, equal_nan=True)
     assert torch.equal(bits(ours[1]), bits(expected[1]))
 
@@ -115,7 +117,7 @@ def test_heads_are_normed_before_they_are_turned(
         heads.copy_(rows.view(heads.shape))
     rotary_and_cache(*one_by_one, positions, table, *twin, SLOTS)
     exact_weights = {"query_norm": weights[0].double(), "key_norm": weights[1].double()}
-    reference.rotary_and_cache(
+    exact_rotary_and_cache(
         *exact, positions, table.double(), expected[0], expected[1], SLOTS, **exact_weights, **options
     )
     # Three roundings: of the norm, of its weighting, of the rotation; each of numbers up to twice as large.
@@ -137,11 +139,11 @@ def test_a_cpu_norms_heads_as_the_oracle_does(rotary_size: int) -> None:
         [torch.full((5, 2, 8, 16), torch.nan, dtype=kind) for _ in range(2)] for kind in (torch.float32, torch.float64)
     )
     names = ("query_norm", "key_norm")
-    cpu.rotary_and_cache(
+    cpu_rotary_and_cache(
         query, key, value, positions, table, *ours, slots, **dict(zip(names, weights, strict=True)), norm_eps=1e-5
     )
     doubled = {name: weight.double() for name, weight in zip(names, weights, strict=True)}
-    reference.rotary_and_cache(*exact, positions, table.double(), *expected, slots, **doubled, norm_eps=1e-5)
+    exact_rotary_and_cache(*exact, positions, table.double(), *expected, slots, **doubled, norm_eps=1e-5)
     torch.testing.assert_close(query.double(), exact[0], rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(ours[0].double(), expected[0], rtol=3e-6, atol=3e-6, equal_nan=True)
 

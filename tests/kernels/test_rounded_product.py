@@ -128,6 +128,20 @@ def test_cards_without_such_products_and_formats_without_such_layouts_keep_rows_
     assert isinstance(quantized_product(weight_of("int8", 5, 256), None), RoundedLinear)
 
 
+@by_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_does_not_become_one(kind: str, value: float) -> None:
+    """In its row alone; where rows have one scale that is given, what is beyond it is cut."""
+    x, out = normal(3, 300), normal(3, 5)
+    x[1, 7] = value
+    product = quantized_product(weight_of(kind, 5, 300), None)
+    assert product is not None
+    product.multiply(out, x)
+    if "static" not in kind:
+        assert not out[1].isfinite().any()
+    assert out[::2].isfinite().all()
+
+
 def test_no_row_is_nothing_and_what_does_not_fit_is_refused() -> None:
     product, x, out = quantized_product(weight_of("int8", 5, 40), None), normal(3, 40), normal(3, 5)
     assert product is not None

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -85,12 +86,12 @@ def test_a_thread_that_ends_gives_its_memory_back() -> None:
 ROWS, CACHE, ANGLES = torch.zeros(2, 2, 16), torch.zeros(1, 2, 16, 16), torch.zeros(9, 16)
 POSITIONS, INTEGERS, STARTS = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1).int(), torch.zeros(2).int()
 FLAT, WEIGHT, ADAPTERS = torch.zeros(2, 16), torch.ones(16), torch.zeros(2).int()
-ATTENTION = {"scale": 1.0, "max_query_len": 1, "max_seq_len": 1}
 
 
 def attend(**changed: torch.Tensor) -> None:
-    tensors = {"out": ROWS, "query": ROWS, "key_cache": CACHE, "value_cache": CACHE, "block_tables": INTEGERS}
-    cpu.paged_attention(**{**tensors, "seq_lens": STARTS[:1], "query_starts": STARTS, **changed}, **ATTENTION)
+    arguments: dict[str, Any] = {"out": ROWS, "query": ROWS, "key_cache": CACHE, "value_cache": CACHE}
+    arguments |= {"block_tables": INTEGERS, "seq_lens": STARTS[:1], "query_starts": STARTS}
+    cpu.paged_attention(**arguments | changed, scale=1.0, max_query_len=1, max_seq_len=1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from kernels import cpu
 from kernels.cpu import library as library_module
 from kernels.cpu.library import Library, TilesError, at_level, library
+from kernels.cpu.native import build
 from kernels.cpu.native.build import EMULATED, usable_levels
 from kernels.cpu.products.matmul import matmul
 from kernels.cpu.products.packed_weight import pack_pairs
@@ -114,10 +115,15 @@ def test_numbers_that_are_none_stay_in_their_row() -> None:
     assert spoilt[11].isnan().all() and torch.equal(spoilt[rest], clean[rest])
 
 
+def test_tiles_may_be_asked_for_again() -> None:
+    assert [library().begin_tiles() for _ in range(3)] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("failed", "reason"), [(errno.ENOSPC, "refuses them: No space"), (-1, "multiplies wrongly")])
 def test_without_leave_or_right_products_the_next_level_is_taken(
-    failed: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failed: int, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv("KERNELS_CPU_LEVEL", raising=False)
     plain, check = library_module.load("plain"), library_module._check_tiles
 
     def load(name: str) -> Library:
@@ -126,10 +132,10 @@ def test_without_leave_or_right_products_the_next_level_is_taken(
 
     monkeypatch.setattr(library_module, "load", load)
     monkeypatch.setattr(library_module, "_in_use", [])
-    monkeypatch.setattr(library_module.build, "usable_levels", lambda: ["plain", EMULATED])
+    monkeypatch.setattr(build, "usable_levels", lambda: ["plain", EMULATED])
     assert library() is plain
-    said = capsys.readouterr().err
-    assert reason in said and said.endswith("; CPU kernels are those for plain\n") and said.count("\n") == 1
+    (said,) = caplog.messages
+    assert reason in said and said.endswith(": CPU kernels are those for plain")
     monkeypatch.setattr(library_module, "_in_use", [])
     monkeypatch.setenv("KERNELS_CPU_LEVEL", EMULATED)
     with pytest.raises(TilesError, match=reason):

@@ -287,6 +287,7 @@ FORMATS: dict[str, Format] = {
     "gptq-symmetric-v2": gptq(is_symmetric=True, version=2),
     "gptq-order": gptq(has_order=True, is_symmetric=True),
     "gptq-8-bits": gptq(bits=8),
+    "gptq-8-bits-symmetric": gptq(bits=8, is_symmetric=True),
     "packed": packed(),
     "packed-asymmetric": packed(is_symmetric=False),
     "packed-all": packed(-1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -18,7 +19,10 @@ from kernels.gpu import paged_attention, reshape_and_cache, rotary_and_cache
 from octavo.cli import main
 from scheduler_svc.models.served_model import fingerprint_of
 from tests.tiny_models import make_tiny_model
+from tests.worker.fake_model import FakeModel, fake_config
+from worker_svc.cache.cache_sizing import Limits
 from worker_svc.config import WorkerConfig
+from worker_svc.host.device_memory import HostMemory
 from worker_svc.models.cache_scales import CacheScales, calibrated_path
 from worker_svc.models.checkpoint_scales import numbers_of, scales_of_checkpoint
 from worker_svc.models.config import ModelConfig, ModelError
@@ -29,6 +33,9 @@ from worker_svc.models.parts import ModelPart
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.stages import Stages
 from worker_svc.service.worker_service import WorkerService
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.profile import Profiler
+from worker_svc.steps.worker import Worker
 from worker_svc.tokenizers.tokenizer_files import TokenizerFiles
 
 LAYERS, HEADS = 3, 2
@@ -226,13 +233,41 @@ def test_a_file_that_is_given_is_first_then_the_checkpoint_then_what_was_measure
     given = tmp_path / "given.json"
     for model in (folder, scaled):
         config = ModelConfig.from_folder(model)
-        with capture_logs() as lines:
-            assert find_scales(model, config, "auto", None) == scales(1.0 if model == folder else 2.0)
-        assert ("warning" in [line["log_level"] for line in lines]) == (model == folder)
+        assert find_scales(model, config, "auto", None) == scales(1.0 if model == folder else 2.0)
         scales(3.0).write(calibrated_path(config.model_hash), "tiny", config.model_hash)
         assert find_scales(model, config, "auto", None) == scales(3.0 if model == folder else 2.0)
         scales(4.0).write(given, "tiny", config.model_hash)
         assert find_scales(model, config, "auto", given) == scales(4.0)
+
+
+class Writing(FakeModel):
+    """Has a key of this size in its cache."""
+
+    def __init__(self, config: ModelConfig, key: float) -> None:
+        super().__init__(config)
+        self._key = key
+
+    def forward(self, token_ids, positions, caches, attention, logits_rows, reader=None, out=None):
+        caches[0][0][0, 0, 0, 0] = self._key
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
+
+
+@pytest.mark.parametrize(
+    ("scale", "key", "said"),
+    [
+        (1.0, 416.0, ("keys or values beyond 448 are cut in the cache of 8 bits, which has no scales", None)),
+        (1.0, -448.0, ("keys or values are cut in the cache of 8 bits, which has no scales", "0")),
+        (2.0, 448.0, ("keys or values are cut in the cache of 8 bits", "0")),
+        (2.0, -416.0, None),
+    ],
+)
+def test_a_first_step_tells_which_layers_are_cut(scale: float, key: float, said: tuple[str, str | None] | None) -> None:
+    config = replace(fake_config(), cache_scales=CacheScales(((scale,),), ((1.0,),)))
+    runner = ModelRunner(Writing(config, key), config, 4, cache_dtype=torch.float8_e4m3fn)
+    with capture_logs() as lines:
+        Profiler(runner, HostMemory()).measure(Limits(2, 16, 64))
+    warnings = [(line["event"], line.get("layers")) for line in lines if line["log_level"] == "warning"]
+    assert warnings == ([said] if said else [])
 
 
 def test_workers_with_other_scales_serve_another_model() -> None:
@@ -248,12 +283,6 @@ def test_workers_with_other_scales_serve_another_model() -> None:
 
 
 def _info(scales: CacheScales | None) -> Any:
-    import asyncio
-
-    from tests.worker.fake_model import FakeModel, fake_config
-    from worker_svc.steps.model_runner import ModelRunner
-    from worker_svc.steps.worker import Worker
-
     config = replace(fake_config(), cache_scales=scales)
     worker = Worker(ModelRunner(FakeModel(config), config, 4), WorkerConfig(kv_cache_dtype="fp8", max_model_len=64))
     service = WorkerService(worker, config, TokenizerFiles({}))

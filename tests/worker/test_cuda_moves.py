@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels.oracles import reference
 from protos import worker_pb2
-from tests.worker.fake_model import FakeModel, decode, fake_config, prefill, u32
+from tests.worker.fake_model import FakeModel, decode, fake_config, prefill, slots_u16, u32
 from tests.worker.late_outputs import Arrivals
 from tests.worker.simulated_device import Operation, SimulatedDevice, addresses
 from worker_svc.cache.cuda_moves import CudaMoves
@@ -193,6 +193,16 @@ class TouchingModel(FakeModel):
         super().__init__()
         self.simulated, self.steps = simulated, list[Operation]()
 
+    @classmethod
+    def in_a_worker(cls, simulated: SimulatedDevice) -> tuple[TouchingModel, StepPipeline]:
+        """With 16 blocks of 4 tokens, and 8 on the host."""
+        model = cls(simulated)
+        runner = ModelRunner(model, fake_config(16), block_size=4)
+        runner.allocate_cache(16, 8)
+        runner.cache._moves = CudaMoves(runner.cache.store, 8, 1, 2)
+        states = SequenceStates(4, 16, 4, 16, 8)
+        return model, StepPipeline(runner, states, 64, Arrivals().when_here, lambda: None, lambda: None)
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -201,22 +211,19 @@ class TouchingModel(FakeModel):
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
         reader: LogitReader | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys = caches[0][0]
         tables = zip(attention.block_tables.tolist(), attention.seq_lens.tolist(), strict=True)
         read = [keys[block].data_ptr() for table, length in tables for block in table[: -(-length // 4)]]
         written = [keys[slot // 4].data_ptr() for slot in attention.slot_mapping.tolist()]
         self.steps.append(self.simulated.enqueue("step", lambda: None, read, written))
-        return super().forward(token_ids, positions, caches, attention, logits_rows, reader)
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
 
 
 def test_a_worker_has_steps_wait_for_their_own_blocks(device: SimulatedDevice) -> None:
-    model = TouchingModel(device)
-    runner = ModelRunner(model, fake_config(16), block_size=4)
-    runner.allocate_cache(16, 8)
-    runner.cache._moves = CudaMoves(runner.cache.store, 8, 1, 2)
-    states, pairs = SequenceStates(4, 16, 4, 16, 8), worker_pb2.BlockPairs
-    pipeline = StepPipeline(runner, states, 64, Arrivals().when_here, lambda: None, lambda: None)
+    model, pipeline = TouchingModel.in_a_worker(device)
+    pairs = worker_pb2.BlockPairs
     first = prefill(1, [[3, 4, 5, 6, 7], [8, 9, 3]], max_len=16)  # in blocks 0 to 3 and 4 to 7
     second, third, fourth = (decode(number, slots) for number, slots in ((2, [1]), (3, [1]), (4, [0, 1])))
     second.swap_out.CopyFrom(pairs(pairs_u32=u32([0, 5, 1, 2, 9, 3])))
@@ -226,6 +233,26 @@ def test_a_worker_has_steps_wait_for_their_own_blocks(device: SimulatedDevice) -
     assert list(device.unordered()) == []
     assert model.steps[2].after == set(model.steps[:2]), "of the swapped blocks it has none"
     assert len(model.steps[3].after - set(model.steps)) > 0
+
+
+def test_after_a_failed_step_its_swaps_are_waited_for_as_ever(device: SimulatedDevice) -> None:
+    model, pipeline = TouchingModel.in_a_worker(device)
+    results: list[worker_pb2.StepResult] = []
+    failing = decode(2, [1])
+    failing.swap_out.CopyFrom(worker_pb2.BlockPairs(pairs_u32=u32([0, 5, 1, 6])))
+    failing.swap_in.CopyFrom(worker_pb2.BlockPairs(pairs_u32=u32([7, 9])))
+    again = prefill(3, [[3, 4, 5], [8, 9, 3]], max_len=16)
+    again.resume_after, again.released_slots_u16 = 2, slots_u16([0, 1])
+    again.groups[1].sequences[0].block_table[:] = [9, 10, 11, 12]
+    pipeline.take(prefill(1, [[3, 4, 5, 6, 7], [8, 9, 3]], max_len=16), StepTimer(0), results.append)
+    model.error = RuntimeError("no more")
+    for step in (failing, again):
+        pipeline.take(step, StepTimer(0), results.append)
+    statuses = worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_FAILED, worker_pb2.STEP_STATUS_OK
+    assert tuple(result.status for result in results) == statuses
+    assert list(device.unordered()) == []
+    moved = [operation for operation in model.steps[2].after if operation.stream is not device.steps]
+    assert len(moved) == 3, "a block is gathered, and one fetched and scattered; what was stored is of no concern"
 
 
 # ---- any sequence of steps -------------------------------------------------------------------------------------------

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kernels import cpu
 from kernels.cpu.layers import layer_stack
+from kernels.cpu.products.layer_product import Product
+from tests.kernels.quantized_weights import FORMATS, Make
+from tests.tiny_models import make_tiny_llama
 from tests.worker.families import FAMILIES, VOCAB_SIZE, make_family
 from tests.worker.model_cases import Stepper
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.fused_layers import FusedLayers
 from worker_svc.models.loader import load_model
+from worker_svc.models.mlp import Mlp
 
 LENGTHS = [1, 7, 83, 83, 83]  # more rows than an MLP takes at once
 FUSED = ["llama-dynamic", "llama-yarn", "llama-yarn-plain", "mistral", "mistral-all", "qwen2", "phi3", "phi3-partial"]
@@ -72,6 +79,46 @@ def test_fused_layers_are_the_single_operations_bit_for_bit(
             assert torch.equal(one, other) and one.isfinite().all()
     finally:
         torch.set_num_threads(before)
+
+
+class QuantizedLinear:
+    """A product of random numbers in a format of checkpoints."""
+
+    def __init__(self, make: Make, out_features: int, in_features: int) -> None:
+        weight = make(out_features, in_features, torch.Generator().manual_seed(in_features))
+        found = cpu.quantized_product(replace(weight, scale=weight.scale / 8), None)
+        assert found is not None
+        self._product, self.weight_bytes = found, found.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self._product.out_features)
+        self._product.multiply(out, x)
+        return out
+
+    def compiled(self, in_features: int) -> Product:
+        return self._product.compiled(in_features)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["awq", "gptq in an order", "int8 per output", "e4m3 in blocks"])
+def test_fused_layers_multiply_quantised_weights(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(make_tiny_llama(tmp_path / "model", hidden_size=192, intermediate_size=224), dtype=dtype)
+    config, make = model.config, FORMATS[kind][0]
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Mlp)
+        heads = config.num_heads * config.head_size
+        layer.qkv = QuantizedLinear(make, heads + 2 * config.num_kv_heads * config.head_size, config.hidden_size)
+        layer.attention_out = QuantizedLinear(make, config.hidden_size, heads)
+        layer.mlp.inner = QuantizedLinear(make, 2 * config.intermediate_size, config.hidden_size)
+        layer.mlp.outer = QuantizedLinear(make, config.hidden_size, config.intermediate_size)
+    assert FusedLayers.is_for(config, model.layers, cpu)
+    monkeypatch.setattr(model, "_fused", FusedLayers(config, model.layers))
+    fused = logits_of(model)
+    monkeypatch.setattr(model, "_fused", None)
+    for one, other in zip(fused, logits_of(model), strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
 
 
 @pytest.mark.parametrize(("weights", "dtype"), KINDS)

@@ -128,6 +128,10 @@ def test_scales_bring_large_keys_into_a_cache_of_8_bits(
 def test_greedy_tokens_are_those_of_transformers(
     model: Model, expected: list[tuple[list[int], torch.Tensor]], has_graphs: bool
 ) -> None:
+    check_greedy_tokens(model, expected, has_graphs=has_graphs)
+
+
+def check_greedy_tokens(model: Model, expected: list[tuple[list[int], torch.Tensor]], *, has_graphs: bool) -> None:
     """One prompt in two chunks, the other beside its second one; every step is sent off before the last one's tokens
     are here, and with graphs every one is replayed."""
     backends: list[ReplayedGraphs] = []
@@ -143,6 +147,8 @@ def test_greedy_tokens_are_those_of_transformers(
     num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE
     runner.allocate_cache(num_blocks, 0)
     runner.allocate_scratch(MAX_SEQS, MAX_LEN)
+    assert runner._scratch is not None
+    runner._scratch.totals.fill_(-1)
     for store in (store for layer in runner.cache.layers for store in layer):
         store.fill_(torch.nan)
     states, arrivals = SequenceStates(MAX_SEQS, MAX_LEN, BLOCK_SIZE, num_blocks), Arrivals()
@@ -169,4 +175,6 @@ def test_greedy_tokens_are_those_of_transformers(
         assert [*prompt, *tokens] == sequence
     if backends:
         assert sum(backends[0].replays) == len(steps)
+    totals = runner._scratch.totals[:, 0]
+    assert (totals[: len(PROMPTS)] > 0).all() and (totals[len(PROMPTS) :] == -1).all(), "a line a sequence"
     states.check_integrity()

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from protos import inference_pb2, worker_pb2
-from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.mirror.sequence_states import UNKNOWN, SequenceStates
+from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.sampling.logit_adjustments import LogitAdjustments
 from worker_svc.sampling.token_counts import TokenCounts
 
@@ -250,6 +251,22 @@ def test_counts_follow_the_mirror_whatever_happens_to_a_slot(data: st.DataObject
             expected = np.bincount(history[num_prompt:], minlength=VOCAB_SIZE)
             assert generated_counts[row].tolist() == expected.tolist()
             assert is_in_prompt[row].nonzero()[:, 0].tolist() == sorted(set(history[:num_prompt].tolist()))
+
+
+@pytest.mark.parametrize("on_device", [[0], [0, 1], []])
+def test_tokens_that_the_device_alone_knows_are_counted(on_device: list[int]) -> None:
+    """Of both sequences, of one beside one whose token the host has, and of none."""
+    states = states_of(*[{"prompt": [1, 2], "generated": [3], "presence_penalty": 1.0}] * 2)
+    last_tokens = LastTokens("cpu")
+    counts, slots = TokenCounts(VOCAB_SIZE, last_tokens), np.array([0, 1])
+    counts.rows_of(states, slots)
+    last_tokens.put(torch.tensor(slots), torch.tensor([7, 8]))
+    states.token_ids[slots, 3] = [UNKNOWN if slot in on_device else 7 + slot for slot in (0, 1)]
+    states.num_tokens[slots] += 1
+    rows, other = counts.rows_of(states, slots, np.array([5.0]))
+    assert other.tolist() == [5.0], "it came along"
+    for row, last in zip(rows.tolist(), (7, 8), strict=True):
+        assert (counts.counts[row] > 1).nonzero()[:, 0].tolist() == [3, last]
 
 
 def test_a_row_of_counts_begins_anew_with_another_slot() -> None:

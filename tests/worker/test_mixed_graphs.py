@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -118,8 +119,15 @@ def mixed(backend: ReplayedGraphs, model: FakeModel) -> MixedGraphs:
         return model.forward(token_ids, positions, [], attention, rows, out=out)
 
     last_tokens = LastTokens("cpu")
-    sizes = {"vocab_size": 31, "max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "block_size": BLOCK_SIZE}
-    of_decodes = DecodeGraphs(forward, backend, last_tokens, **sizes)
+    of_decodes = DecodeGraphs(
+        forward,
+        backend,
+        last_tokens,
+        vocab_size=31,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+    )
     return MixedGraphs(
         forward, backend, last_tokens, of_decodes, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN
     )
@@ -162,7 +170,7 @@ def test_a_replayed_step_gives_the_bits_of_the_step_itself(monkeypatch: pytest.M
     runs = [Run(model, has_graphs=has_graphs) for has_graphs in (True, False)]
     logits: list[list[torch.Tensor]] = [[], []]
     for run, found in zip(runs, logits, strict=True):
-        watch(run.runner, found)
+        monkeypatch.setattr(run.runner, "_forward", watched(run.runner, found))
         run.step(prefill(1, [[3, 4, 5], [7, 8, 9, 10, 11, 6]], block_size=BLOCK_SIZE, max_len=MAX_LEN))
         run.step(prompt_beside(2, 2, [12, 13, 14, 15, 16], [1, 0]))
     assert all(torch.equal(ours, plain) for ours, plain in zip(*logits, strict=True)) and len(logits[0]) == 2
@@ -173,12 +181,12 @@ def test_a_replayed_step_gives_the_bits_of_the_step_itself(monkeypatch: pytest.M
         assert runs[0].replays == {16: 2}
 
 
-def watch(runner: ModelRunner, found: list[torch.Tensor]) -> None:
-    """Puts a copy of each step's logits into `found`."""
+def watched(runner: ModelRunner, found: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Its pass, which puts a copy of each step's logits into `found`."""
     forward: Callable[..., torch.Tensor] = runner._forward
 
-    def watched(*arguments: object) -> torch.Tensor:
+    def forward_and_keep(*arguments: Any) -> torch.Tensor:
         found.append(forward(*arguments).clone())
         return found[-1]
 
-    runner._forward = watched  # type: ignore[method-assign]
+    return forward_and_keep

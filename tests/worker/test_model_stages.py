@@ -69,7 +69,9 @@ class Pipeline:
         attention: AttentionMetadata,
         logits_rows: torch.Tensor,
         reader: LogitReader | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert out is None, "stages are not captured"
         for part, model in zip(self.parts, self.models, strict=True):
             own = caches[part.layers.start : part.layers.stop]
             logits = model.forward(token_ids, positions, own, attention, logits_rows, reader if part.is_last else None)

@@ -93,6 +93,12 @@ def test_a_format_says_how_rows_are_rounded_too(
     assert weight.input_scale == (None if input_scale is None else pytest.approx(input_scale))
 
 
+@pytest.mark.parametrize("name", ["gptq-8-bits-symmetric", "int8-channel", "float8-channel"])
+def test_symmetric_weights_of_eight_bits_have_no_zero(name: str) -> None:
+    format_ = FORMATS[name]
+    assert tensor_of(format_.config, format_.quantise(WEIGHT)[0]).read(range(72), range(192), CPU).zero is None
+
+
 def test_inputs_of_an_act_order_are_in_groups_once_they_are_ordered() -> None:
     format_ = gptq(has_order=True)
     leaves, _ = format_.quantise(WEIGHT)
@@ -190,6 +196,10 @@ PER_TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor"}
             compressed("int-quantized", PER_TENSOR | {"strategy": "tensor_group"}, None),
             "strategy 'tensor_group' is not",
         ),
+        (
+            compressed("pack-quantized", {"num_bits": 4, "group_size": "128"}, None),
+            "group_size must be -1 or a positive integer, not '128'",
+        ),
         (compressed("dense", PER_TENSOR, None) | {"sparsity_config": {"format": "sparse-24"}}, "sparse weights is not"),
         (compressed("dense", PER_TENSOR, None) | {"transform_config": {"a": 1}}, "with a transform_config is not read"),
     ],
@@ -210,6 +220,12 @@ def test_what_is_not_read_is_refused_by_its_config(config: dict[str, Any], compl
             "qzeros is [5, 9], the layer's other tensors make",
         ),
         ("awq-32", {"qweight": torch.zeros(190, 9, dtype=torch.int32)}, "190 inputs do not divide into groups of 32"),
+        (
+            "awq-all",
+            {"qweight": torch.zeros(0, 9, dtype=torch.int32)},
+            "awq layer {}: qweight is [0, 9], which holds no numbers",
+        ),
+        ("gptq-order", {"g_idx": None}, "gptq layer {}: the checkpoint has no tensor g_idx, which says the order"),
         ("gptq-v1", {"qweight": None}, "gptq layer {}: the checkpoint has no tensor qweight"),
         ("gptq-v1", {"qweight": torch.zeros(24, 72)}, "qweight is float32 [24, 72], not int32 of 2 dimensions"),
         ("gptq-v1", {"scales": torch.ones(6, 71)}, "scales is [6, 71], the layer's other tensors make it [6, 72]"),
@@ -276,6 +292,30 @@ def test_a_layer_that_no_group_is_for_is_refused() -> None:
     groups = {"group_0": config["config_groups"]["group_0"] | {"targets": ["re:.*down_proj"]}}
     with pytest.raises(ModelError, match=f"{LAYER}: it is quantised, and none of the config_groups is for it"):
         tensor_of(config | {"config_groups": groups}, packed().quantise(WEIGHT)[0])
+
+
+@pytest.mark.parametrize("structure", [[128, 128], "128x128", None])
+def test_blocks_of_compressed_tensors(structure: object) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": structure}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+    leaves, expected = fp8_blocks().quantise(WEIGHT)
+    renamed = {"weight": leaves["weight"], "weight_scale": leaves["weight_scale_inv"]}
+    weight = tensor_of(compressed("float-quantized", weights, inputs), renamed).read(range(72), range(192), CPU)
+    assert torch.equal(weight.dequantized(), expected) and weight.inputs is Inputs.E4M3_BY_GROUP
+
+
+def test_a_group_of_all_inputs_is_a_scale_an_output() -> None:
+    leaves, expected = packed(-1).quantise(WEIGHT)
+    config = packed(-1).config
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": -1}
+    assert torch.equal(tensor_of(config, leaves).read(range(72), range(192), CPU).dequantized(), expected)
+
+
+def test_inputs_with_a_zero_of_their_own_are_rounded_around_0() -> None:
+    format_ = FORMATS["int8-channel"]
+    others = {"input_scale": torch.tensor([0.1]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
+    weight = tensor_of(format_.config, format_.quantise(WEIGHT)[0] | others).read(range(72), range(192), CPU)
+    assert weight.inputs is Inputs.INT8 and weight.input_scale is None
 
 
 def test_plain_layers_of_a_quantised_checkpoint_stay_as_they_are() -> None:

@@ -32,7 +32,9 @@ from worker_svc.models.linear import take_linear
 from worker_svc.models.loader import Model, load_model
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
+from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.separate_products import SeparateProducts
+from worker_svc.models.stored_tensor import MadeTensor, StoredTensor
 from worker_svc.models.weights import CheckpointWeights
 from worker_svc.parallel.ranks import Ranks
 
@@ -286,6 +288,10 @@ def test_memory_is_asked_for_what_products_keep(tmp_path: Path, monkeypatch: pyt
     load(quantised)
     norms = 5 * 64
     assert needed == [4 * (2 * table + layers + norms), 4 * (2 * table + norms) + layers]
+    described = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
+    load(quantised)  # its own head is not read
+    assert needed[2] == needed[1]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
@@ -328,3 +334,40 @@ def test_a_tied_table_of_a_gguf_file_is_multiplied_as_it_is_stored(
         assert torch.equal(greedy(load(read), 1)[1], expected)
     shapes = [(weight.out_features, weight.in_features) for weight in given[-9:]]
     assert shapes == [(128, 64), (64, 64), (384, 64), (64, 192)] * 2 + [(VOCAB_SIZE, 64)]
+
+
+@pytest.mark.parametrize("name", ["awq-32", "gptq-8-bits", "packed", "int8-channel", "fp8", "fp8-blocks"])
+def test_dummy_weights_are_quantised_as_the_config_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are those of one model on all ranks, near in size to what other dummy weights are."""
+    quantised, twin = make(tmp_path, "mixtral", FORMATS[name])
+    given: list[QuantizedWeight] = []
+    monkeypatch.setattr(cpu, "quantized_product", lambda weight, bias, keep: given.append(weight))
+    dummy, plain = (
+        load_model(folder, ModelConfig.from_folder(folder, "float32"), "cpu", "dummy") for folder in (quantised, twin)
+    )
+    assert len(given) == 2 * (2 + 2 * 5)  # of attention, and of each expert
+    stored = load_file(quantised / "model.safetensors")
+    (read,) = with_quantized(quantised, cast(Any, dummy.config.weights_format), stored_tensors(stored)).values()
+    expected = cast(QuantizedTensor, read).read(range(64), range(64), torch.device("cpu"))
+    assert (given[1].numbers, given[1].group, given[1].inputs) == (expected.numbers, expected.group, expected.inputs)
+    assert given[1].dequantized().abs().max() <= 64**-0.5
+    logits, others = greedy(dummy, 1)[1], greedy(plain, 1)[1]
+    assert logits.isfinite().all() and 0.1 < logits.std() / others.std() < 10
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        part = ModelPart.of(ModelConfig.from_folder(quantised, "float32"), ranks)
+        return greedy(load_model(quantised, part, "cpu", "dummy"), 1)[1]
+
+    for of_rank in on_all_ranks(2, work):
+        torch.testing.assert_close(of_rank, logits, rtol=1e-4, atol=1e-5)
+
+
+def stored_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
+    """Those of one layer's attention output."""
+
+    def made(tensor: torch.Tensor) -> StoredTensor:
+        return MadeTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    return {name: made(tensor) for name, tensor in tensors.items() if "layers.0.self_attn.o_proj" in name}

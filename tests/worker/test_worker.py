@@ -13,6 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from kernels import select
 from octavo.shared.cores import allowed_cores
 from protos import worker_pb2
 from tests.worker.fake_model import FakeModel, decode, fake_config, next_token, prefill, tokens_of
@@ -136,6 +137,22 @@ def test_a_terminal_sees_what_a_worker_does_before_it_is_ready(
         worker.initialize(worker.bounds).result(DEADLINE_S)
     rows = ["warming up: the first steps", "warming up: copies of cache blocks", ""] if is_terminal else []
     assert capsys.readouterr().err == "".join(f"\r{row}\x1b[K" for row in rows)
+
+
+def test_attentions_scratch_is_there_before_graphs_and_for_the_limits_that_were_agreed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(select._MODULES, "cpu", "kernels.gpu.operations")
+    runner = ModelRunner(FakeModel(), fake_config(), CONFIG.block_size)
+    worker = Worker(runner, CONFIG)
+    worker.initialize(worker.bounds).result()
+    assert runner._scratch is not None and runner.graph_sizes == worker.graph_sizes == []
+    heads = (fake_config().num_heads, fake_config().head_size)
+    assert runner._scratch.sums.shape == (8192, *heads)
+    num_bytes = sum(getattr(runner._scratch, name).nbytes for name in runner._scratch.__slots__)
+    assert num_bytes == runner.scratch_bytes(worker.bounds.max_num_seqs, worker.bounds.max_model_len)
+    runner.release_cache()
+    assert runner._scratch is None
 
 
 @pytest.mark.usefixtures("core_times_are_counted")

@@ -3,9 +3,9 @@
 A swap goes in pieces of what an area on the device holds (`kernels.gpu.swap_blocks`). Each way has some areas, used in
 turn, and two streams, so that one piece is on the bus while the next one is gathered or the last one is scattered:
 
-    steps      ... step N │ step N + 1 ...                          steps      ... step N │ step N + 1 ...
-    gathers               └ 1 │ 2 │       │ 3 │                     fetches    │   1   │   2   │   3   │
-    stores                    │   1   │   2   │   3   │             scatters              │ 1 │   │ 2 │   │ 3 │
+    steps      ... step N │ step N + 1 ...                      steps      ... step N │ step N + 1 ...
+    gathers               │ 1 │ 2 │   │ 3 │                     fetches    │  1  │  2  │   │  3  │
+    stores                    │   1   │   2   │   3   │         scatters              │ 1 │ 2 │   │ 3 │
 
 What a piece or a step comes after, as far as a block of its own was in the way:
 
@@ -17,7 +17,7 @@ What a piece or a step comes after, as far as a block of its own was in the way:
     written by a step          a scatter to the block, and a gather that reads it
 
 A piece also comes after the one that was in its area before. The small copies of steps, inputs and tokens, share the
-bus: they are behind a piece at most, not behind a swap.
+bus: they are behind the pieces that are under way at most, not behind a swap.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ __all__ = ["DTYPES", "ModelConfig", "ModelError"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
+_BYTES_A_NUMBER = {"int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8, "fp8": 1}  # by `--quantization`
 _HASHED_BYTES = 16 << 20
 _NUM_SAMPLES = 256  # with what they read, the most that a slow disk does in a second or two
 _SAMPLE_BYTES = 4096
@@ -52,7 +53,7 @@ class ModelConfig:
     model_name: str
     model_hash: str  # over config, weight headers and samples of the weights: same hash, same model
     impl: Literal["octavo", "transformers"] = "octavo"  # whose code computes the layers
-    quantization: str = ""  # of the weights of products when they are loaded: int8, int4, int4-128; empty: none
+    quantization: str = ""  # of the weights of products when they are loaded: int8, int4, int4-128, fp8; empty: none
     weights_format: CheckpointFormat | None = None  # how the checkpoint is quantised; None: not, or as a GGUF file is
     is_batch_invariant: bool = False  # whether a row's products must have the same bits in any batch
     cache_scales: CacheScales | None = None  # of a cache of eight bits; None: it has more
@@ -69,9 +70,9 @@ class ModelConfig:
         layers = self.num_layers * attention + num_products * self.hidden_size * inner
         table = self.vocab_size * self.hidden_size
         if self.weights_format is not None and not self.quantization:
-            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.bits_per_number / 8)
-        of_head = 1 if self.quantization else self.dtype.itemsize
-        of_layers = {"": self.dtype.itemsize, "int8": 1, "int4": 5 / 8, "int4-128": 4.25 / 8}[self.quantization]
+            return 2 * table * self.dtype.itemsize + int(layers * self.weights_format.usual.bits_per_number / 8)
+        of_head = self.dtype.itemsize if self.quantization in ("", "fp8") else 1
+        of_layers = self.dtype.itemsize if not self.quantization else _BYTES_A_NUMBER[self.quantization]
         return table * (self.dtype.itemsize + of_head) + int(layers * of_layers)
 
     @classmethod

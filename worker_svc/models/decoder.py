@@ -71,6 +71,11 @@ class Decoder:
         )
 
     @property
+    def head(self) -> Head | None:
+        """None where another stage has it."""
+        return self._head
+
+    @property
     def is_fused(self) -> bool:
         """Whether all layers are computed in one call of compiled code."""
         return self._fused is not None

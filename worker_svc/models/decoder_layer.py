@@ -150,8 +150,8 @@ class DecoderLayer:
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,
             **self.attention_options,
-            **step.attention_options,
             **self._cache_scales,
+            **step.attention_options,
         )
 
 

@@ -12,7 +12,7 @@ from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder_layer import DecoderLayer
 from worker_svc.models.linear import CompiledLinear
 from worker_svc.models.mlp import Mlp
-from worker_svc.models.norm import RmsNorm
+from worker_svc.models.norm import Norm, RmsNorm
 
 NUM_PRODUCTS = 4  # of a layer: into and out of attention and of the MLP
 
@@ -27,6 +27,7 @@ class FusedLayers:
         from kernels.cpu.layers.layer_workspace import StackShape
 
         style, weights = config.style, []
+        assert style.activation != "relu"
         for layer in layers:
             assert isinstance(layer.mlp, Mlp) and layer.cos_sin is not None
             assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
@@ -105,7 +106,7 @@ class FusedLayers:
 
 def _optional_norms(layer: DecoderLayer) -> dict[str, torch.Tensor]:
     """Weights of the norms that only some families have, by their names in `LayerWeights`."""
-    norms = dict(zip(("query_norm", "key_norm"), layer.head_norms, strict=False))
+    norms: dict[str, Norm | None] = dict(zip(("query_norm", "key_norm"), layer.head_norms, strict=False))
     norms |= {"attention_post_norm": layer.attention_post_norm, "mlp_post_norm": layer.mlp_post_norm}
     return {name: norm.weight for name, norm in norms.items() if isinstance(norm, RmsNorm)}
 

@@ -5,15 +5,34 @@ Rows are sorted by their experts on the device: the host never learns how many e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 import torch
 
+from kernels.e4m3_weight import quantize_e4m3
+from kernels.quantized_weight import QuantizedWeight
 from worker_svc.models.linear import Linear
 from worker_svc.models.mlp import activation
 from worker_svc.models.parts import ModelPart
+from worker_svc.models.quantized.fp8_store import Fp8Store
+from worker_svc.models.quantized.shaping import fit_together, side_by_side
 from worker_svc.models.style import DecoderStyle
 from worker_svc.models.weights import Weights
+
+
+class ExpertWeights(Protocol):
+    """Of all experts: a tensor, or what a device's kernels keep in few bits."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """[experts, outputs, inputs]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of them all."""
 
 
 class GroupedExperts:
@@ -22,18 +41,19 @@ class GroupedExperts:
     def __init__(
         self,
         router: Linear,
-        inner: torch.Tensor,
-        outer: torch.Tensor,
+        inner: ExpertWeights,
+        outer: ExpertWeights,
         style: DecoderStyle,
         kernels: ModuleType,
         numbers: range,
+        multiply: Callable[..., None],
     ) -> None:
         """`inner` [experts, 2 n, hidden], gates and then ups, or without gates [experts, n, hidden]; `outer`
         [experts, hidden, n]: of the experts of these `numbers`; what the router sends to others adds nothing. The style
-        is one with experts."""
+        is one with experts. `multiply`: `grouped_matmul`, or that of such weights."""
         assert style.experts is not None
         self._router, self._inner, self._outer, self._style = router, inner, outer, style.experts
-        self._activate, self._kernels = activation(style, kernels), kernels
+        self._activate, self._kernels, self._multiply = activation(style, kernels), kernels, multiply
         self._first_expert = numbers.start
 
     @property
@@ -52,11 +72,11 @@ class GroupedExperts:
         kernels.route_experts(shares, places, rows, starts, self._router(x), **of_route)
         # Room for the rows of all experts; those that are elsewhere leave the end of it as it is.
         inner = x.new_empty(num_rows, self._inner.shape[1])
-        kernels.grouped_matmul(inner, x, self._inner, starts, rows)
+        self._multiply(inner, x, self._inner, starts, rows)
         activated = inner.new_empty(num_rows, self._outer.shape[2])
         self._activate(activated, inner)
         made = x.new_empty(num_rows, x.shape[1])
-        kernels.grouped_matmul(made, activated, self._outer, starts)
+        self._multiply(made, activated, self._outer, starts)
         out = torch.empty_like(x)
         kernels.combine_experts(out, made, shares, places)
         return out
@@ -65,32 +85,75 @@ class GroupedExperts:
 def take_grouped_experts(
     part: ModelPart, weights: Weights, prefix: str, router: Linear, kernels: ModuleType
 ) -> GroupedExperts:
-    """The weights of this rank's experts, read into two tensors."""
+    """The weights of this rank's experts, read into two tensors, or kept in few bits where the checkpoint has
+    them so and the device multiplies them together."""
     config, style, names = part.whole, part.whole.style, part.whole.style.names
     assert style.experts is not None
-    count, own, size = style.experts.num_experts, part.experts, style.experts.intermediate_size
+    hidden, size = config.hidden_size, style.experts.intermediate_size
     neurons = part.neurons(size, of_experts=True)
+    into = _Product(names.expert_in, size, neurons, hidden, range(hidden))
+    out_of = _Product((names.expert_out,), hidden, range(hidden), size, neurons)
+    for number in range(style.experts.num_experts):
+        if number not in part.experts:
+            for product in (*names.expert_in, names.expert_out):
+                weights.ignore(f"{prefix}{names.expert.format(number)}{product}.weight")
+    prefixes = [prefix + names.expert.format(number) for number in part.experts]
+    inner, outer = (_few_bits(weights, prefixes, product, kernels) for product in (into, out_of))
+    multiply = kernels.grouped_matmul
+    if inner is not None and outer is not None:
+        multiply = kernels.grouped_quantized_matmul
+    else:
+        inner, outer = (_plain(weights, prefixes, product) for product in (into, out_of))
+    return GroupedExperts(router, inner, outer, style, kernels, part.experts, multiply)
 
-    def take(products: tuple[str, ...], num_outputs: int, outputs: range, size: int, inputs: range) -> torch.Tensor:
-        """[experts, products * outputs, inputs]."""
-        tensors: list[str] = []
-        rows: list[range] = []
-        for number in range(count):
-            for product in products:
-                name = f"{prefix}{names.expert.format(number)}{product}.weight"
-                if number in own:
-                    if kind := weights.format_of(name):  # there is no product of many experts' weights of few bits
-                        weights.quantized.note_expanded(kind, "experts are multiplied together")
-                    start = len(tensors) * num_outputs
-                    tensors.append(name)
-                    rows.append(range(start + outputs.start, start + outputs.stop))
-                else:
-                    weights.ignore(name)
-        sizes = [num_outputs] * len(tensors)
-        taken = weights.take_parts(tensors, sizes, size, rows=rows, columns=[inputs])
-        return taken.view(len(own), -1, *taken.shape[1:])
 
-    hidden = config.hidden_size
-    inner = take(names.expert_in, size, neurons, hidden, range(hidden))
-    outer = take((names.expert_out,), hidden, range(hidden), size, neurons)
-    return GroupedExperts(router, inner, outer, style, kernels, own)
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One product of each expert: its names, which are side by side in one, and which outputs and inputs are wanted."""
+
+    names: tuple[str, ...]
+    num_outputs: int  # of a name
+    outputs: range
+    num_inputs: int
+    inputs: range
+
+
+def _plain(weights: Weights, prefixes: Sequence[str], product: _Product) -> torch.Tensor:
+    """[experts, names * outputs, inputs]."""
+    tensors = [f"{prefix}{name}.weight" for prefix in prefixes for name in product.names]
+    for tensor in tensors:
+        if kind := weights.format_of(tensor):
+            weights.quantized.note_expanded(kind, "not all experts can be multiplied together in few bits")
+    starts = [index * product.num_outputs for index in range(len(tensors))]
+    rows = [range(start + product.outputs.start, start + product.outputs.stop) for start in starts]
+    sizes = [product.num_outputs] * len(tensors)
+    taken = weights.take_parts(tensors, sizes, product.num_inputs, rows=rows, columns=[product.inputs])
+    return taken.view(len(prefixes), -1, *taken.shape[1:])
+
+
+def _few_bits(
+    weights: Weights, prefixes: Sequence[str], product: _Product, kernels: ModuleType
+) -> ExpertWeights | None:
+    """None where the device has no product of such experts together, or they are not all of one format."""
+    tensors = [f"{prefix}{name}.weight" for prefix in prefixes for name in product.names]
+    is_whole = len(product.inputs) == product.num_inputs
+    if not hasattr(kernels, "pack_experts") or not tensors:
+        return None
+    packed: ExpertWeights | None
+    if isinstance(weights.store, Fp8Store) and not any(map(weights.format_of, tensors)):
+        packed = kernels.pack_experts(quantize_e4m3(_plain(weights, [prefix], product)[0]) for prefix in prefixes)
+        return packed
+    if not all(weights.format_of(tensor) and (is_whole or weights.can_cut_inputs(tensor)) for tensor in tensors):
+        return None
+
+    def read(prefix: str) -> QuantizedWeight | None:
+        parts = [
+            weights.take_quantized(
+                f"{prefix}{name}.weight", product.num_outputs, product.num_inputs, [product.outputs], product.inputs
+            )
+            for name in product.names
+        ]
+        return side_by_side(parts) if all(fit_together(parts[0], part) for part in parts) else None
+
+    packed = kernels.pack_experts(map(read, prefixes))
+    return packed

@@ -11,6 +11,8 @@ from worker_svc.models.embedding import take_embedding
 from worker_svc.models.linear import take_linear, tied_linear
 from worker_svc.models.norm import NoNorm, Norm, take_norm
 from worker_svc.models.parts import ModelPart, vocabulary_part
+from worker_svc.models.quantized.fp8_store import Fp8Store
+from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.weights import Weights
 
 
@@ -37,11 +39,12 @@ class Head:
             weights.ignore(f"{names.head}.weight")
         table = base + names.embedding if is_tied else names.head
         # A tied table of few bits is multiplied as it is stored; the embedding's own copy is expanded.
-        if is_tied and (weights.store is not None or not weights.format_of(f"{table}.weight")):
+        if is_tied and (isinstance(weights.store, QuantizedStore) or not weights.format_of(f"{table}.weight")):
             embedding = take_embedding(part, weights, base) if embedding is None else embedding
             self._product = tied_linear(weights, names.head, embedding)
         else:
-            self._product = take_linear(weights, [table], [vocab_size], width, outputs=[token_ids])
+            is_exact = isinstance(weights.store, Fp8Store)
+            self._product = take_linear(weights, [table], [vocab_size], width, outputs=[token_ids], is_exact=is_exact)
 
     @property
     def weight_bytes(self) -> int:
@@ -53,7 +56,7 @@ class Head:
     def __call__(
         self, residual: torch.Tensor, update: torch.Tensor, least_rows: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """f32[R, vocab_size] of R rows, whose residual is overwritten; computed with `least_rows` at least.
+        """f32[R, vocab_size], contiguous, of R rows, whose residual is overwritten; computed with `least_rows` at least.
 
         `out`: where they are written; None: to a new tensor.
         """
@@ -65,7 +68,8 @@ class Head:
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         logits = self._of_all_tokens(self._product(hidden)[:num_rows])
-        logits = logits.float() if out is None else out.copy_(logits)  # one pass over them, whatever their type
+        # One pass over them, whatever their type and wherever a rank's pads were cut off.
+        logits = logits.float().contiguous() if out is None else out.copy_(logits)
         if self._cap:
             logits.div_(self._cap).tanh_().mul_(self._cap)
         return logits

@@ -9,6 +9,7 @@ import torch
 
 from worker_svc.models.dense import dense
 from worker_svc.models.fused_parts import in_order, stored_rows
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_layer import drop_zero_biases, take_quantized
 from worker_svc.models.weights import Weights
 
@@ -71,7 +72,7 @@ def take_linear(
             weights.ignore(f"{name}.weight")
             weights.ignore(f"{name}.bias")
         return found
-    if has_quantized and (store is None or is_exact):
+    if has_quantized and (store is None or is_exact or isinstance(store, Fp8Store)):
         return take_quantized(
             weights, names, sizes, in_features, outputs, inputs, is_biased=is_biased, num_turns=num_turns
         )
@@ -91,7 +92,7 @@ def take_linear(
 
 
 def tied_linear(weights: Weights, name: str, weight: torch.Tensor) -> Linear:
-    """A product with a matrix that has been taken for something else."""
-    if weights.store is None:
+    """A product with a matrix that has been taken for something else: a head."""
+    if weights.store is None or isinstance(weights.store, Fp8Store):
         return dense(weight, is_batch_invariant=weights.is_batch_invariant, memory=weights.memory)
     return weights.store.find(name, *weight.shape) or weights.store.make(name, weight)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.select import kernels_for
 from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.memory import GIB, available_bytes
 from worker_svc.models.attention import AttentionMetadata
@@ -24,6 +25,7 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.models.logit_reader import LogitReader
 from worker_svc.models.parts import ModelPart
 from worker_svc.models.quantized.checkpoint_format import with_quantized
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized_store import QuantizedStore
@@ -99,7 +101,8 @@ def load_model(
     weights: Weights
     if load_format == "dummy":
         _check_memory(part, device, config.weights_bytes)
-        weights = DummyWeights(config.dtype, device, seed, QuantizedStore(config) if config.quantization else None)
+        weights = DummyWeights(config.dtype, device, seed, _store(part, device, is_kept=False))
+        weights.weights_format, weights.names = config.weights_format, config.style.names
     else:
         weights = _checkpoint(Path(folder), part, device, load_format)
     weights.is_batch_invariant = config.is_batch_invariant
@@ -117,13 +120,25 @@ def load_model(
 
 def check_quantization(config: ModelConfig, device: torch.device) -> None:
     """Raises ModelError where products cannot be of few bits."""
-    if device.type != "cpu":
-        raise ModelError(f"quantization {config.quantization} is computed on a CPU alone: --device cpu, not {device}")
+    kind, name = ("cuda", "GPU") if config.quantization == "fp8" else ("cpu", "CPU")
+    if device.type != kind:
+        raise ModelError(
+            f"quantization {config.quantization} is computed on a {name} alone: --device {kind}, not {device}"
+        )
     if config.impl == "transformers":
         raise ModelError(
             f"quantization {config.quantization} is for the families that Octavo computes itself; "
             f"{config.architecture} is computed by transformers"
         )
+
+
+def _store(part: ModelPart, device: torch.device, *, is_kept: bool) -> QuantizedStore | Fp8Store | None:
+    """What quantises a model's products; `is_kept`: for later starts, too."""
+    if not part.whole.quantization:
+        return None
+    if part.whole.quantization == "fp8":
+        return Fp8Store(kernels_for(device))
+    return QuantizedStore.of_model(part) if is_kept else QuantizedStore(part.whole)
 
 
 def _check_memory(part: ModelPart, device: torch.device, weights_bytes: int) -> None:
@@ -147,9 +162,10 @@ def _checkpoint(folder: Path, part: ModelPart, device: torch.device, load_format
         tensors = with_quantized(folder, config.weights_format, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_cache_scale(name)}  # in `config` if wanted
     progress = ByteBar(f"loading {config.model_name}", num_bytes)
-    store = QuantizedStore.of_model(part) if config.quantization else None
+    store = _store(part, device, is_kept=True)
     weights = CheckpointWeights(folder, tensors, config.dtype, device, progress, store)
-    _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
+    if device.type == "cpu":
+        _check_memory(part, device, _weights_bytes(config, tensors, weights.quantized))
     return weights
 
 
@@ -157,14 +173,17 @@ def _weights_bytes(config: ModelConfig, tensors: Tensors, quantized: QuantizedPr
     """What the weights of a checkpoint take on the device; of those that are quantised in it, what products keep."""
     if config.quantization or not any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
         return config.weights_bytes
-    total = 0.0
+    total, head = 0.0, f"{config.style.names.head}.weight"
+    is_tied = config.tie_word_embeddings and not isinstance(tensors.get(head), QuantizedTensor)
     for name, tensor in tensors.items():
+        if is_tied and name == head:  # not read
+            continue
         is_table = name.endswith(f"{config.style.names.embedding}.weight")
         of_product = float(config.dtype.itemsize)
         if isinstance(tensor, QuantizedTensor):
             of_product = quantized.bytes_per_number(tensor)
         # Of the embedding rows are copied, so it is expanded; as a tied head it is a product as well.
-        has_product = not is_table or config.tie_word_embeddings
+        has_product = not is_table or is_tied
         bytes_per_number = of_product * has_product + config.dtype.itemsize * is_table
         total += math.prod(tensor.shape) * bytes_per_number
     return int(total)

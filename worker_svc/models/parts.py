@@ -152,7 +152,7 @@ def _check_is_own(config: ModelConfig, refused: str) -> None:
 def _check(config: ModelConfig, size: int, is_expert_parallel: bool) -> None:
     refused = f"tensor_parallel_size {size}"
     _check_is_own(config, refused)
-    if config.quantization:
+    if config.quantization not in ("", "fp8"):
         raise ModelError(
             f"{refused}: quantization {config.quantization} multiplies whole rows: split layers into stages"
         )

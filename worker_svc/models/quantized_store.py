@@ -1,8 +1,9 @@
 """The products of a model that are quantised when it is loaded, to eight bits or four: made once, and read from a file
 at every later start.
 
-A weight whose numbers come from four bits each keeps these, whatever is asked for (`Int4Linear`). Any other is
-quantised: with int8 to eight bits (`Int8Linear`), with int4 to four, but for the head, which takes eight.
+A float32 weight that is one of four bits (`few_bits_fit` finds it) keeps these, whatever is asked for (`Int4Linear`).
+Any other is quantised, and one that the checkpoint has in few bits is expanded first: with int8 to eight bits
+(`Int8Linear`), with int4 to four, but for the head, which takes eight.
 
 The file lies in Octavo's cache, beside the models. Its name holds the model's hash, the type that the weights were read
 in, the quantisation and the version of the layout: a file that is there fits. It is written whole and then renamed. One
@@ -159,7 +160,7 @@ def _record_weight(packed: torch.Tensor, numbers: list[int], *sizes: int) -> Rec
     try:
         codes, scale, offset, group = numbers
         return RecordWeight(Records(Codes(codes), Scale(scale), Offset(offset), group), packed, *sizes)
-    except ValueError:
+    except (ValueError, ZeroDivisionError):  # the latter of a group of no inputs
         return None
 
 

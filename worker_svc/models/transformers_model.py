@@ -180,8 +180,8 @@ def _attend(
         max_seq_len=attention.max_seq_len,
         sliding_window=sliding_window or 0,
         logit_soft_cap=softcap or 0.0,
-        **context.attention_options,
         **scales,
+        **context.attention_options,
     )
     return out[None], None
 

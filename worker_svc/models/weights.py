@@ -20,8 +20,12 @@ from octavo.shared.terminal_row import ByteBar
 from worker_svc.host.huge_pages import HugePages
 from worker_svc.models.checkpoint_files import Tensors
 from worker_svc.models.errors import ModelError
+from worker_svc.models.names import LLAMA, Names
+from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
+from worker_svc.models.quantized.fp8_store import Fp8Store
 from worker_svc.models.quantized.quantized_products import QuantizedProducts
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
+from worker_svc.models.quantized.shaping import side_by_side, some_inputs
 from worker_svc.models.quantized_store import QuantizedStore
 from worker_svc.models.stored_tensor import StoredTensor
 
@@ -29,7 +33,7 @@ from worker_svc.models.stored_tensor import StoredTensor
 class Weights(Protocol):
     """Tensors by name, each to be taken once."""
 
-    store: QuantizedStore | None  # what quantises products to few bits; None: they stay in the model's dtype
+    store: QuantizedStore | Fp8Store | None  # what quantises products; None: they stay in the model's dtype
     quantized: QuantizedProducts  # what makes products of weights that are quantised in the checkpoint
     memory: HugePages  # for packed products
     is_batch_invariant: bool  # set by the loader: whether a row's products have the same bits in any batch
@@ -89,7 +93,7 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device,
         progress: ByteBar,
-        store: QuantizedStore | None = None,
+        store: QuantizedStore | Fp8Store | None = None,
     ) -> None:
         self.store, self.memory = store, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)
@@ -131,9 +135,9 @@ class CheckpointWeights:
         return out
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        if name not in self._left:
+        tensor = self._left.pop(name, None) or self._quantized.get(name)
+        if tensor is None:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
-        tensor = self._left.pop(name)
         self._check_shape(name, tensor, shape)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -188,9 +192,11 @@ class DummyWeights:
     """
 
     is_batch_invariant = False
+    weights_format: CheckpointFormat | None = None  # set by the loader: how products' weights would be quantised
+    names: Names = LLAMA  # likewise: whose are not
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, seed: int, store: QuantizedStore | None = None
+        self, dtype: torch.dtype, device: torch.device, seed: int, store: QuantizedStore | Fp8Store | None = None
     ) -> None:
         self.store, self.memory = store, HugePages()
         self.quantized = QuantizedProducts(device, dtype, self.memory)
@@ -199,8 +205,8 @@ class DummyWeights:
         self._seed, self._generator = seed, torch.Generator(self._drawn_on)
 
     def has(self, name: str) -> bool:
-        """Always: random numbers have every name."""
-        return True
+        """Every name that a model may ask for; none has a bias that it may be without."""
+        return not name.endswith(".bias")
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Ones for a norm, else uniform in +-1/sqrt(last dimension)."""
@@ -229,18 +235,24 @@ class DummyWeights:
         return whole
 
     def format_of(self, name: str) -> str:
-        """None is quantised."""
-        return ""
+        """See `Weights`; of all products but the head and routers."""
+        names = self.names
+        plain = names.embedding, names.head, names.router, names.project_in, names.project_out
+        is_plain = self.weights_format is None or name.removesuffix(".weight").endswith(plain)
+        return "" if self.weights_format is None or is_plain else self.weights_format.name
 
     def can_cut_inputs(self, name: str) -> bool:
-        """Nothing is quantised that could be asked for."""
-        raise KeyError(name)
+        """All can."""
+        return True
 
     def take_quantized(
         self, name: str, out_features: int, in_features: int, rows: Sequence[range], columns: range
     ) -> QuantizedWeight:
-        """Nothing is quantised that could be taken."""
-        raise KeyError(name)
+        """See `Weights`; as `take_parts` draws numbers."""
+        assert self.weights_format is not None
+        self._generator.manual_seed(zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF))
+        whole = self.weights_format.usual.made_up(out_features, in_features, self._generator)
+        return some_inputs(name, side_by_side([whole.rows(some) for some in rows]), columns)
 
     def ignore(self, name: str) -> None:
         """Nothing is stored that could be left."""

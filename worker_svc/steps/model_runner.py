@@ -134,6 +134,11 @@ class ModelRunner:
         """Whether `capture_graphs` captures any."""
         return self._graph_backend is not None
 
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes of the decode steps that have been captured, ascending."""
+        return [] if self._graphs is None else self._graphs.sizes
+
     def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
         """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending."""
         if self._graph_backend is None:
@@ -150,7 +155,7 @@ class ModelRunner:
             scratch=self._scratch,
         )
         self._graphs.capture(most_bytes)
-        return self._graphs.sizes
+        return self.graph_sizes
 
     def capture_mixed_graphs(self, max_num_batched_tokens: int, max_model_len: int, most_bytes: int) -> list[int]:
         """After `capture_graphs`, captures other steps with what it has left of `most_bytes`; returns the captured

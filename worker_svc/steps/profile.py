@@ -20,6 +20,7 @@ from protos import worker_pb2
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.host.device_memory import DeviceMemory
 from worker_svc.mirror.sequence_states import SequenceStates
+from worker_svc.models.found_scales import warn_of_cuts
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
@@ -66,6 +67,8 @@ class Profiler:
             few = -(-num_tokens // longest)
             self._measure(few, num_tokens, is_plain=True)
             _, seconds = self._measure(few, num_tokens, is_plain=True)
+        if (scales := self._runner.config.cache_scales) is not None:
+            warn_of_cuts(scales, self._runner.cache.store)
         self._runner.release_cache()
         return Profile(num_tokens, num_bytes, is_whole, num_tokens / seconds)
 

@@ -103,6 +103,11 @@ class Worker:
         return self._runner.device
 
     @property
+    def graph_sizes(self) -> list[int]:
+        """Rows of the decode steps that are replayed, ascending."""
+        return self._runner.graph_sizes
+
+    @property
     def sizes(self) -> worker_pb2.InitializeResponse | None:
         """What Initialize answered last; None before."""
         return self._sizes

@@ -19,9 +19,10 @@
 // runs of 16 keys later is prefetched. Many rows share a copy of a tile: keys transposed, values as float32.
 //
 // Every row's sums run in one order: over the head's elements, over key tiles that start at multiples of 64, over their
-// keys. Masked keys add exact zeros, as long as their values are finite. So a row's result does not depend on the rows
-// beside it, nor on whether its token is computed alone, within a prompt, within a chunk or over a shared prefix: bit for
-// bit.
+// keys. Segments of 2,048 keys, which start at multiples of that, have a softmax each; these are put together in order
+// (Dao et al. 2023, "Flash-Decoding"), so that threads can share the keys of a single token. Masked keys add exact zeros,
+// as long as their values are finite. So a row's result does not depend on the rows beside it, nor on whether its token is
+// computed alone, within a prompt, within a chunk or over a shared prefix: bit for bit.
 #include "attention.h"
 
 namespace {
@@ -29,9 +30,12 @@ namespace {
 const i64 KEYS = 64;  // of a tile
 const i64 RUN = 16;   // keys that lie one after the other in the cache, where blocks are multiples of it
 const i64 RUNS = KEYS / RUN;
-const i64 QUERY_TILE = 32;   // tokens of a prompt; more leaves the threads of short prompts too few
+// Tokens of a prompt; more leaves the threads of short prompts too few. A longer one copies each key for twice as many.
+const i64 SEGMENT = 2048;  // keys: 1 MB of 128 numbers each, more than a thread waits for
+const i64 QUERY_TILE = 32, LONG_QUERY = 512, TILE_OF_LONG_QUERY = 64;
 const i64 SHARED_TILE = 16;  // sequences over a common prefix
-const int ROWS = 4;          // multiplied at once: 4 x 4 sums and 4 vectors of keys or values
+const int ROWS = 4;          // multiplied at once where keys lie: 4 x 4 sums and 4 vectors of keys or values
+const int MANY_ROWS = HAS_WIDE_REGISTERS ? 6 : 4;  // and by a copy: 6 x 4 sums, for 10 loads
 const int COLUMNS = HAS_WIDE_REGISTERS ? 4 : 1;
 const i64 FEW_ROWS = 8;           // so many are quicker without a copy, though each four of them read anew
 const float NO_MAXIMUM = -1e30f;  // of a row that has met no key: finite, as what is subtracted from scores
@@ -46,6 +50,7 @@ i64 common_keys(const int32_t *table, const int32_t *other, i64 limit, i64 block
 }
 
 i64 query_len(const Attention &a, i64 s) { return a.query_starts[s + 1] - a.query_starts[s]; }
+i64 tile_of(i64 query_len) { return query_len < LONG_QUERY ? QUERY_TILE : TILE_OF_LONG_QUERY; }
 
 // How many sequences from s on are decoded together, and the keys that they share.
 i64 members_of(const Attention &a, i64 s, i64 &shared) {
@@ -76,6 +81,10 @@ struct Keys {
 };
 Keys keys_of(const Attention &a, const QueryTile &tile, i64 phase) {
     i64 s = tile.sequence;
+    if (tile.num_segments) {
+        Keys all = keys_of(a, {s, 1, tile.token, 1, 0, 0, 0, 0, 0}, 1);
+        return {s, larger(all.first, tile.segment * SEGMENT), smaller(all.end, (tile.segment + 1) * SEGMENT)};
+    }
     if (phase == 0) return {s, 0, tile.shared_keys};
     if (tile.num_sequences > 1) return {s + phase - 1, tile.shared_keys, a.seq_lens[s + phase - 1]};
     i64 position = position_of(a, tile, 0);
@@ -236,7 +245,7 @@ template <int NUM, int WIDTH>
 void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, const float *s, float *c, i64 c_stride,
                  i64 depth) {
     F sums[NUM][WIDTH];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < NUM; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) sums[r][v] = s ? load(s + r * c_stride + v * LANES) : splat(0.0f);
@@ -244,14 +253,14 @@ void add_product(const float *a, i64 a_stride, const float *b, i64 b_stride, con
         F values[WIDTH];
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) values[v] = load(b + v * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < NUM; r++) {
             F factor = splat_at(a + r * a_stride + k);
 #pragma GCC unroll 4
             for (int v = 0; v < WIDTH; v++) sums[r][v] = fma(factor, values[v], sums[r][v]);
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < NUM; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) store(c + r * c_stride + v * LANES, sums[r][v]);
@@ -267,17 +276,15 @@ void add_products(const float *a, i64 a_stride, const float *b, i64 b_stride, bo
         add_product<NUM, 1>(a, a_stride, b + column, b_stride, goes_on ? c + column : 0, c + column, c_stride, depth);
 }
 
-// `run` with the number of rows, 1 to 4, as a constant.
+// `run` with the number of rows, 1 to MOST, as a constant.
 template <int NUM>
 struct Number {
     static const int value = NUM;
 };
-template <class Do>
+template <int MOST, class Do>
 void with_rows(i64 rows, Do run) {
-    if (rows == 4) run(Number<4>());
-    else if (rows == 3) run(Number<3>());
-    else if (rows == 2) run(Number<2>());
-    else run(Number<1>());
+    if (rows == MOST) run(Number<MOST>());
+    else if constexpr (MOST > 1) with_rows<MOST - 1>(rows, run);
 }
 
 // ---- softmax --------------------------------------------------------------------------------------------------------
@@ -321,16 +328,16 @@ void weigh(float *scores, Running &running, float *acc, i64 width) {
 
 // ---- an item --------------------------------------------------------------------------------------------------------
 struct Rows {  // of an item
-    float *q, *acc, *scores, *lines, *keys;
-    Running *running;
+    float *q, *acc, *total_acc, *scores, *lines, *keys;
+    Running *running, *total;  // of the present segment, and of those before it
     i64 *positions;
     i64 count, padded;
 };
 
 Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded) {
     i64 count = tile.count * group;
-    char *memory = (char *)scratch(
-        OF_ITEM, (2 * count * padded + ROWS * KEYS + 2 * KEYS * padded) * 4 + count * (i64)(sizeof(Running) + 8));
+    i64 numbers = 3 * count * padded + larger(count, ROWS) * KEYS + 2 * KEYS * padded;
+    char *memory = (char *)scratch(OF_ITEM, numbers * 4 + count * (i64)(2 * sizeof(Running) + 8));
     auto take = [&](i64 numbers) {
         float *place = (float *)memory;
         memory += numbers * 4;
@@ -338,18 +345,49 @@ Rows make_rows(const Attention &a, const QueryTile &tile, i64 group, i64 padded)
     };
     Rows rows = {take(count * padded),
                  take(count * padded),
-                 take(ROWS * KEYS),
+                 take(count * padded),
+                 take(larger(count, ROWS) * KEYS),
                  take(KEYS * padded),
                  take(KEYS * padded),
+                 0,
                  0,
                  0,
                  count,
                  padded};
     rows.positions = (i64 *)memory, rows.running = (Running *)(rows.positions + count);
-    memset(rows.acc, 0, count * padded * 4);
-    for (i64 row = 0; row < count; row++)
-        rows.positions[row] = position_of(a, tile, row / group), rows.running[row] = {NO_MAXIMUM, 0.0f};
+    rows.total = rows.running + count;
+    memset(rows.acc, 0, 2 * count * padded * 4);  // and `total_acc` behind it
+    for (i64 row = 0; row < count; row++) {
+        rows.positions[row] = position_of(a, tile, row / group);
+        rows.running[row] = rows.total[row] = {NO_MAXIMUM, 0.0f};
+    }
     return rows;
+}
+
+// total += part, each with what it has added up; a part that met no key changes nothing.
+void add_part(Running &total, float *total_acc, Running part, const float *acc, i64 width) {
+    if (part.sum == 0.0f) return;
+    if (total.sum == 0.0f) {
+        total = part;
+        memcpy(total_acc, acc, width * 4);
+        return;
+    }
+    float maximum = total.maximum > part.maximum ? total.maximum : part.maximum, factors[LANES] = {};
+    factors[0] = total.maximum - maximum, factors[1] = part.maximum - maximum;
+    store(factors, exp_of(load(factors)));
+    total = {maximum, total.sum * factors[0] + part.sum * factors[1]};
+    for (i64 d = 0; d < width; d += LANES)
+        store(total_acc + d, fma(load(acc + d), splat(factors[1]), load(total_acc + d) * splat(factors[0])));
+}
+
+// A segment is over for these rows.
+void end_segment(Rows &rows, i64 first_row, i64 end_row) {
+    for (i64 row = first_row; row < end_row; row++) {
+        float *acc = rows.acc + row * rows.padded;
+        add_part(rows.total[row], rows.total_acc + row * rows.padded, rows.running[row], acc, rows.padded);
+        rows.running[row] = {NO_MAXIMUM, 0.0f};
+        memset(acc, 0, rows.padded * 4);
+    }
 }
 
 // Element `d` of the head of a row lies at this distance.
@@ -370,7 +408,7 @@ template <class T>
 void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, const Rows &rows) {
     for (i64 row = 0; row < rows.count; row++) {
         T *to = (T *)a.out + place_of(a.out_stride, a.cache.head_size, tile, head, group, row);
-        Running running = rows.running[row];
+        Running running = rows.total[row];
         if (a.sinks) {
             float lanes[LANES];
             store(lanes, exp_of(splat(a.sinks[head * group + row % group] - running.maximum)));
@@ -378,7 +416,7 @@ void write_out(const Attention &a, const QueryTile &tile, i64 head, i64 group, c
         }
         F share = splat(1.0f / running.sum);  // NaN where all scores are -inf
         each_vector(a.cache.head_size, [&](i64 d, i64 count) INLINED {
-            store_some(to + d, load(rows.acc + row * rows.padded + d) * share, count);
+            store_some(to + d, load(rows.total_acc + row * rows.padded + d) * share, count);
         });
     }
 }
@@ -389,6 +427,7 @@ struct Walk {
     const QueryTile *tiles;
     i64 group, padded;
     bool may_stay;
+    Parts parts;
 
     // Where the keys lie that come after these: of this phase, of this item's next, or of the next item; or these.
     Place<S> next_place(i64 item, i64 end, i64 phase, Keys keys, const Place<S> &here) const {
@@ -412,6 +451,7 @@ struct Walk {
             i64 first_row = 0, end_row = rows.count;
             if (phase && tile.num_sequences > 1) first_row = (phase - 1) * group, end_row = phase * group;
             for (; keys.first < keys.end; keys.first += KEYS) {
+                if (keys.first && keys.first % SEGMENT == 0) end_segment(rows, first_row, end_row);
                 if (may_stay && end_row - first_row <= FEW_ROWS) {
                     Place<S> here = find<S>(a, head, keys);
                     meet_in_place(rows, head, first_row, end_row, here, next_place(number, end, phase, keys, here));
@@ -420,8 +460,34 @@ struct Walk {
                 }
             }
         }
+        end_segment(rows, 0, rows.count);
+        if (tile.num_segments && !is_last_part(tile, head, rows)) return;
         if (a.element == FLOAT32) write_out<float>(a, tile, head, group, rows);
         else write_out<Bfloat16>(a, tile, head, group, rows);
+    }
+
+    // Leaves the total of a tile's segment with those of the others; who comes last gets them all together.
+    bool is_last_part(const QueryTile &tile, i64 head, Rows &rows) const {
+        i64 first = tile.first_part, heads = a.cache.num_kv_heads;
+        auto place_of_part = [&](i64 part) { return parts.numbers + (part * heads + head) * group * (padded + LANES); };
+        float *place = place_of_part(tile.part);
+        for (i64 row = 0; row < rows.count; row++, place += padded + LANES) {
+            memcpy(place, rows.total_acc + row * padded, padded * 4);
+            memcpy(place + padded, rows.total + row, sizeof(Running));
+        }
+        int32_t *num_done = parts.num_done + first * heads + head;
+        if (count_on(num_done, 1) + 1 < tile.num_segments) return false;
+        *num_done = 0;
+        for (i64 row = 0; row < rows.count; row++) {
+            rows.total[row] = {NO_MAXIMUM, 0.0f};
+            for (i64 part = first; part < first + tile.num_segments; part++) {
+                const float *numbers = place_of_part(part) + row * (padded + LANES);
+                Running running;
+                memcpy(&running, numbers + padded, sizeof running);
+                add_part(rows.total[row], rows.total_acc + row * padded, running, numbers, padded);
+            }
+        }
+        return true;
     }
 
     // Up to the last key that any of these rows sees: weights of others are 0, and would add nothing.
@@ -429,10 +495,9 @@ struct Walk {
         return smaller(end, rows.positions[row + count - 1] + 1) - first;
     }
 
-    void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key) const {
-        for (i64 r = 0; r < count; r++) {
-            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f,
-                  *scores = rows.scores + r * KEYS;
+    void weigh_rows(Rows &rows, i64 head, i64 row, i64 count, i64 first_key, float *scores) const {
+        for (i64 r = 0; r < count; r++, scores += KEYS) {
+            float slope = a.slopes ? a.slopes[head * group + (row + r) % group] : 0.0f;
             mask(scores, first_key - rows.positions[row + r], slope, a.window, a.soft_cap);
             weigh(scores, rows.running[row + r], rows.acc + (row + r) * padded, padded);
         }
@@ -444,42 +509,48 @@ struct Walk {
             i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, here.first, here.end);
             if (num_keys <= 0) continue;
             const Place<S> &after = row + ROWS < end_row ? here : next;
-            with_rows(count, [&](auto number) {
+            with_rows<ROWS>(count, [&](auto number) {
                 const int NUM = decltype(number)::value;
                 score_in_place<NUM>(rows.q + row * padded, padded, here, here.values, here.starts, rows.scores);
-                weigh_rows(rows, head, row, count, here.first);
+                weigh_rows(rows, head, row, count, here.first, rows.scores);
                 add_in_place<NUM>(rows.scores, here, padded, num_keys, rows.acc + row * padded, after.keys,
                                   after.starts);
             });
         }
     }
 
+    // Each step for all rows, so that keys, and then values, stay in the first cache level.
     void meet_copy(Rows &rows, i64 head, i64 first_row, i64 end_row, Keys keys) const {
         i64 end = smaller(keys.end, keys.first + KEYS);
+        auto each = [&](auto run) {
+            for (i64 row = first_row; row < end_row; row += MANY_ROWS) {
+                i64 count = smaller(MANY_ROWS, end_row - row), num_keys = keys_seen(rows, row, count, keys.first, end);
+                if (num_keys > 0) with_rows<MANY_ROWS>(count, [&](auto number) { run(number, row, num_keys); });
+            }
+        };
         copy_lines<S>(a, (const S *)a.cache.keys, head, keys, padded, rows.lines);
         turn_lines(rows.lines, end - keys.first, padded, rows.keys);
+        each([&](auto number, i64 row, i64 num_keys) {
+            const int NUM = decltype(number)::value;
+            float *scores = rows.scores + row * KEYS;
+            add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, scores, KEYS, a.cache.head_size,
+                              (num_keys + LANES - 1) / LANES * LANES);
+            weigh_rows(rows, head, row, NUM, keys.first, scores);
+        });
         copy_lines<S>(a, (const S *)a.cache.values, head, keys, padded, rows.lines);
-        for (i64 row = first_row; row < end_row; row += ROWS) {
-            i64 count = smaller(ROWS, end_row - row), num_keys = keys_seen(rows, row, count, keys.first, end);
-            if (num_keys <= 0) continue;
-            with_rows(count, [&](auto number) {
-                const int NUM = decltype(number)::value;
-                i64 width = (num_keys + LANES - 1) / LANES * LANES;
-                add_products<NUM>(rows.q + row * padded, padded, rows.keys, KEYS, false, rows.scores, KEYS,
-                                  a.cache.head_size, width);
-                weigh_rows(rows, head, row, count, keys.first);
-                add_products<NUM>(rows.scores, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
-                                  num_keys, padded);
-            });
-        }
+        each([&](auto number, i64 row, i64 num_keys) {
+            const int NUM = decltype(number)::value;
+            add_products<NUM>(rows.scores + row * KEYS, KEYS, rows.lines, padded, true, rows.acc + row * padded, padded,
+                              num_keys, padded);
+        });
     }
 };
 
 template <class S>
-void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles) {
+void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles, Parts parts) {
     i64 padded = (a.cache.head_size + LANES - 1) / LANES * LANES;
     Walk<S> walk = {a, tiles, a.num_heads / a.cache.num_kv_heads, padded,
-                    padded == a.cache.head_size && a.cache.block_size % RUN == 0};
+                    padded == a.cache.head_size && a.cache.block_size % RUN == 0, parts};
     share(team, num_tiles * a.cache.num_kv_heads, [&](i64 item, i64 end) { walk.item(item, end); });
 }
 
@@ -487,32 +558,71 @@ void attend_to(Team &team, const Attention &a, const QueryTile *tiles, i64 num_t
 
 i64 most_tiles(const Attention &a) {
     i64 count = 0;
-    for (i64 s = 0; s < a.num_sequences; s++) count += (query_len(a, s) + QUERY_TILE - 1) / QUERY_TILE;
+    for (i64 s = 0; s < a.num_sequences; s++)
+        count += (query_len(a, s) + QUERY_TILE - 1) / QUERY_TILE + a.seq_lens[s] / SEGMENT;
     return count;
 }
 
 i64 cut_tiles(const Attention &a, QueryTile *tiles) {
-    i64 count = 0;
+    i64 count = 0, num_parts = 0;
     for (i64 s = 0, members; s < a.num_sequences; s += members) {
         i64 shared, length = query_len(a, s);
         members = members_of(a, s, shared);
         if (members > 1) length = members;
-        for (i64 first = 0; first < length; first += QUERY_TILE)
-            tiles[count++] = {s, members, a.query_starts[s] + first, smaller(QUERY_TILE, length - first),
-                              members > 1 ? shared : 0};
+        QueryTile tile = {s, members, a.query_starts[s], 1, members > 1 ? shared : 0, 0, 0, 0, 0};
+        Keys keys = keys_of(a, tile, 1);
+        i64 segment = keys.first / SEGMENT, num_segments = (keys.end + SEGMENT - 1) / SEGMENT - segment;
+        if (length == 1 && num_segments > 1) {
+            tile.num_segments = num_segments, tile.first_part = num_parts;
+            for (i64 end = segment + num_segments; segment < end; segment++) {
+                tile.segment = segment, tile.part = num_parts++;
+                tiles[count++] = tile;
+            }
+            continue;
+        }
+        for (i64 first = 0, most = tile_of(length); first < length; first += most) {
+            tile.token = a.query_starts[s] + first, tile.count = smaller(most, length - first);
+            tiles[count++] = tile;
+        }
     }
     return count;
 }
 
-void attend(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles) {
-    if (a.cache.element == FLOAT32) attend_to<float>(team, a, tiles, num_tiles);
-    else if (a.cache.element == BFLOAT16) attend_to<Bfloat16>(team, a, tiles, num_tiles);
-    else attend_to<Float16>(team, a, tiles, num_tiles);
+namespace {
+
+i64 most_parts(const Attention &a) {
+    i64 count = 0;
+    for (i64 s = 0; s < a.num_sequences; s++)
+        if (query_len(a, s) == 1 && a.seq_lens[s] > SEGMENT) count += a.seq_lens[s] / SEGMENT + 1;
+    return count;
+}
+i64 numbers_of_parts(const Attention &a) {
+    i64 padded = (a.cache.head_size + LANES - 1) / LANES * LANES;
+    return most_parts(a) * a.num_heads * (padded + LANES);
+}
+
+}  // namespace
+
+i64 bytes_of_parts(const Attention &a) { return (numbers_of_parts(a) + most_parts(a) * a.cache.num_kv_heads) * 4; }
+
+Parts make_parts(const Attention &a, void *memory) {
+    Parts parts = {(float *)memory, (int32_t *)memory + numbers_of_parts(a)};
+    memset(parts.num_done, 0, most_parts(a) * a.cache.num_kv_heads * 4);
+    return parts;
+}
+
+void attend(Team &team, const Attention &a, const QueryTile *tiles, i64 num_tiles, Parts parts) {
+    if (a.cache.element == FLOAT32) attend_to<float>(team, a, tiles, num_tiles, parts);
+    else if (a.cache.element == BFLOAT16) attend_to<Bfloat16>(team, a, tiles, num_tiles, parts);
+    else attend_to<Float16>(team, a, tiles, num_tiles, parts);
 }
 
 EXPORT void octavo_paged_attention(const Attention *attention, i64 threads) {
-    QueryTile *tiles = (QueryTile *)scratch(OF_CALL, most_tiles(*attention) * (i64)sizeof(QueryTile));
+    i64 tile_bytes = most_tiles(*attention) * (i64)sizeof(QueryTile);
+    char *memory = (char *)scratch(OF_CALL, tile_bytes + bytes_of_parts(*attention));
+    QueryTile *tiles = (QueryTile *)memory;
     i64 num_tiles = cut_tiles(*attention, tiles);
+    Parts parts = make_parts(*attention, memory + tile_bytes);
     in_parallel(smaller(threads, num_tiles * attention->cache.num_kv_heads), 1,
-                [&](Team &team) { attend(team, *attention, tiles, num_tiles); });
+                [&](Team &team) { attend(team, *attention, tiles, num_tiles, parts); });
 }

@@ -122,11 +122,12 @@ def compiler() -> list[str]:
 
 def knows(level: str) -> bool:
     """Whether there is a compiler, and one that has the flags of this level: g++ has all of them from 11 on."""
-    try:
-        command = [*compiler(), *LEVELS[level].flags, "-fsyntax-only", "-x", "c++", os.devnull]
-    except NoCompilerError:
-        return False
-    return subprocess.run(command, capture_output=True).returncode == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            command = [*compiler(), *LEVELS[level].flags, "-x", "c++", "-c", os.devnull, "-o", f"{scratch}/nothing.o"]
+        except NoCompilerError:
+            return False
+        return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def best_level(levels: list[str], is_there: Callable[[str], bool], say: Callable[[str], object]) -> str:
@@ -185,6 +186,9 @@ def compile_library(level: str, folder: Path, *, is_sanitized: bool = False) -> 
         linked = ["-shared", "-pthread", "-Wl,--as-needed", "-Wl,-z,defs" if not is_sanitized else "-Wl,-z,lazy"]
         _run([*command, *flags, *linked, *objects, "-o", library, "-lm"])
         path = folder / file_name(level, is_sanitized=is_sanitized)
+        _digest.cache_clear()
+        if path != folder / file_name(level, is_sanitized=is_sanitized):
+            raise RuntimeError(f"the sources in {SOURCES} have changed while they were compiled")
         Path(library).rename(path)  # at once: another process finds all of it or nothing
     if folder == BUILT and not is_sanitized:  # another folder may be shared by several versions
         for other in folder.glob(f"octavo-{platform.machine()}-{level}-" + "?" * 16 + ".so"):
@@ -204,17 +208,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="kernels/cpu/native/build.py")
     parser.add_argument("--all", action="store_true", help="for every kind of processor, not for this one alone")
     parser.add_argument("--tests", action="store_true", help="all, and what only tests use")
+    parser.add_argument("--level", choices=LEVELS, help="for this one alone")
     parser.add_argument("--into", type=Path, default=BUILT, metavar="FOLDER")
     parser.add_argument("--sanitize", action="store_true", help="with the checks of memory and undefined behaviour")
     options = parser.parse_args()
+    into: Path = options.into
 
     def is_there(level: str) -> bool:
-        return (options.into / file_name(level, is_sanitized=options.sanitize)).exists()
+        return (into / file_name(level, is_sanitized=options.sanitize)).exists()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    if options.all or options.tests:
+    if options.level:
+        levels = [options.level]
+    elif options.all or options.tests:
         levels = [name for name in LEVELS if platform.machine() == "x86_64" or name == "plain"]
         levels = [name for name in levels if name != EMULATED or options.tests]
         for level in [name for name in levels if not is_there(name) and not knows(name)]:
@@ -224,7 +232,7 @@ def main() -> None:
         levels = [best_level(usable_levels(), is_there, say)]
     for level in [name for name in levels if not is_there(name)]:
         start = time.perf_counter()
-        library_of(level, options.into, say, is_sanitized=options.sanitize)
+        library_of(level, into, say, is_sanitized=options.sanitize)
         say(f"CPU kernels for {level}: {time.perf_counter() - start:.1f} s")
 
 

@@ -37,9 +37,7 @@ struct D {
 };
 INLINE D load(const double *p) { return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)}; }
 INLINE void store(double *p, D x) { _mm256_storeu_pd(p, x.a), _mm256_storeu_pd(p + 4, x.b); }
-INLINE D doubles_of(const float *p) {
-    return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))};
-}
+INLINE D doubles_of(const float *p) { return {_mm256_cvtps_pd(_mm_loadu_ps(p)), _mm256_cvtps_pd(_mm_loadu_ps(p + 4))}; }
 INLINE void store_whole(int32_t *p, D x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvttpd_epi32(x.a));
     _mm_storeu_si128((__m128i *)p + 1, _mm256_cvttpd_epi32(x.b));

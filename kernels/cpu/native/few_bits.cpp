@@ -74,23 +74,27 @@ void tile(const Records &records, const RecordLayout &layout, const PanelWork &w
                 if (WRITES) prefetch_second_level(step + ahead + i);
                 else prefetch(step + ahead + i);
             }
+            auto multiply = [&](int i, int v) INLINED {
+                F numbers = codes.read(step, i, v);
+                F weight = HAS_OFFSET ? fma(scales[v], numbers, offsets[v]) : scales[v] * numbers;
+                if (WRITES) store(out + i * PANEL + v * LANES, weight);
 #pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++) {
-                F weights[VECTORS];
-#pragma GCC unroll 3
-                for (int v = 0; v < VECTORS; v++) {
-                    F numbers = codes.read(step, i, v);
-                    weights[v] = HAS_OFFSET ? fma(scales[v], numbers, offsets[v]) : scales[v] * numbers;
-                    if (WRITES) store(out + v * LANES, weights[v]);
-                }
-                if (WRITES) out += PANEL;
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][v] = fma(splat_at((const float *)(x + r * x_stride) + i), weight, sums[r][v]);
+            };
+            // Where registers are few, with those of 16 outputs at a time.
+            if constexpr (HAS_WIDE_REGISTERS) {
 #pragma GCC unroll 8
-                for (int r = 0; r < ROWS; r++) {
-                    F factor = splat_at((const float *)(x + r * x_stride) + i);
+                for (int i = 0; i < STEP; i++)
 #pragma GCC unroll 3
-                    for (int v = 0; v < VECTORS; v++) sums[r][v] = fma(factor, weights[v], sums[r][v]);
-                }
+                    for (int v = 0; v < VECTORS; v++) multiply(i, v);
+            } else {
+#pragma GCC unroll 3
+                for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 8
+                    for (int i = 0; i < STEP; i++) multiply(i, v);
             }
+            if (WRITES) out += STEP * PANEL;
         }
     }
 #pragma GCC unroll 8
@@ -132,8 +136,10 @@ void add_panel(const Records &records, const PanelWork &work) {
 }  // namespace
 
 void add_few_bits(const Records &records, const PanelWork &work) {
-    if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
+    bool has_offset = records.second != NO_OFFSET;
+    if (records.codes == CODES_INT8 && has_offset) add_panel<EightBits, true>(records, work);
+    else if (records.codes == CODES_INT8) add_panel<EightBits, false>(records, work);
     else if (records.codes == CODES_E4M3) add_panel<E4m3Bits, false>(records, work);
-    else if (records.second == NO_OFFSET) add_panel<FourBits, false>(records, work);
-    else add_panel<FourBits, true>(records, work);
+    else if (has_offset) add_panel<FourBits, true>(records, work);
+    else add_panel<FourBits, false>(records, work);
 }

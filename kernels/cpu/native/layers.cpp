@@ -152,9 +152,12 @@ EXPORT void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *s
     if (step->rows == 0) return;
     Team nobody = {};
     Pass plan(nobody, *step);
-    i64 most = most_tiles(plan.attention_of(layers[0])), num_kinds = 0;
-    Tiles *kinds = (Tiles *)scratch(OF_CALL, (num_layers * ((i64)sizeof(Tiles) + most * (i64)sizeof(QueryTile))));
+    Attention attention = plan.attention_of(layers[0]);
+    i64 most = most_tiles(attention), num_kinds = 0;
+    i64 tile_bytes = num_layers * ((i64)sizeof(Tiles) + most * (i64)sizeof(QueryTile));
+    Tiles *kinds = (Tiles *)scratch(OF_CALL, tile_bytes + bytes_of_parts(attention));
     QueryTile *memory = (QueryTile *)(kinds + num_layers);
+    Parts parts = make_parts(attention, (char *)kinds + tile_bytes);
     for (i64 i = first; i < smaller(end, num_layers); i++) {
         if (kind_of(kinds, num_kinds, layers[i].window) < num_kinds) continue;
         QueryTile *tiles = memory + num_kinds * most;
@@ -167,7 +170,7 @@ EXPORT void octavo_run_layers(const Layer *layers, i64 num_layers, const Step *s
             if (i == num_layers) break;
             pass.before_attention(layers[i]);
             const Tiles &tiles = kinds[kind_of(kinds, num_kinds, layers[i].window)];
-            attend(team, pass.attention_of(layers[i]), tiles.tiles, tiles.count);
+            attend(team, pass.attention_of(layers[i]), tiles.tiles, tiles.count, parts);
         }
     });
 }

@@ -44,17 +44,17 @@ float top_k_bound(const Row &row, float bound, i64 k, const Workspace &work) {
     return num_candidates < k ? bound : kth_largest(work.candidates, num_candidates, k);
 }
 
-// The bins of 64 logits.
-INLINE void find_bins(int32_t bins[CHUNK], const float *x, float largest, double nats) {
+// The bins of 64 logits; within bounds for any numbers.
+INLINE void find_bins(int32_t bins[CHUNK], const float *x, float largest, double inverse_temperature) {
     for (i64 i = 0; i < CHUNK; i += DOUBLES) {
-        D distance = (splat((double)largest) - doubles_of(x + i)) * splat(nats) * splat(BINS_PER_NAT);
-        store_whole(bins + i, min(distance, splat(BINS - 1.0)));
+        D distance = (splat((double)largest) - doubles_of(x + i)) * splat(inverse_temperature) * splat(BINS_PER_NAT);
+        store_whole(bins + i, max(min(distance, splat(BINS - 1.0)), splat(0.0)));
     }
 }
 
-// The smallest logit before which less than `top_p` of the weight of logits >= `bound` stands. nats: 1 / temperature.
-float top_p_bound(const Row &row, float bound, double nats, float top_p, const Workspace &work) {
-    const Weigher weigher(row.largest, bound, nats);
+// The smallest logit before which less than `top_p` of the weight of logits >= `bound` stands.
+float top_p_bound(const Row &row, float bound, double inverse_temperature, float top_p, const Workspace &work) {
+    const Weigher weigher(row.largest, bound, inverse_temperature);
     ALIGNED double weights[CHUNK];
     ALIGNED int32_t bins_of[CHUNK];
     ALIGNED float copy[CHUNK];
@@ -63,7 +63,7 @@ float top_p_bound(const Row &row, float bound, double nats, float top_p, const W
         if (!(row.maxima[chunk] >= bound)) continue;
         const float *x = whole_chunk(row, chunk, copy);
         weigher.of_chunk(x, weights);
-        find_bins(bins_of, x, row.largest, nats);
+        find_bins(bins_of, x, row.largest, inverse_temperature);
         for (i64 i = 0; i < CHUNK; i++) work.bins[bins_of[i]] += weights[i];
     }
     double total = 0, before = 0;
@@ -76,7 +76,7 @@ float top_p_bound(const Row &row, float bound, double nats, float top_p, const W
     for (i64 chunk = 0; chunk < row.num_chunks(); chunk++) {
         if (!(row.maxima[chunk] >= bound)) continue;
         const float *x = whole_chunk(row, chunk, copy);
-        find_bins(bins_of, x, row.largest, nats);
+        find_bins(bins_of, x, row.largest, inverse_temperature);
         for (i64 i = 0; i < row.end_of(chunk) - chunk * CHUNK; i++) {
             work.keys[num_keys] = sort_key(x[i], chunk * CHUNK + i);  // as above
             num_keys += x[i] >= bound && bins_of[i] == passing;
@@ -87,7 +87,7 @@ float top_p_bound(const Row &row, float bound, double nats, float top_p, const W
     float last_kept = row.logits[position_of(work.keys[0])];
     for (i64 i = 0; i < num_keys && before < limit; i++) {
         last_kept = row.logits[position_of(work.keys[i])];
-        before += exp_of(((double)last_kept - row.largest) * nats);
+        before += exp_of(((double)last_kept - row.largest) * inverse_temperature);
     }
     return last_kept;
 }
@@ -103,14 +103,14 @@ EXPORT void octavo_kept_range(float *smallest, const float *logits, const float 
         float bound = -INFINITE;
         if (temperature[i] != 0 && is_finite(row.largest)) {
             Workspace work = workspace_for(vocab_size);
-            double degrees = temperature[i];
-            if (min_p[i] > 0) bound = (float)(row.largest + degrees * log_of(min_p[i]));
+            double exact_temperature = temperature[i];
+            if (min_p[i] > 0) bound = (float)(row.largest + exact_temperature * log_of(min_p[i]));
             if (0 < top_k[i] && top_k[i] < vocab_size) {
                 float kth = top_k_bound(row, bound, top_k[i], work);
                 bound = kth > bound ? kth : bound;
             }
             if (top_p[i] < 1) {
-                float last = top_p_bound(row, bound, 1 / degrees, top_p[i], work);
+                float last = top_p_bound(row, bound, 1 / exact_temperature, top_p[i], work);
                 bound = last > bound ? last : bound;
             }
         }

@@ -3,8 +3,8 @@
 // `gate` says what helpers may do: its lowest bits count those inside, the next bit is set while there is work, and the
 // rest is the number of the work. A helper goes in by counting itself, and the caller shuts the gate and waits until
 // nobody is inside, so that no helper touches work that is over, however late it comes. A helper that loses its core
-// inside, even between two items, therefore holds the caller up until it is back: once a call at most, and what it would
-// touch lies on the caller's stack.
+// inside, even between two items, therefore holds the caller up until it is back, once a call at most: what it would
+// touch then lies on the caller's stack.
 #include "threads.h"
 #include "tiles.h"
 

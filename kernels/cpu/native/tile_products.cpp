@@ -45,13 +45,14 @@ void add_step(const char *x, i64 x_stride, const char *w) {
     tile_dot_pairs<2, ROW_TILE, WEIGHT_TILE + 2>();
 }
 
-// C [rows, 48] = S + x . W over `lines` of a panel, for up to 16 rows; strides in bytes.
+// C [rows, 48] = S + x . W over `lines` of a panel, for up to 16 rows; strides in bytes. With each step so many bytes are
+// prefetched of what is multiplied `soon`.
 void add_rows(i64 rows, const char *x, i64 x_stride, const char *w, i64 lines, const float *s, i64 s_stride, float *c,
-              i64 c_stride, i64 ahead) {
+              i64 c_stride, const char *soon, i64 bytes_a_step) {
     shape_tiles(rows, STEP_LINES);
     tile_load<0>(s, s_stride), tile_load<1>(s + LANES, s_stride), tile_load<2>(s + 2 * LANES, s_stride);
     for (; lines >= STEP_LINES; lines -= STEP_LINES, w += STEP_LINES * LINE, x += TILE_BYTES) {
-        for (i64 i = 0; ahead && i < STEP_LINES * LINE; i += CACHE_LINE) prefetch(w + ahead + i);
+        for (const char *end = soon + bytes_a_step; soon < end; soon += CACHE_LINE) prefetch_second_level(soon);
         add_step(x, x_stride, w);
     }
     if (lines) {  // filled up with zeros: nothing behind a row, or a panel, is read
@@ -105,20 +106,22 @@ void add_groups(const Group *groups, i64 num_groups, i64 count, const Sums *sums
 
 void add_pairs_by_tiles(const PanelWork &work) {
     i64 lines = work.depth / 2, x_stride = work.x_stride, sums_stride = work.sums_stride * 4;
-    bool is_one_tile = work.rows <= TILE_ROWS;
-    i64 at_once = is_one_tile ? larger(lines, 1) : DEPTH;
-    i64 ahead = is_one_tile ? SOON_BYTES : 0;
+    // One tile of rows reads memory as fast as it comes, and goes on into the next panel. Several find the panel in the
+    // cache, and share the prefetching of the next.
+    i64 num_tiles = (work.rows + TILE_ROWS - 1) / TILE_ROWS, at_once = num_tiles <= 1 ? larger(lines, 1) : DEPTH;
+    i64 bytes_a_step = STEP_LINES * LINE / larger(num_tiles, 1) / CACHE_LINE * CACHE_LINE;
+    if (num_tiles > 1) bytes_a_step += CACHE_LINE;  // rounded up
     for (i64 k = 0; k < lines || k == 0; k += at_once) {
         i64 count = smaller(lines - k, at_once), start_stride = k ? sums_stride : work.start_stride * 4;
         const float *start = k ? work.sums : work.start;
-        const char *next = work.weight + k * LINE + lines * LINE;  // the same place of the next panel
+        const char *weight = work.weight + k * LINE, *end = weight + (lines + count) * LINE;  // of the same in the next
+        const char *soon = num_tiles <= 1 ? weight + SOON_BYTES : weight + lines * LINE;
         for (i64 row = 0; row < work.rows; row += TILE_ROWS) {
-            if (work.has_next && !is_one_tile && row / TILE_ROWS < count / STEP_LINES)  // a step's lines for each tile
-                for (i64 i = 0; i < STEP_LINES * LINE; i += CACHE_LINE)
-                    prefetch_second_level(next + row / TILE_ROWS * STEP_LINES * LINE + i);
-            add_rows(smaller(work.rows - row, TILE_ROWS), work.x + k * 4 + row * x_stride, x_stride,
-                     work.weight + k * LINE, count, at(start, row * start_stride), start_stride,
-                     at(work.sums, row * sums_stride), sums_stride, ahead);
+            bool is_soon = num_tiles <= 1 || (work.has_next && soon < end);
+            add_rows(smaller(work.rows - row, TILE_ROWS), work.x + k * 4 + row * x_stride, x_stride, weight, count,
+                     at(start, row * start_stride), start_stride, at(work.sums, row * sums_stride), sums_stride, soon,
+                     is_soon ? bytes_a_step : 0);
+            soon += count / STEP_LINES * bytes_a_step;
         }
     }
 }
@@ -165,8 +168,8 @@ bool are_tiles_right() {
         memcpy(&bits, &x, 4);
         return Bfloat16{(uint16_t)(bits >> 16)};
     };
-    static Bfloat16 x[ROWS][DEPTH], w[DEPTH / 2][PANEL][2];
-    static float start[PANEL], sums[ROWS][PANEL];
+    Bfloat16 x[ROWS][DEPTH], w[DEPTH / 2][PANEL][2];
+    float start[PANEL], sums[ROWS][PANEL] = {};
     for (i64 k = 0; k < DEPTH; k++) {
         for (i64 row = 0; row < ROWS; row++) x[row][k] = bfloat16_of(x_of(row, k));
         for (i64 column = 0; column < PANEL; column++) w[k / 2][column][k % 2] = bfloat16_of(w_of(k, column));
@@ -174,9 +177,9 @@ bool are_tiles_right() {
     for (i64 column = 0; column < PANEL; column++) start[column] = (float)column;
     add_pairs_by_tiles({(const char *)x, DEPTH * 2, ROWS, DEPTH, (const char *)w, start, sums[0], PANEL, false});
 
-    static Group groups[TILE_ROWS][NUM_GROUPS];
-    static uint8_t bytes[VECTORS][NUM_GROUPS][QUADS][LANES][4];
-    static float scale[PANEL], zeros[PANEL], out[TILE_ROWS][PANEL];
+    Group groups[TILE_ROWS][NUM_GROUPS] = {};
+    uint8_t bytes[VECTORS][NUM_GROUPS][QUADS][LANES][4];
+    float scale[PANEL], zeros[PANEL] = {}, out[TILE_ROWS][PANEL] = {};
     for (i64 k = 0; k < NUM_GROUPS * GROUP; k++) {
         for (i64 row = 0; row < TILE_ROWS; row++) {
             Group &group = groups[row][k / GROUP];
@@ -207,8 +210,8 @@ bool are_tiles_right() {
 
 }  // namespace
 
-// Asks the system for tiles, for all threads of the process, and tries them: 0 where they can be used, else the system's
-// error number, or -1 where a product comes out wrong. To be called once, and before any product; 0 without tiles.
+// Asks the system for tiles, for all threads of the process, and tries them: 0 where they can be used, else the error
+// number of the system, or -1 where a product comes out wrong. To be called before any product; 0 without tiles.
 EXPORT i64 octavo_begin_tiles() {
 #if defined(__AMX_TILE__)
     const long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;

@@ -110,7 +110,7 @@ static void tile_dot_bytes() {
 }
 #endif
 
-// The shape of a thread's tiles, or no rows. Every thread gives them back when its work is over: as long as it has them,
+// The shape of a thread's tiles, or no rows. Every thread gives them back when its work is over: as long as it has any,
 // the system saves 8 KB whenever another thread gets the core.
 inline thread_local i64 shaped_rows, shaped_lines;
 INLINE void release_tiles() {

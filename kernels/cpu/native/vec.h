@@ -117,19 +117,3 @@ INLINE F tanh_of(F x) {
 }
 // x / (1 + e^-x)
 INLINE F silu_of(F x) { return x / (splat(1.0f) + exp_of(splat(0.0f) - x)); }
-
-// Of 16 lanes their sum or the largest, in one order.
-INLINE float sum_of_lanes(F x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-INLINE float largest_of_lanes(F x) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
-}

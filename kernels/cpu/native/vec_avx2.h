@@ -181,3 +181,17 @@ INLINE void transpose(F r[LANES]) {
     transpose_eight(top_left), transpose_eight(top_right), transpose_eight(low_left), transpose_eight(low_right);
     for (int i = 0; i < 8; i++) r[i] = {top_left[i], low_left[i]}, r[8 + i] = {top_right[i], low_right[i]};
 }
+
+// Of 16 lanes their sum or the largest, in one order: lane i with i + 8, then with i + 4, i + 2 and i + 1.
+INLINE float sum_of_eight(__m256 x) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE float largest_of_eight(__m256 x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE float sum_of_lanes(F x) { return sum_of_eight(_mm256_add_ps(x.a, x.b)); }
+INLINE float largest_of_lanes(F x) { return largest_of_eight(_mm256_max_ps(x.a, x.b)); }

@@ -176,3 +176,15 @@ static void transpose(F r[LANES]) {
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < LANES; j++) r[i].v[j] = lines[j][i];
 }
+
+// Of 16 lanes their sum or the largest, in one order: lane i with i + 8, then with i + 4, i + 2 and i + 1.
+static float sum_of_lanes(F x) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x.v[i] += x.v[i + width];
+    return x.v[0];
+}
+static float largest_of_lanes(F x) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x.v[i] = x.v[i] > x.v[i + width] ? x.v[i] : x.v[i + width];
+    return x.v[0];
+}

@@ -12,9 +12,9 @@ a record for each group of inputs, one after the other, the last of what is left
                         8 bits: i8[inputs, 48]
 
 A record of factors has 256 inputs and the lines of several groups, any other has one group. So GGUF's Q4_0 takes 4.5
-bits a number, Q4_1 5, Q4_K 4.63, Q8_0 8.5, Q6_K 8.56 (its codes as bytes: six bits would be put together again by more
-instructions than the bytes cost that they save), and AWQ and GPTQ with groups of 128 4.19. native/records.h has the
-same in C++.
+bits a number, Q4_1 5, Q4_K 4.63, Q8_0 8.5, Q5_K 8.63, Q6_K 8.56 (the codes of the last two as bytes: five or six bits
+would be put together again by more instructions than the bytes cost that they save), and AWQ and GPTQ with groups of
+128 4.19. native/records.h has the same in C++.
 
 Products multiply rows as they are by these very numbers (native/few_bits.cpp), or rows that are rounded to 8 bits by
 codes of four (native/quantized.cpp).

@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.gpu.checks import check_contiguous, check_rows
 from kernels.gpu.quantized.group_sums import group_sums
 from kernels.gpu.quantized.packed_codes import TILE, WIDTH, PackedCodes, chunk_of
-from kernels.gpu.quantized.packed_product import ALL_REGISTERS, stages_of
+from kernels.gpu.quantized.packed_product import most_registers, stages_of
 from kernels.gpu.quantized.segments import MOST_ROWS, block_m_of
 from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
@@ -34,8 +34,10 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
     words,
     high,
     scale,
+    scale_factor,
     zero,
     offset,
+    offset_factor,
     sums,
     starts,
     rows,
@@ -83,14 +85,19 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
         high += in_words
     in_groups = expert.to(tl.int64) * (GROUPS * lines) + column
     scale += in_groups
+    in_chunks = expert.to(tl.int64) * (CHUNKS * lines) + column
+    if scale_factor is not None:
+        scale_factor += in_chunks
     if zero is not None:
         zero += in_groups
     if offset is not None:
         offset += in_groups
+        if offset_factor is not None:
+            offset_factor += in_chunks
         sums += source
     # fmt: off
     total = packed_sum(
-        x, words, high, scale, zero, offset, sums, sums_stride, 0, CHUNKS,
+        x, words, high, scale, scale_factor, zero, offset, offset_factor, sums, sums_stride, 0, CHUNKS,
         lines, SIZE, NUMBERS, WIDTH, GROUP_SIZE, 0, BLOCK_N, BLOCK_M,
     )
     # fmt: on
@@ -132,8 +139,10 @@ def grouped_quantized_matmul(
         weights.words,
         weights.high,
         weights.scale,
+        weights.scale_factor,
         weights.zero,
         weights.offset,
+        weights.offset_factor,
         sums,
         starts,
         rows,
@@ -154,7 +163,7 @@ def grouped_quantized_matmul(
         BLOCK_M=block_m,
         GROUP=_GROUP,
         num_stages=stages_of(x.dtype),
-        maxnreg=ALL_REGISTERS,
+        maxnreg=most_registers(block_m),
     )
 
 
@@ -169,8 +178,8 @@ def variants() -> Iterator[Variant]:
         num_chunks = triton.cdiv(size, chunk_of(Numbers(numbers)))
         for block_m in (16, MOST_ROWS):
             pointers = {"out": "*bf16", "x": "*bf16", "words": "*i32", "scale": f"*{scale}", "starts": "*i32"}
-            absent = ["high", "offset", "sums"]
-            for name, kind, is_there in (("zero", "*i16", numbers == "uint4"), ("rows", "*i64", has_rows)):
+            absent = ["high", "scale_factor", "offset", "offset_factor", "sums"]
+            for name, kind, is_there in (("zero", "*i8", numbers == "uint4"), ("rows", "*i64", has_rows)):
                 if is_there:
                     pointers[name] = kind
                 else:
@@ -185,7 +194,7 @@ def variants() -> Iterator[Variant]:
                 | {"CHUNKS": num_chunks, "GROUPS": num_chunks * chunk_of(Numbers(numbers)) // group}
                 | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP},
                 num_stages=4,
-                max_registers=ALL_REGISTERS,
+                max_registers=most_registers(block_m),
                 divisible_by_16=(*pointers, "out_stride", "x_stride", "sums_stride"),
                 may_spill=False,
             )

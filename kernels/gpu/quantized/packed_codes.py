@@ -6,9 +6,10 @@ of 16 inputs that stand next to each other in a row of activations, and 16 is wh
 
     words    i32[chunks, N, 16]    a chunk is 128 inputs, or 64 of 8 bits
     high     i16[chunks, N, 16]    of six bits the upper two: field f is bits 2 f and 2 f + 1
-    scale    [groups, N]           f16 or bf16 where they hold it without a rounding, else f32
-    zero     i16[groups, N]        or none
-    offset   f32[groups, N]        or none
+    scale    [groups, N]           f16 or bf16 where they hold it without a rounding, else f32, or i8 with a factor
+    zero     i8[groups, N]         or none; i16 of 8 bits
+    offset   f32[groups, N]        or none, or i8 with a factor
+    factors  f32[chunks, N]        of scales and offsets, where these are integers times them, or none
 
 Groups and chunks divide each other, or there is one group: a scale an output. N is rounded up to whole tiles of 64;
 outputs, inputs and groups past the end are zeros.
@@ -17,16 +18,20 @@ outputs, inputs and groups past the end are zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from kernels.gpu.quantized.factored_scales import factored
 from kernels.quantized_weight import Numbers, QuantizedWeight
 
 WIDTH = 16  # words of a chunk
 TILE = 64  # outputs that a program multiplies: what a Hopper tensor core takes at once
 
 _FIELD_BITS = {Numbers.UINT4: 4, Numbers.E2M1: 4, Numbers.INT6: 4, Numbers.INT8: 8, Numbers.E4M3: 8}
+_TENSORS = ("words", "high", "scale", "scale_factor", "zero", "offset", "offset_factor")
 _WITH_ZEROS = (Numbers.UINT4, Numbers.INT8)
 
 
@@ -41,8 +46,16 @@ class PackedCodes:
     words: torch.Tensor
     high: torch.Tensor | None
     scale: torch.Tensor
+    scale_factor: torch.Tensor | None
     zero: torch.Tensor | None
     offset: torch.Tensor | None
+    offset_factor: torch.Tensor | None
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """All but the numbers and the type of scales."""
+        extras = [getattr(self, name) is None for name in _TENSORS]
+        return self.numbers, self.group, self.out_features, self.in_features, extras
 
     @property
     def chunk(self) -> int:
@@ -55,9 +68,19 @@ class PackedCodes:
         return self.words.shape[-3]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K], with one number in front of one an expert."""
+        return (*self.words.shape[:-3], self.out_features, self.in_features)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.words.device
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return sum(x.nbytes for x in (self.words, self.high, self.scale, self.zero, self.offset) if x is not None)
+        return sum(x.nbytes for x in (getattr(self, name) for name in _TENSORS) if x is not None)
 
 
 def chunk_of(numbers: Numbers) -> int:
@@ -79,7 +102,13 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | None:
     num_chunks = -(-weight.in_features // chunk)
     num_groups = -(-num_chunks * chunk // group) if group else 1
     words, high = _words(weight, num_chunks)
-    zero, offset = weight.zero, weight.offset
+    groups_of_chunk = chunk // group if group else 1
+    scale, scale_factor = _in_fewest_bytes(weight.scale, groups_of_chunk)
+    zero, offset, offset_factor = weight.zero, weight.offset, None
+    if zero is not None and weight.numbers is Numbers.UINT4:
+        zero = zero.to(torch.int8)
+    if offset is not None and (parts := factored(offset, groups_of_chunk)) is not None:
+        offset, offset_factor = parts
     return PackedCodes(
         weight.numbers,
         weight.out_features,
@@ -87,22 +116,33 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | None:
         group,
         words,
         high,
-        _of_groups(_in_fewest_bytes(weight.scale), num_groups),
-        None if zero is None else _of_groups(zero, num_groups),
-        None if offset is None else _of_groups(offset, num_groups),
+        scale=_of_groups(scale, num_groups),
+        scale_factor=None if scale_factor is None else _of_groups(scale_factor, num_chunks),
+        zero=None if zero is None else _of_groups(zero, num_groups),
+        offset=None if offset is None else _of_groups(offset, num_groups),
+        offset_factor=None if offset_factor is None else _of_groups(offset_factor, num_chunks),
     )
 
 
-def stacked(packed: list[PackedCodes]) -> PackedCodes:
+def pack_experts(weights: Iterable[QuantizedWeight | None]) -> PackedCodes | None:
+    """Weights of one size, an expert each, in one, for `grouped_quantized_matmul`. None where one is not there, where
+    they are not of one format, or this layout has no place for them: no more are asked for then."""
+    packed: list[PackedCodes] = []
+    for weight in weights:
+        one = None if weight is None or weight.order is not None else pack_codes(weight)
+        if one is None or (packed and one.format != packed[0].format):
+            return None
+        packed.append(one)
+    return stacked(packed)
+
+
+def stacked(packed: Sequence[PackedCodes]) -> PackedCodes:
     """One an expert, of one size and format, in one."""
-    first = packed[0]
-    names = ("words", "high", "scale", "zero", "offset")
-    tensors = {name: [getattr(one, name) for one in packed] for name in names}
-    scales = tensors["scale"]
-    if len({scale.dtype for scale in scales}) > 1:
-        tensors["scale"] = [scale.float() for scale in scales]
-    joined = {name: None if given[0] is None else torch.stack(given) for name, given in tensors.items()}
-    return PackedCodes(first.numbers, first.out_features, first.in_features, first.group, **joined)
+    tensors: dict[str, Any] = {name: [getattr(one, name) for one in packed] for name in _TENSORS}
+    if len({scale.dtype for scale in tensors["scale"]}) > 1:
+        tensors["scale"] = [scale.float() for scale in tensors["scale"]]
+    joined: dict[str, Any] = {name: None if given[0] is None else torch.stack(given) for name, given in tensors.items()}
+    return replace(packed[0], **joined)
 
 
 def _words(weight: QuantizedWeight, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -131,8 +171,9 @@ def _of_groups(x: torch.Tensor, num_groups: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, num_groups - x.shape[1], 0, -x.shape[0] % TILE)).t().contiguous()
 
 
-def _in_fewest_bytes(scale: torch.Tensor) -> torch.Tensor:
+def _in_fewest_bytes(scale: torch.Tensor, groups_of_chunk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales f32[N, G], in 16 bits or with a factor where they are the same so."""
     for dtype in (torch.float16, torch.bfloat16):
-        if torch.equal(narrow := scale.to(dtype), scale) or torch.equal(narrow.float(), scale):
-            return narrow
-    return scale
+        if torch.equal((narrow := scale.to(dtype)).float(), scale):
+            return narrow, None
+    return (factored(scale, groups_of_chunk) if groups_of_chunk > 1 else None) or (scale, None)

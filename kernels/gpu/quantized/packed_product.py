@@ -7,6 +7,9 @@
 A program has a tile of outputs and one of rows, 16 to 64 of them; the weight's tile is the left matrix, of which tensor
 cores want 64 or 128 rows at least, so that a decode step's few rows fill the right one's 16 columns. A sum is cut into
 segments as in `kernels.gpu.matmul`, which follow from the weight alone: a row has the same bits in any company.
+
+Nothing here has been measured on a card: tiles and stages are reasoned from what compiled code takes of registers and
+shared memory, and from its instructions a weight, which keep few rows near the bound of memory.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from kernels.gpu.quantized.unpacking import packed_sum
 from kernels.gpu.variant import Variant
 from kernels.quantized_weight import Numbers
 
-ALL_REGISTERS = 255  # of a thread: left alone, the assembler spills some for more threads
 _GROUP = 8  # tiles of rows that pass over the same part of the weight one after the other
 
 
@@ -38,8 +40,10 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
     words,
     high,
     scale,
+    scale_factor,
     zero,
     offset,
+    offset_factor,
     sums,
     bias,
     count,
@@ -74,17 +78,21 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
     if high is not None:
         high += column[:, None] * WIDTH
     scale += column
+    if scale_factor is not None:
+        scale_factor += column
     if zero is not None:
         zero += column
     if offset is not None:
         offset += column
+        if offset_factor is not None:
+            offset_factor += column
         sums += row
     first_chunk = tl.program_id(1) * CHUNKS_OF_SEGMENT  # of a product that is not split, 0
     past_chunk = tl.minimum(first_chunk + CHUNKS_OF_SEGMENT, CHUNKS) if IS_SPLIT else CHUNKS
     segment: tl.constexpr = CHUNKS_OF_SEGMENT if CHUNKS > CHUNKS_OF_SEGMENT and not IS_SPLIT else 0
     # fmt: off
     total = packed_sum(
-        x, words, high, scale, zero, offset, sums, sums_stride, first_chunk, past_chunk,
+        x, words, high, scale, scale_factor, zero, offset, offset_factor, sums, sums_stride, first_chunk, past_chunk,
         column_tiles * BLOCK_N, SIZE, NUMBERS, WIDTH, GROUP_SIZE, segment, BLOCK_N, BLOCK_M,
     )
     # fmt: on
@@ -94,6 +102,12 @@ def _packed_product_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(bias + column, column < OUTPUTS, 0.0).to(tl.float32)[:, None]
     place = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
     tl.store(place, total.to(out.dtype.element_ty), (row < count)[None, :] & (column < OUTPUTS)[:, None])
+
+
+def most_registers(block_m: int) -> int | None:
+    """Of a thread. With few rows the assembler, left alone, spills some for more threads; with many, told that it may
+    take all, it loads so far ahead that it spills."""
+    return 255 if block_m < MOST_ROWS else None
 
 
 def stages_of(dtype: torch.dtype) -> int:
@@ -131,8 +145,10 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         weight.words,
         weight.high,
         weight.scale,
+        weight.scale_factor,
         weight.zero,
         weight.offset,
+        weight.offset_factor,
         sums,
         bias,
         count,
@@ -151,7 +167,7 @@ def packed_product(out: torch.Tensor, x: torch.Tensor, weight: PackedCodes, bias
         GROUP=_GROUP,
         IS_SPLIT=is_split,
         num_stages=stages_of(x.dtype),
-        maxnreg=ALL_REGISTERS,
+        maxnreg=most_registers(block_m),
     )
     if is_split:
         add_segments(out, parts, bias)
@@ -161,8 +177,8 @@ def variants() -> Iterator[Variant]:
     """Each format with many rows, those that differ most with few, too; and sizes that no tile divides."""
     formats = [
         ("uint4", 128, "fp16", "zero"),  # AWQ, GPTQ, compressed-tensors
-        ("uint4", 32, "fp32", "offset"),  # Q4_K
-        ("int6", 16, "fp32", ""),  # Q6_K
+        ("uint4", 32, "i8", "offset"),  # Q4_K
+        ("int6", 16, "i8", ""),  # Q6_K
         ("e4m3", 0, "fp32", ""),
         ("e4m3", 128, "fp32", ""),
         ("uint4", 32, "fp16", ""),  # Q4_0
@@ -186,8 +202,10 @@ def _variant(
     is_split = block_m < MOST_ROWS and segment < num_chunks
     optional = {
         "high": "*i16" if numbers == "int6" else "",
-        "zero": "*i16" if extra == "zero" else "",
-        "offset": "*fp32" if extra == "offset" else "",
+        "scale_factor": "*fp32" if scale == "i8" else "",
+        "zero": "*i8" if extra == "zero" else "",
+        "offset": f"*{scale}" if extra == "offset" else "",
+        "offset_factor": "*fp32" if extra == "offset" else "",
         "sums": "*fp32" if extra == "offset" else "",
         "bias": f"*{dtype}" if num_outputs == 1000 else "",
     }
@@ -203,12 +221,13 @@ def _variant(
         | {"CHUNKS": num_chunks, "CHUNKS_OF_SEGMENT": segment}
         | {"BLOCK_N": TILE, "BLOCK_M": block_m, "GROUP": _GROUP, "IS_SPLIT": is_split},
         num_stages=stages_of(torch.float32 if dtype == "fp32" else torch.bfloat16),
-        max_registers=ALL_REGISTERS,
+        max_registers=most_registers(block_m),
         divisible_by_16=(
             *pointers,
             "sums_stride",
             *["out_stride", "x_stride"] * (size % 16 == 0 and num_outputs % 16 == 0),
         ),
         may_spill=dtype == "fp32",
-        may_spill_on=(120,) if extra == "offset" else (),  # outside of the loop
+        # A few bytes, outside of the loop, for three programs on a processor instead of two.
+        may_spill_on=(80, 86, 89, 120) if extra == "offset" or num_outputs == 1000 else (),
     )

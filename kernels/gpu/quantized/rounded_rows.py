@@ -49,7 +49,8 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     if IS_GIVEN:
         y = tl.clamp(tl.div_rn(y, given_scale), -LARGEST, LARGEST)
     else:
-        largest = tl.max(tl.abs(y), axis=1)
+        # NaN counts as infinite: neither may become a number that looks like others.
+        largest = tl.max(tl.where(y != y, float("inf"), tl.abs(y)), axis=1)
         scale = tl.div_rn(tl.where(largest == 0.0, LARGEST, largest), LARGEST)
         tl.store(scales + group.to(tl.int64) * scales_stride + row, scale, group * BLOCK < PADDED)
         y = tl.clamp(tl.div_rn(y, scale[:, None]), -LARGEST, LARGEST)
@@ -60,7 +61,7 @@ def _rounded_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(codes + row * PADDED + column, y.to(codes.dtype.element_ty), column < PADDED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+@triton.jit
 def _rounded_to_e4m3(y):  # type: ignore[no-untyped-def]
     """As cards round, which Triton's interpreter does not: to three bits behind the first, or multiples of 2^-9."""
     bits = y.to(tl.int32, bitcast=True)

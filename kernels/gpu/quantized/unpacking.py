@@ -24,8 +24,10 @@ def packed_sum(  # type: ignore[no-untyped-def]
     words,
     high,
     scale,
+    scale_factor,
     zero,
     offset,
+    offset_factor,
     sums,
     sums_stride,
     first_chunk,
@@ -43,7 +45,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
     SEGMENT: chunks that are summed from zero, 0: all of them; then the segments' sums are added in order.
 
     Addresses: x of rows [1, BLOCK_M]; words and high of outputs [BLOCK_N, 1] in the first chunk of all; scale, zero and
-    offset of outputs [BLOCK_N] in the first group; sums of rows [BLOCK_M] in the first group.
+    offset of outputs [BLOCK_N] in the first group, factors in the first chunk; sums of rows [BLOCK_M], first group.
     """
     fields: tl.constexpr = 4 if (NUMBERS == "int8" or NUMBERS == "e4m3") else 8
     chunk_size: tl.constexpr = fields * WIDTH
@@ -53,10 +55,14 @@ def packed_sum(  # type: ignore[no-untyped-def]
     factor: tl.constexpr = 256.0 if NUMBERS == "e4m3" else 16384.0 if NUMBERS == "e2m1" else 1.0
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, WIDTH)
-    skipped = tl.to_tensor(first_chunk).to(tl.int64) * (LINES * WIDTH)
+    skipped = tl.cast(first_chunk, tl.int64) * (LINES * WIDTH)
     words += skipped + column[None, :]
     if high is not None:
         high += skipped + column[None, :]
+    if scale_factor is not None:
+        scale_factor += tl.cast(first_chunk, tl.int64) * LINES
+    if offset_factor is not None:
+        offset_factor += tl.cast(first_chunk, tl.int64) * LINES
     x += first_chunk * chunk_size + column[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GROUP == 0:
@@ -77,7 +83,7 @@ def packed_sum(  # type: ignore[no-untyped-def]
                 b = tl.load(x + field * WIDTH)
             if field % fields_of_group == 0:
                 group = (chunk * chunk_size + field * WIDTH) // GROUP if GROUP else 0
-                place = group.to(tl.int64) * LINES if GROUP else 0
+                place = tl.cast(group, tl.int64) * LINES
                 nought = None
                 if zero is not None:
                     nought = tl.load(zero + place)
@@ -87,13 +93,22 @@ def packed_sum(  # type: ignore[no-untyped-def]
             if field % fields_of_group == fields_of_group - 1:
                 if GROUP:
                     of_outputs = tl.load(scale + place).to(tl.float32) * factor
+                    if scale_factor is not None:
+                        of_outputs *= tl.load(scale_factor)
                 # Said to be one operation: as two, compilers may or may not make them one, tile by tile.
                 total = tl.fma(part, tl.broadcast_to(of_outputs[:, None], total.shape), total)
                 if offset is not None:
-                    of_rows = tl.load(sums + group.to(tl.int64) * sums_stride)
-                    offsets = tl.broadcast_to(tl.load(offset + place)[:, None], total.shape)
+                    of_rows = tl.load(sums + tl.cast(group, tl.int64) * sums_stride)
+                    offsets = tl.load(offset + place).to(tl.float32)
+                    if offset_factor is not None:
+                        offsets *= tl.load(offset_factor)
+                    offsets = tl.broadcast_to(offsets[:, None], total.shape)
                     total = tl.fma(offsets, tl.broadcast_to(of_rows[None, :], total.shape), total)
         x += chunk_size
+        if scale_factor is not None:
+            scale_factor += LINES
+        if offset_factor is not None:
+            offset_factor += LINES
         if SEGMENT:  # noqa: SIM102  # known when it is compiled, as what follows is not
             # One loop rather than two: what is loaded ahead goes on to be, into the next segment.
             if (chunk + 1) % SEGMENT == 0 or chunk + 1 == past_chunk:
@@ -133,5 +148,5 @@ def _numbers(words, high, zero, FIELD: tl.constexpr, NUMBERS: tl.constexpr, DTYP
         if zero is None:
             numbers = numbers - nought
         else:
-            numbers = numbers - (zero + nought).to(numbers.dtype)[:, None]
+            numbers = numbers - (zero.to(tl.int32) + nought).to(numbers.dtype)[:, None]
     return numbers.to(DTYPE)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.stored_module import StoredModule
+from worker_svc.models.quantized.usual_weight import UsualWeight
 from worker_svc.models.stored_tensor import StoredTensor
 
 
@@ -24,8 +25,8 @@ class CheckpointFormat(Protocol):
         """Last parts of the names of tensors that may belong to a quantised layer."""
 
     @property
-    def bits_per_number(self) -> float:
-        """Of most layers' weights, scales included."""
+    def usual(self) -> UsualWeight:
+        """What most layers' weights are like."""
 
     def tensor_of(self, module: StoredModule) -> QuantizedTensor | None:
         """The weight of a layer with some of these tensors; None where it is plain. Raises ModelError."""

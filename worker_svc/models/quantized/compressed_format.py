@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.quantized_weight import Inputs
+from kernels.quantized_weight import Inputs, Numbers
 from worker_svc.models.quantized.eight_bits import LEAVES as OF_EIGHT_BITS
 from worker_svc.models.quantized.eight_bits import EightBitTensor
 from worker_svc.models.quantized.fp8_format import PLAIN, block_of
@@ -19,6 +19,7 @@ from worker_svc.models.quantized.packed import LEAVES as OF_PACKED
 from worker_svc.models.quantized.packed import PackedTensor
 from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.stored_module import StoredModule
+from worker_svc.models.quantized.usual_weight import UsualWeight
 from worker_svc.models.raw_config import RawConfig
 
 _PACKED, _PLAIN_NUMBERS = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
@@ -43,14 +44,19 @@ class LayerScheme:
 class CompressedFormat:
     """See `CheckpointFormat`."""
 
-    schemes: tuple[LayerScheme, ...]
+    schemes: tuple[LayerScheme, ...]  # at least one
     name: str
     leaves: frozenset[str] = OF_PACKED | OF_EIGHT_BITS
 
     @property
-    def bits_per_number(self) -> float:
-        """See `CheckpointFormat`."""
-        return max((each.bits + 16 / (each.group_size or 4096) for each in self.schemes), default=16)
+    def usual(self) -> UsualWeight:
+        """See `CheckpointFormat`; those of the first group of layers."""
+        first = self.schemes[0]
+        if first.is_float:
+            numbers = Numbers.E4M3
+        else:
+            numbers = Numbers.UINT4 if first.bits == 4 and _PACKED in self.name else Numbers.INT8
+        return UsualWeight(numbers, first.block[1] if first.block else first.group_size, first.inputs)
 
     def tensor_of(self, module: StoredModule) -> QuantizedTensor | None:
         """See `CheckpointFormat`."""
@@ -83,8 +89,8 @@ class CompressedFormat:
         raise module.error("it is quantised, and none of the config_groups is for it")
 
 
-def read_compressed(raw: RawConfig) -> CompressedFormat:
-    """Raises ModelError for what is not read."""
+def read_compressed(raw: RawConfig) -> CompressedFormat | None:
+    """None for weights that are stored plain. Raises ModelError for what is not read."""
     layout = str(raw.get("format") or "dense")
     if layout not in _READ:
         raise raw.error(f"quantization_config: compressed-tensors {layout!r} is not read, only {', '.join(_READ[:4])}")
@@ -94,7 +100,7 @@ def read_compressed(raw: RawConfig) -> CompressedFormat:
         raise raw.error("quantization_config: compressed-tensors with a transform_config is not read")
     groups = raw.part("config_groups")
     schemes = tuple(_scheme(name, groups.part(name)) for name, _ in groups.items())
-    return CompressedFormat(schemes, f"compressed-tensors {layout}")
+    return CompressedFormat(schemes, f"compressed-tensors {layout}") if schemes and layout != "dense" else None
 
 
 def _scheme(group: str, raw: RawConfig) -> LayerScheme:
@@ -117,7 +123,10 @@ def _scheme(group: str, raw: RawConfig) -> LayerScheme:
     if bits not in _BITS.get(kind, ()):
         refuse(f"{kind} of {bits} bits")
     group_size = weights.get("group_size")
-    strategy = strategy or ("group" if group_size and group_size > 0 else "channel" if group_size == -1 else "tensor")
+    if not strategy:
+        strategy = "group" if group_size and group_size_of(weights, "group_size", -1) else "tensor"
+    if strategy == "group" and group_size == -1:
+        strategy = "channel"
     if strategy not in _STRATEGIES:
         refuse(f"strategy {strategy!r}")
     return LayerScheme(

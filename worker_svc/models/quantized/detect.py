@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worker_svc.models.quantized.awq_format import read_awq
+from worker_svc.models.quantized.awq import read_awq
 from worker_svc.models.quantized.checkpoint_format import CheckpointFormat
 from worker_svc.models.quantized.compressed_format import read_compressed
 from worker_svc.models.quantized.fp8_format import read_fp8
 from worker_svc.models.quantized.gptq_format import read_gptq
 from worker_svc.models.raw_config import RawConfig
 
-_METHODS: dict[str, Callable[[RawConfig], CheckpointFormat]] = {
+_METHODS: dict[str, Callable[[RawConfig], CheckpointFormat | None]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fp8,

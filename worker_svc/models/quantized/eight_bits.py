@@ -1,12 +1,14 @@
 """Weights of a byte each under their own name: int8 or e4m3, with a scale of all, of an output, of a group or a block.
 
-W[n, k] = scale * (weight[n, k] - zero)      zero: of int8 alone, and rarely
+    W[n, k] = scale * (weight[n, k] - zero)      zero: of int8 alone, and rarely
 
-weight              i8 or e4m3[N, K]
-weight_scale        f[], [1]; [N], [N, 1]; [N, G]; or a grid [ceil(N / rows), ceil(K / columns)] of blocks
-weight_scale_inv    the same under another name; it is multiplied by, too (DeepSeek, Qwen)
-weight_zero_point   i8, as the scale lies
-input_scale         f[] or [1]: rows are to be rounded by it, where the format says so
+    weight              i8 or e4m3[N, K]
+    weight_scale        f[], [1]; [N], [N, 1]; [N, G]; or a grid [ceil(N / rows), ceil(K / columns)] of blocks
+    weight_scale_inv    the same under another name; it is multiplied by, too (DeepSeek, Qwen)
+    weight_zero_point   i8, as the scale lies
+    input_scale         f[] or [1]: rows are to be rounded by it, where the format says so
+
+Of rows, the largest scale (`input_scale_ub` of fbgemm) and a zero (`input_zero_point`) are not used.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ from worker_svc.models.quantized.quantized_tensor import QuantizedTensor
 from worker_svc.models.quantized.shaping import part_of_groups
 from worker_svc.models.quantized.stored_module import StoredModule, read_all, read_block
 
-LEAVES = frozenset(
-    {"weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "input_scale", "input_zero_point"}
-)
+_OF_WEIGHT = {"weight", "weight_scale", "weight_scale_inv", "weight_zero_point"}
+LEAVES = frozenset(_OF_WEIGHT | {"input_scale", "input_scale_ub", "input_zero_point"})
 _NUMBERS = {torch.int8: Numbers.INT8, torch.float8_e4m3fn: Numbers.E4M3}
 _CPU = torch.device("cpu")
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.quantized_weight import Inputs
+from kernels.quantized_weight import Inputs, Numbers
 from worker_svc.models.quantized.eight_bits import LEAVES, EightBitTensor
 from worker_svc.models.quantized.stored_module import StoredModule
+from worker_svc.models.quantized.usual_weight import UsualWeight
 from worker_svc.models.raw_config import RawConfig
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,7 +22,17 @@ class Fp8Format:
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None: as the scales' shape says
     name: str = "fp8"
     leaves: frozenset[str] = LEAVES
-    bits_per_number: float = 8
+
+    @property
+    def usual(self) -> UsualWeight:
+        """See `CheckpointFormat`."""
+        return UsualWeight(Numbers.E4M3, self.block[1] if self.block else None, self._inputs)
+
+    @property
+    def _inputs(self) -> Inputs:
+        if self.block is None:
+            return Inputs.E4M3
+        return Inputs.E4M3_BY_GROUP if self.block[1] == 128 else Inputs.AS_THEY_ARE
 
     def tensor_of(self, module: StoredModule) -> EightBitTensor | None:
         """See `CheckpointFormat`."""
@@ -29,8 +40,7 @@ class Fp8Format:
         if weight is None or weight.dtype in PLAIN:
             return None
         if self.block is not None and "weight_scale_inv" in module.tensors:
-            inputs = Inputs.E4M3_BY_GROUP if self.block[1] == 128 else Inputs.AS_THEY_ARE
-            return EightBitTensor(module, torch.float8_e4m3fn, block=self.block, inputs=inputs)
+            return EightBitTensor(module, torch.float8_e4m3fn, block=self.block, inputs=self._inputs)
         return EightBitTensor(module, torch.float8_e4m3fn, inputs=Inputs.E4M3)
 
 
@@ -45,8 +55,11 @@ def read_fp8(raw: RawConfig) -> Fp8Format:
 
 
 def block_of(raw: RawConfig, key: str) -> tuple[int, int] | None:
-    """Two positive integers, or None where the key is absent or null. Raises ModelError."""
+    """Two positive integers, or None where the key is absent or null; older files have a text, `128x128`. Raises
+    ModelError."""
     value = raw.get(key)
+    if isinstance(value, str):
+        value = [int(part) if part.isdecimal() else part for part in value.split("x")]
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(each, int) and each > 0 for each in value):

@@ -66,20 +66,22 @@ class GptqTensor(QuantizedTensor):
         codes = numbers_in(read_block(self._qweight, words, rows, device).t(), self._bits)[:, among]
         all_groups = range(self._scales.shape[0])
         scale = read_block(self._scales, all_groups, rows, device).float().t()
-        zero = self._zeros(rows, device).t()
+        zeros = self._zeros(rows, device).t()
         order = None
         if self._order is not None:
             order = self._order.to(device)
             codes = codes[:, order]
+        zero: torch.Tensor | None = zeros
         if self._bits == 8:
-            codes, zero = codes ^ 128, zero - 128
+            codes = codes ^ 128
+            zero = None if bool((zeros == 128).all()) else zeros - 128
         index = torch.tensor(groups, device=device)
         return QuantizedWeight(
             Numbers.UINT4 if self._bits == 4 else Numbers.INT8,
             codes.contiguous(),
             scale[:, index].contiguous(),
             group,
-            zero=zero[:, index].contiguous(),
+            zero=None if zero is None else zero[:, index].contiguous(),
             order=order,
         )
 

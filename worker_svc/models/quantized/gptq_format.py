@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kernels.quantized_weight import Numbers
 from worker_svc.models.quantized.gptq import LEAVES, GptqTensor
 from worker_svc.models.quantized.stored_module import StoredModule
+from worker_svc.models.quantized.usual_weight import UsualWeight
 from worker_svc.models.raw_config import RawConfig
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
@@ -22,6 +24,7 @@ class GptqFormat:
     group_size: int  # -1: all inputs
     is_symmetric: bool
     version: int
+    is_ordered: bool = False  # by `desc_act`: tensors say which group each input is in
     dynamic: tuple[
         tuple[str, int, int, bool], ...
     ] = ()  # what layers' names look like, and their bits, group, symmetry
@@ -29,9 +32,11 @@ class GptqFormat:
     leaves: frozenset[str] = LEAVES
 
     @property
-    def bits_per_number(self) -> float:
+    def usual(self) -> UsualWeight:
         """See `CheckpointFormat`."""
-        return self.bits + (16 + self.bits) / (self.group_size if self.group_size > 0 else 4096)
+        return UsualWeight(
+            Numbers.UINT4 if self.bits == 4 else Numbers.INT8, self.group_size if self.group_size > 0 else None
+        )
 
     def tensor_of(self, module: StoredModule) -> GptqTensor:
         """See `CheckpointFormat`."""
@@ -42,6 +47,8 @@ class GptqFormat:
                 break
         if own.bits not in _BITS:
             raise module.error(f"weights of {own.bits} bits are not read, only of 4 and 8")
+        if own.is_ordered and own.group_size > 0 and "g_idx" not in module.tensors:
+            raise module.error("the checkpoint has no tensor g_idx, which says the order of desc_act")
         return GptqTensor(module, own.bits, own.group_size, is_symmetric=own.is_symmetric, version=own.version)
 
 
@@ -57,7 +64,8 @@ def read_gptq(raw: RawConfig) -> GptqFormat:
     bits = raw.integer("bits")
     if bits not in _BITS:
         raise raw.error(f"quantization_config: gptq with {bits} bits is not read, only with 4 and 8")
-    format_ = GptqFormat(bits, group_size_of(raw, "group_size", 128), raw.flag("sym", True), _VERSIONS[layout])
+    group_size, is_symmetric = group_size_of(raw, "group_size", 128), raw.flag("sym", True)
+    format_ = GptqFormat(bits, group_size, is_symmetric, _VERSIONS[layout], raw.flag("desc_act"))
     dynamic: list[tuple[str, int, int, bool]] = []
     for key, values in raw.part("dynamic").items():
         if key.startswith("-:"):  # such layers are plain, as their tensors say

@@ -1,12 +1,14 @@
 """compressed-tensors, `pack-quantized`: weights of 4 or 8 bits in words, rows as they come.
 
-W[n, k] = weight_scale[n, g] * (q[n, k] - zero[n, g]),  g = weight_g_idx[k], or k // group_size
+    W[n, k] = weight_scale[n, g] * (q[n, k] - zero[n, g]),  g = weight_g_idx[k], or k // group_size
 
-weight_packed      i32[N, ceil(K * bits / 32)]     along K, q + 2^(bits - 1)
-weight_scale       f[N, G]                         G = 1: a scale an output
-weight_shape       i64[2]                          N, K
-weight_zero_point  i32[ceil(N * bits / 32), G]     along N, zero + 2^(bits - 1); older files i8[N, G], the zero
-weight_g_idx       i32[K]                          where inputs were ordered by `actorder: group`
+    weight_packed      i32[N, ceil(K * bits / 32)]     along K, q + 2^(bits - 1)
+    weight_scale       f[N, G]                         G = 1: a scale an output
+    weight_shape       i64[2]                          N, K
+    weight_zero_point  i32[ceil(N * bits / 32), G]     along N, zero + 2^(bits - 1); older files i8[N, G], the zero
+    weight_g_idx       i32[K]                          where inputs were ordered by `actorder: group`
+
+Source: https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized.
 """
 
 from __future__ import annotations

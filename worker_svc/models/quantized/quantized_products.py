@@ -59,7 +59,8 @@ class QuantizedProducts:
         return self._bytes_per_number[key]
 
     def _few_bits(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> QuantizedProduct | None:
-        options = {"keep": self._memory.keep} if self._device.type == "cpu" else {}
+        takes_memory = kernels_for(self._device).__name__ == "kernels.cpu"
+        options = {"keep": self._memory.keep} if takes_memory else {}
         product: QuantizedProduct | None = kernels_for(self._device).quantized_product(weight, bias, **options)
         return product
 

@@ -45,6 +45,8 @@ class StoredModule:
             found = f"{_short(tensor.dtype)} {list(tensor.shape)}"
             dimensions = f" of {num_dimensions} dimensions" if num_dimensions >= 0 else ""
             raise self.error(f"{leaf} is {found}, not {' or '.join(map(_short, dtypes))}{dimensions}")
+        if 0 in tensor.shape:
+            raise self.error(f"{leaf} is {list(tensor.shape)}, which holds no numbers")
         return tensor
 
     @property

@@ -194,7 +194,8 @@ def test_what_no_record_says_is_left_to_others() -> None:
         awq(50, 250, random()),
         replace(four, zero=torch.full_like(four.scale, 300).short()),
         replace(four, scale=four.scale * (1 + 2**-20)),
-        replace(eight, zero=torch.ones(50, 1, dtype=torch.int16)),
+        replace(eight, zero=torch.ones(50, 1, dtype=torch.int16)),  # its scales need all bits of float32
+        replace(eight, scale=eight.scale.half().float(), offset=eight.scale.half().float()),
         replace(eight, scale=eight.scale * float("inf")),
         nan,
     ):

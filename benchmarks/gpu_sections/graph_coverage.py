@@ -1,0 +1,44 @@
+"""Which decode steps of a Llama 3 8B with 131,072 positions have a graph in the memory that is set aside for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import shapes
+from benchmarks.gpu_sections.bare_worker import BareWorker
+from benchmarks.gpu_sections.figure import Figure, Report
+from kernels.gpu.paged_attention import attention_scratch_bytes
+from worker_svc.config import WorkerConfig
+from worker_svc.steps.decode_graphs import batch_sizes
+
+SECTION = "graph coverage"
+MAX_NUM_SEQS, POSITIONS = 256, 131_072
+
+
+def run(report: Report, earlier: Sequence[Figure], is_dry_run: bool) -> None:
+    """The share of batch sizes that have one with the default `--cuda-graph-memory`, and attention's scratch."""
+    device, dtype = ("cpu", torch.float32) if is_dry_run else ("cuda", torch.bfloat16)
+    config = shapes.LLAMA_3_8B | {"max_position_embeddings": POSITIONS}
+    heads = (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"])
+    scratch = attention_scratch_bytes(torch.device(device), MAX_NUM_SEQS, POSITIONS, *heads)
+    name = f"attention's scratch for {MAX_NUM_SEQS} sequences of {POSITIONS:,}"
+    report(Figure(SECTION, name, scratch / 2**20, "MiB"))
+    max_num_seqs = 4 if is_dry_run else MAX_NUM_SEQS
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64 if is_dry_run else 8192}
+    if is_dry_run:
+        options |= {"kv_cache_memory": 0.05, "swap_space": 0.01}
+    with tempfile.TemporaryDirectory() as folder:
+        shapes.write_model(Path(folder), config, str(dtype).removeprefix("torch."), is_tiny=is_dry_run)
+        worker = BareWorker(Path(folder), device=device, max_model_len="auto", **options)
+    wanted, captured = batch_sizes(max_num_seqs), worker.graph_sizes
+    worker.close()
+    default = next(field.default for field in dataclasses.fields(WorkerConfig) if field.name == "cuda_graph_memory")
+    detail = {"wanted": wanted, "captured": captured, "positions": worker.sizes.max_model_len, "gib": default}
+    share = 100 * len(captured) / len(wanted)
+    report(Figure(SECTION, "batch sizes that have a graph", share, "%", "100 %", share == 100, detail=detail))
