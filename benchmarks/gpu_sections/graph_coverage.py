@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_sections import shapes
+from benchmarks import shapes
 from benchmarks.gpu_sections.bare_worker import BareWorker
 from benchmarks.gpu_sections.figure import Figure, Report
 from kernels.gpu.paged_attention import attention_scratch_bytes
