@@ -21,6 +21,9 @@ class ReplayedGraphs:
         self.replays.append(0)
         return _Replayed(self, len(self.replays) - 1, work)
 
+    def new_pool(self) -> None:
+        pass
+
     def bytes_taken(self) -> int:
         return self.taken.pop(0) if len(self.taken) > 1 else self.taken[0]
 
