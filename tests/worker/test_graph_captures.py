@@ -26,23 +26,23 @@ class Pools:
     graphs are gone, after which torch asserts that nobody captures into it."""
 
     def __init__(self) -> None:
-        self._pools: list[tuple[list[int], weakref.WeakSet[Captured]]] = [([], weakref.WeakSet())]
+        self.pools: list[tuple[list[int], weakref.WeakSet[Captured]]] = [([], weakref.WeakSet())]
 
     def new_pool(self) -> None:
-        self._pools.append(([], weakref.WeakSet()))
+        self.pools.append(([], weakref.WeakSet()))
 
     def capture(self, work: Callable[[], None]) -> Captured:
         raise NotImplementedError
 
     def take(self, size: int) -> Captured:
-        sizes, graphs = self._pools[-1]
+        sizes, graphs = self.pools[-1]
         assert not sizes or graphs, "use_count > 0"
         sizes.append(size)
         graphs.add(captured := Captured(size))
         return captured
 
     def bytes_taken(self) -> int:
-        return sum(max(sizes) for sizes, graphs in self._pools if graphs)
+        return sum(max(sizes) for sizes, graphs in self.pools if graphs)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,13 @@ def test_what_others_have_taken_counts() -> None:
     large = capture_within(100, pools, [90, 80, 70], pools.take, "step")
     assert [one.size for one in small + large] == [10, 20, 80, 70]
     assert pools.bytes_taken() == 20 + 80
+
+
+def test_nothing_is_captured_where_what_graphs_use_is_too_much_already() -> None:
+    pools = Pools()
+    tensors = pools.take(101)
+    assert capture_within(100, pools, [90, 1], pools.take, "step") == []
+    assert pools.bytes_taken() == tensors.size and len(pools.pools) == 1, "no other was tried"
 
 
 def test_after_a_capture_without_memory_the_next_has_a_pool_of_its_own() -> None:

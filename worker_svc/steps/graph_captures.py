@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import structlog
@@ -16,7 +16,7 @@ Step = TypeVar("Step")
 
 
 def capture_within(
-    most_bytes: int, backend: GraphBackend, sizes: Iterable[int], capture: Callable[[int], Step], step_name: str
+    most_bytes: int, backend: GraphBackend, sizes: Sequence[int], capture: Callable[[int], Step], step_name: str
 ) -> list[Step]:
     """What `capture` gives for those of `sizes` after which no more than `most_bytes` are taken, in the order of these.
 
@@ -24,6 +24,9 @@ def capture_within(
     given up has shared with others would not be given back, and no smaller one would fit either.
     """
     kept: list[Step] = []
+    if sizes and (num_bytes := backend.bytes_taken()) > most_bytes:  # by tensors that all graphs read and write
+        log.warning(f"no room for graphs of {step_name}s", bytes=num_bytes, of=most_bytes)
+        return kept
     for size in sizes:
         if not kept:
             backend.new_pool()
