@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from tests.worker.fake_model import FakeModel, fake_config
+from tests.worker.replayed_graphs import ReplayedGraphs
+from tests.worker.test_worker import CONFIG
 from worker_svc.steps.graph_captures import capture_within
+from worker_svc.steps.model_runner import ModelRunner
+from worker_svc.steps.worker import Worker
 
 
 class Captured:
@@ -81,3 +88,24 @@ def test_after_a_capture_without_memory_the_next_has_a_pool_of_its_own() -> None
         return captured
 
     assert [one.size for one in capture_within(100, pools, [90, 60, 30], take, "step")] == [30]
+
+
+class Lacking(FakeModel):
+    """Has no memory for a pass that is captured."""
+
+    def forward(self, token_ids, positions, caches, attention, logits_rows, reader=None, out=None):
+        if out is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(token_ids, positions, caches, attention, logits_rows, reader, out)
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_rank_without_memory_for_a_graph_ends_as_others_wait_for_it(has_others: bool) -> None:
+    group = SimpleNamespace(is_first=False, exchange=lambda own: [own], member=SimpleNamespace(local_size=1))
+    runner, ends = ModelRunner(Lacking(), fake_config(), CONFIG.block_size, graph_backend=ReplayedGraphs), list[bool]()
+    worker = Worker(
+        runner, CONFIG, end_process=lambda: ends.append(True), group=cast(Any, group) if has_others else None
+    )
+    initialized = worker.initialize(worker.bounds)
+    assert isinstance(initialized.exception(30), torch.OutOfMemoryError if has_others else type(None))
+    assert ends == [True] * has_others

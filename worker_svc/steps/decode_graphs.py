@@ -106,11 +106,12 @@ class DecodeGraphs:
         return [step.num_rows for step in self._steps]
 
     @torch.inference_mode()
-    def capture(self, most_bytes: int) -> None:
+    def capture(self, most_bytes: int, *, is_alone: bool = True) -> None:
         """Captures as many batch sizes as `most_bytes` of the device's memory suffice for: the small ones, then the
         largest and those between."""
         for sizes in capture_order(batch_sizes(self._max_num_seqs)):
-            self._steps += capture_within(most_bytes, self._backend, sizes, self._capture, "decode step")
+            kept = capture_within(most_bytes, self._backend, sizes, self._capture, "decode step", is_alone=is_alone)
+            self._steps += kept
         self._steps.sort(key=lambda step: step.num_rows)
 
     def keep(self, sizes: Collection[int]) -> None:

@@ -84,10 +84,12 @@ class MixedGraphs:
         return [step.num_tokens for step in self._steps]
 
     @torch.inference_mode()
-    def capture(self, most_bytes: int) -> None:
+    def capture(self, most_bytes: int, *, is_alone: bool = True) -> None:
         """Captures as many numbers of tokens as `most_bytes` of the device's memory, less what the decode graphs have
         taken of them, suffice for: the largest first, so that the others find theirs in its memory."""
-        falling = capture_within(most_bytes, self._backend, self._counts[::-1], self._capture, "mixed step")
+        falling = capture_within(
+            most_bytes, self._backend, self._counts[::-1], self._capture, "mixed step", is_alone=is_alone
+        )
         self._steps = falling[::-1]
 
     def keep(self, sizes: Collection[int]) -> None:
