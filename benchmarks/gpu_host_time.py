@@ -106,6 +106,9 @@ class CountedGraphs:
         """One launch."""
         self._launches.triton["graph"] += 1
 
+    def new_pool(self) -> None:
+        """There is no memory to be shared."""
+
     def bytes_taken(self) -> int:
         """None: nothing is kept."""
         return 0

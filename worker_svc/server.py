@@ -273,7 +273,7 @@ def _part(model: ModelConfig, config: WorkerConfig, group: ParallelGroup | None)
 def _shared_settings(config: WorkerConfig, model: ModelConfig) -> dict[str, str]:
     """Whatever a step of all ranks depends on, by name."""
     of_worker = """
-        max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager
+        max_num_seqs max_num_batched_tokens block_size kv_cache_dtype enforce_eager cuda_graph_memory
         tensor_parallel_size pipeline_parallel_size enable_expert_parallel
         enable_lora max_loras max_lora_rank max_cpu_loras
     """

@@ -15,14 +15,19 @@ class ReplayedGraphs:
     def __init__(self, device: torch.device) -> None:
         self.replays: list[int] = []
         self.taken: list[int] = [0]
+        self._taken_now = 0
 
     def capture(self, work: Callable[[], None]) -> _Replayed:
         work()
         self.replays.append(0)
+        self._taken_now = self.taken.pop(0) if len(self.taken) > 1 else self.taken[0]
         return _Replayed(self, len(self.replays) - 1, work)
 
+    def new_pool(self) -> None:
+        pass
+
     def bytes_taken(self) -> int:
-        return self.taken.pop(0) if len(self.taken) > 1 else self.taken[0]
+        return self._taken_now
 
 
 class _Replayed:

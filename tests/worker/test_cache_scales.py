@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -82,6 +83,8 @@ def test_scales_are_powers_of_two_with_room_above_what_was_seen() -> None:
     assert scales.value[0] == (1.0, 2.0**-17)
     stored = largest / torch.tensor([scales.key, scales.value]).transpose(0, 1)
     assert stored.max() <= 224 and stored[stored > 0].min() > 112
+    (of_noise,) = CacheScales.of_largest(torch.full((1, 2, 1), 1e-44)).key[0]
+    assert float(np.float32(of_noise)) == of_noise > 0
     for bad in (torch.nan, torch.inf):
         with pytest.raises(ModelError, match="not finite"):
             CacheScales.of_largest(torch.full((1, 2, 1), bad))
@@ -150,6 +153,8 @@ def test_a_file_is_for_one_model_and_read_whole_or_refused(tmp_path: Path) -> No
         ("[]", "has no key and value scales above 0"),
         (json.dumps({"key": [[0]], "value": [[1]]}), "has no key and value scales above 0"),
         (json.dumps({"key": [[1e999]], "value": [[1]]}), "has no key and value scales above 0"),
+        (json.dumps({"key": [[1e-46]], "value": [[1]]}), "has no key and value scales above 0"),  # 0 in float32
+        (json.dumps({"key": [[1]], "value": [[1e39]]}), "has no key and value scales above 0"),  # infinite there
     ):
         path.write_text(text)
         with pytest.raises(ModelError, match=why):

@@ -13,6 +13,8 @@ import pytest
 
 from protos import ranks_pb2
 from tests import forkserver
+from tests.worker.fake_model import fake_config
+from worker_svc.config import WorkerConfig
 from worker_svc.errors import GroupError, StartupError
 from worker_svc.parallel import step_channel
 from worker_svc.parallel import watch as watch_module
@@ -20,6 +22,7 @@ from worker_svc.parallel.group import ParallelGroup
 from worker_svc.parallel.membership import Membership, membership_of
 from worker_svc.parallel.step_channel import SharedMemoryChannel
 from worker_svc.parallel.watch import BEAT_S, SILENCE_S, STARTING_SILENCE_S, Watch, count_key
+from worker_svc.server import _shared_settings
 
 
 def test_a_rank_reads_its_place_from_the_variables_of_torchrun() -> None:
@@ -258,3 +261,11 @@ def test_a_rank_of_another_version_or_processor_is_refused(field: str, monkeypat
     group = ParallelGroup(nothing, nothing, nothing, nothing, None, nothing)
     with pytest.raises(GroupError, match=f"^rank 2 has {field.replace('_', ' ')} another, rank 0 has .+"):
         group.check_alike("hash", {"block_size": "16"})
+
+
+def test_ranks_capture_alike_or_do_not_start() -> None:
+    """A rank that captures no graphs would leave the others waiting in the sums of theirs."""
+    found = [
+        _shared_settings(WorkerConfig(model="a-model", cuda_graph_memory=gib), fake_config()) for gib in (0.0, 1.0)
+    ]
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"cuda_graph_memory"}

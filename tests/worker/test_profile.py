@@ -9,6 +9,7 @@ import torch
 
 from kernels import select
 from tests.worker.fake_model import FakeModel, fake_config
+from tests.worker.replayed_graphs import ReplayedGraphs
 from worker_svc.cache.cache_sizing import Limits
 from worker_svc.host.device_memory import HostMemory
 from worker_svc.models.attention import AttentionMetadata
@@ -53,7 +54,7 @@ def test_a_device_of_its_own_is_measured_with_the_largest_step(
     profiler = Profiler(ModelRunner(model, fake_config(), 4), OwnMemory())
     profile = profiler.measure(LIMITS)
     largest, few = [([6, 6, 5, 5, 5, 5], 6), ([1] * 6, 6)], [([32], 1), ([1], 1)]
-    assert model.steps[2:] == [*largest, *largest, *few, *few]  # of memory and of speed the second time is measured
+    assert model.steps[-8:] == [*largest, *largest, *few, *few]  # of memory and of speed the second time is measured
     assert (profile.num_tokens, profile.peak_bytes, profile.is_whole) == (32, 1000, True)
     # What attention uses is not of a step: it is there before. A line of 8,192 positions of each sequence, or 8,192.
     config, sums = fake_config(), 4 * (fake_config().head_size + 2)
@@ -66,7 +67,18 @@ def test_a_device_of_its_own_is_measured_with_the_largest_step(
 def test_no_profiled_sequence_is_longer_than_the_model_takes(model: Recorder) -> None:
     profiler = Profiler(ModelRunner(model, fake_config(), 4), OwnMemory())
     assert profiler.measure(Limits(2, 256, 64)).num_tokens == 124
-    assert model.steps[2] == ([62, 62], 2)
+    assert model.steps[-8] == ([62, 62], 2)
+
+
+def test_steps_that_no_graph_is_captured_of_are_computed_once_before_they_are_served(model: Recorder) -> None:
+    """A GPU's kernels are compiled at their first call: products for 16 rows, 32 and 64, whole and in segments."""
+    runner = ModelRunner(model, fake_config(), 4)
+    Profiler(runner, OwnMemory()).measure(LIMITS)
+    compiled = [(sum(lengths), num_rows) for lengths, num_rows in model.steps[2:-8]]
+    assert compiled == [(16, 6), (6, 6), (24, 6), (6, 6), (32, 6), (6, 6)]
+    model.steps.clear()
+    Profiler(ModelRunner(model, fake_config(), 4, graph_backend=ReplayedGraphs), OwnMemory()).measure(LIMITS)
+    assert len(model.steps) == 2 + 8, "captures do that"
 
 
 def test_on_the_host_a_small_prefill_is_scaled_up(model: Recorder) -> None:

@@ -1,7 +1,8 @@
 """CUDA graphs: work that is launched once, captured, and then launched again by one call with the same addresses.
 
-Everything that only a GPU can do about them is here. All graphs share one pool of memory: they are replayed one at a
-time, and none keeps anything in it that is read later.
+Everything that only a GPU can do about them is here. Graphs share pools of memory: they are replayed one at a time, and
+none keeps anything in them that is read later. A pool is given back when none of its graphs is left, and not before;
+torch then takes no other graph into it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class GraphBackend(Protocol):
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """`work` as a graph; runs it as well. Raises torch.OutOfMemoryError."""
+
+    def new_pool(self) -> None:
+        """What is captured from now on shares no memory with what was captured before."""
 
     def bytes_taken(self) -> int:
         """Bytes of the device's memory taken since this was created."""
@@ -52,8 +56,12 @@ class CudaGraphBackend:
         current.wait_stream(self._stream)
         return graph
 
+    def new_pool(self) -> None:
+        """See `GraphBackend`."""
+        self._pool = torch.cuda.graph_pool_handle()
+
     def bytes_taken(self) -> int:
-        """Bytes of the device's memory taken by all graphs captured so far."""
+        """Bytes of the device's memory taken by all graphs that are left."""
         return self._free_bytes - self._now_free()
 
     def _now_free(self) -> int:

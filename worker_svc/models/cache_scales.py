@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from octavo.shared.cache import cache_dir
 from worker_svc.models.errors import ModelError
 
 LARGEST = 448.0  # that float8_e4m3fn can tell
+_LEAST_EXPONENT = -126  # of a float32 with all its bits, as kernels take scales
+_MOST = float(np.finfo(np.float32).max)
 _MARGIN = 2.0  # between what was measured and what can be told: a bit of exponent, of 4
 
 Table = tuple[tuple[float, ...], ...]  # [layers][key/value heads]
@@ -49,7 +50,7 @@ class CacheScales:
         """
         if not bool(largest.isfinite().all()):
             raise ModelError("keys or values are not finite: no scale fits them")
-        exponents = (largest.double() * (_MARGIN / LARGEST)).log2().ceil()
+        exponents = (largest.double() * (_MARGIN / LARGEST)).log2().ceil().clamp(min=_LEAST_EXPONENT)
         scales = torch.where(largest > 0, exponents.exp2(), 1.0)
         key, value = (tuple(map(tuple, part.tolist())) for part in scales.unbind(1))
         return cls(key, value)
@@ -114,6 +115,6 @@ def calibrated_path(model_hash: str) -> Path:
 def _is_table(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(heads, list)
-        and all(isinstance(scale, int | float) and scale > 0 and math.isfinite(scale) for scale in heads)
+        and all(isinstance(scale, int | float) and 2.0**_LEAST_EXPONENT <= scale <= _MOST for scale in heads)
         for heads in value
     )

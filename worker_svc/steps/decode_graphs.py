@@ -8,9 +8,9 @@ a GPU runs them. A graph launches all of them at once, but always at the same ad
                block_tables [rows, blocks of the longest possible sequence], of which as many columns are filled as used
                logits [rows, vocab]                          of all graphs; read before the next one is replayed
 
-A pad has slot -1 and length 0: it is stored nowhere and attends to nothing. The graphs share their memory: of the large
-ones the largest is captured first, so that the others find theirs in it. The small ones, which gain the most and take
-the least, come before all others, which may use up what there is.
+A pad has slot -1 and length 0: it is stored nowhere and attends to nothing. Large graphs share their memory: the
+largest is captured first, so that the others find theirs in it. The small ones, which gain the most and take the least,
+come before all others, which may use up what there is.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import structlog
 import torch
 
 from worker_svc.host.graph_backend import Graph, GraphBackend
 from worker_svc.host.uploads import pack, unpack, upload
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
-from worker_svc.steps.failures import is_out_of_memory
+from worker_svc.steps.graph_captures import capture_within
 from worker_svc.steps.input_batch import InputArrays
 
 if TYPE_CHECKING:
     from kernels.gpu.attention_scratch import Scratch
-
-log = structlog.get_logger()
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor, torch.Tensor], object]
 """(token_ids, positions, attention, logits_rows, out), which writes logits to `out`: `Model.forward` over one cache."""
@@ -54,9 +51,9 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def capture_order(sizes: list[int]) -> list[int]:
+def capture_order(sizes: list[int]) -> tuple[list[int], list[int]]:
     """Small ones rising, then the others falling."""
-    return [size for size in sizes if size <= _SMALL] + [size for size in reversed(sizes) if size > _SMALL]
+    return [size for size in sizes if size <= _SMALL], [size for size in reversed(sizes) if size > _SMALL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +106,13 @@ class DecodeGraphs:
         return [step.num_rows for step in self._steps]
 
     @torch.inference_mode()
-    def capture(self, most_bytes: int) -> None:
+    def capture(self, most_bytes: int, *, is_alone: bool = True) -> None:
         """Captures as many batch sizes as `most_bytes` of the device's memory suffice for: the small ones, then the
         largest and those between."""
-        for num_rows in capture_order(batch_sizes(self._max_num_seqs)):
-            try:
-                step = self._capture(num_rows)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                log.warning("no memory for the graph of a decode step", rows=num_rows)
-                continue
-            if (num_bytes := self._backend.bytes_taken()) > most_bytes:
-                log.warning("no room for the graph of a decode step", rows=num_rows, bytes=num_bytes, of=most_bytes)
-                del step  # a smaller one may fit
-                continue
-            self._steps.append(step)
-            self._steps.sort(key=lambda step: step.num_rows)
+        for sizes in capture_order(batch_sizes(self._max_num_seqs)):
+            kept = capture_within(most_bytes, self._backend, sizes, self._capture, "decode step", is_alone=is_alone)
+            self._steps += kept
+        self._steps.sort(key=lambda step: step.num_rows)
 
     def keep(self, sizes: Collection[int]) -> None:
         """Gives up the graphs of other batch sizes."""

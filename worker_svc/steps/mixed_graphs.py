@@ -19,7 +19,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import structlog
 import torch
 
 from worker_svc.host.graph_backend import Graph, GraphBackend
@@ -27,10 +26,8 @@ from worker_svc.host.uploads import pack, unpack, upload
 from worker_svc.models.attention import AttentionMetadata
 from worker_svc.sampling.last_tokens import LastTokens
 from worker_svc.steps.decode_graphs import DecodeGraphs, Forward
-from worker_svc.steps.failures import is_out_of_memory
+from worker_svc.steps.graph_captures import capture_within
 from worker_svc.steps.input_batch import InputArrays
-
-log = structlog.get_logger()
 
 _LEAST_TOKENS = 16
 # A step of more computes for longer than its launches take: 20 ms or so of 8 B parameters, 3 ms of 0.6 B.
@@ -87,22 +84,13 @@ class MixedGraphs:
         return [step.num_tokens for step in self._steps]
 
     @torch.inference_mode()
-    def capture(self, most_bytes: int) -> None:
+    def capture(self, most_bytes: int, *, is_alone: bool = True) -> None:
         """Captures as many numbers of tokens as `most_bytes` of the device's memory, less what the decode graphs have
         taken of them, suffice for: the largest first, so that the others find theirs in its memory."""
-        for num_tokens in reversed(self._counts):
-            try:
-                step = self._capture(num_tokens)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                log.warning("no memory for the graph of a mixed step", tokens=num_tokens)
-                continue
-            if (num_bytes := self._backend.bytes_taken()) > most_bytes:
-                log.warning("no room for the graph of a mixed step", tokens=num_tokens, bytes=num_bytes, of=most_bytes)
-                del step  # a smaller one may fit
-                continue
-            self._steps.insert(0, step)
+        falling = capture_within(
+            most_bytes, self._backend, self._counts[::-1], self._capture, "mixed step", is_alone=is_alone
+        )
+        self._steps = falling[::-1]
 
     def keep(self, sizes: Collection[int]) -> None:
         """Gives up the graphs of other numbers of tokens."""

@@ -139,8 +139,11 @@ class ModelRunner:
         """Batch sizes of the decode steps that have been captured, ascending."""
         return [] if self._graphs is None else self._graphs.sizes
 
-    def capture_graphs(self, max_num_seqs: int, max_model_len: int, most_bytes: int) -> list[int]:
-        """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending."""
+    def capture_graphs(
+        self, max_num_seqs: int, max_model_len: int, most_bytes: int, *, is_alone: bool = True
+    ) -> list[int]:
+        """Captures decode steps over the cache, within `most_bytes`; returns the captured batch sizes, ascending.
+        `is_alone`: see `capture_within`."""
         if self._graph_backend is None:
             return []
         self._backend = self._graph_backend(self.device)
@@ -154,10 +157,12 @@ class ModelRunner:
             block_size=self.block_size,
             scratch=self._scratch,
         )
-        self._graphs.capture(most_bytes)
+        self._graphs.capture(most_bytes, is_alone=is_alone)
         return self.graph_sizes
 
-    def capture_mixed_graphs(self, max_num_batched_tokens: int, max_model_len: int, most_bytes: int) -> list[int]:
+    def capture_mixed_graphs(
+        self, max_num_batched_tokens: int, max_model_len: int, most_bytes: int, *, is_alone: bool = True
+    ) -> list[int]:
         """After `capture_graphs`, captures other steps with what it has left of `most_bytes`; returns the captured
         numbers of tokens, ascending."""
         if self._graphs is None:
@@ -171,7 +176,7 @@ class ModelRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
         )
-        self._mixed_graphs.capture(most_bytes)
+        self._mixed_graphs.capture(most_bytes, is_alone=is_alone)
         return self._mixed_graphs.sizes
 
     def _pass_over_cache(self) -> Forward:

@@ -22,6 +22,7 @@ from worker_svc.host.device_memory import DeviceMemory
 from worker_svc.mirror.sequence_states import SequenceStates
 from worker_svc.models.found_scales import warn_of_cuts
 from worker_svc.models.logit_reader import MAX_ROWS_AT_ONCE
+from worker_svc.steps.mixed_graphs import token_counts
 from worker_svc.steps.model_runner import ModelRunner
 from worker_svc.steps.step_timer import StepTimer
 
@@ -61,6 +62,9 @@ class Profiler:
             num_tokens = min(num_tokens, _CPU_TOKENS)
         self._measure(1, min(num_tokens, longest, _WARM_UP_TOKENS))
         if is_whole:  # more rows need other kernels, which are compiled and loaded at their first call
+            if not self._runner.uses_graphs:  # each capture compiles what so many rows need; here nothing else would
+                for count in token_counts(num_tokens):
+                    self._measure(max(min(count, num_seqs), -(-count // longest)), count, is_plain=True)
             self._measure(num_seqs, num_tokens)
         num_bytes, seconds = self._measure(num_seqs, num_tokens)
         if is_whole:  # what a group costs that is computed again: few long sequences, which draw one token each

@@ -178,9 +178,7 @@ class Worker:
         if runner.uses_graphs:
             row.draw("warming up: graphs of steps")
             started_s, limits_of_step = time.monotonic(), sizes.limits
-            longest = limits_of_step.max_model_len
-            captured = runner.capture_graphs(limits_of_step.max_num_seqs, longest, graph_bytes)
-            mixed = runner.capture_mixed_graphs(limits_of_step.max_num_batched_tokens, longest, graph_bytes)
+            captured, mixed = self._capture(limits_of_step, graph_bytes)
             if self._group is not None:
                 captured, mixed = self._captured_by_all(captured, mixed)
             seconds = round(time.monotonic() - started_s, 2)
@@ -223,6 +221,22 @@ class Worker:
             min(sizes.num_host_blocks for sizes in everyones),
             replace(own.limits, max_model_len=min(sizes.max_model_len for sizes in everyones)),
         )
+
+    def _capture(self, limits: Limits, most_bytes: int) -> tuple[list[int], list[int]]:
+        """Batch sizes of decode steps and numbers of tokens of others that were captured. The process ends where a rank
+        of a group fails in that: the others wait for it."""
+        is_alone, runner = self._group is None, self._runner
+        of_all = limits.max_model_len, most_bytes
+        try:
+            return (
+                runner.capture_graphs(limits.max_num_seqs, *of_all, is_alone=is_alone),
+                runner.capture_mixed_graphs(limits.max_num_batched_tokens, *of_all, is_alone=is_alone),
+            )
+        except Exception:
+            if not is_alone:
+                log.exception("graphs of steps cannot be captured")
+                self._end_process()
+            raise
 
     def _captured_by_all(self, batch_sizes: list[int], token_counts: list[int]) -> tuple[list[int], list[int]]:
         """Keeps the graphs that every rank has: a collective within one waits for the others' replay."""
