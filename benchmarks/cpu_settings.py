@@ -4,7 +4,6 @@ Whole passes of a loaded model, as a worker computes them, for one sequence and 
 random model of Qwen3-0.6B's shape in bfloat16:
 
 - huge pages: weights and cache in pages of 2 MiB, or of 4 KiB;
-- pinning: each computing thread kept on a core, or not;
 - touched ahead: the first pass of a prompt of 512 tokens over a cache whose memory is there, or has yet to be provided;
 - bound: a pass of one sequence beside the time that reading its weights takes, in each type they are kept in;
 - giving way: one thread fewer than cores, or as many as cores, beside a process that computes without end, and for two
@@ -20,7 +19,6 @@ import argparse
 import json
 import mmap
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -35,7 +33,6 @@ import torch
 
 from benchmarks.step_profile import decode_step
 from kernels.cpu.library import library
-from kernels.cpu.pinning import pin_threads
 from octavo.bench import machine
 from octavo.models.resolve import resolve_model
 from octavo.shared.cores import allowed_cores
@@ -144,22 +141,6 @@ def pages(name: str, sequences: int, passes: int) -> Any:
     return by_turns(steps, passes)
 
 
-def pinning(model: Model, sequences: int, passes: int) -> Any:
-    """Each computing thread kept on a core, or free."""
-    cores, step = allowed_cores(), decode_step(model, sequences, _SEQ_LEN)
-    threads = pin_threads(cores)
-
-    def place(way: str) -> None:
-        for core, thread in zip(cores, threads, strict=True):
-            os.sched_setaffinity(thread, {core} if way == "pinned" else cores)
-
-    try:
-        run = lambda: model.forward(*step)  # noqa: E731 - the same pass twice
-        return by_turns({"pinned": run, "free": run}, passes, place)
-    finally:
-        place("free")
-
-
 def touching(model: Model, passes: int) -> Any:
     """A prompt over a new cache, whose memory is there or has yet to come."""
     num_blocks = -(-_PROMPT // _BLOCK_SIZE)
@@ -254,7 +235,6 @@ def main() -> int:
         model, passes = load(name), arguments.passes
         for count in (1, 32):
             show(f"{name} | {count} | huge pages", pages(name, count, passes))
-            show(f"{name} | {count} | pinning", pinning(model, count, passes))
             show(f"{name} | {count} | giving way", giving_way(model, count, passes))
             show(f"{name} | {count} | two at once", two_at_once(name, count, 5.0))
         show(f"{name} | prompt | touched ahead", touching(model, max(passes // 3, 3)))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.shared.cores import allowed_cores, available_cores, parse_cores
+from octavo.shared.cores import available_cores
 from octavo.shared.options import COMMON, check_port, environment_without_options, option, to_arguments
 from octavo.shared.ports import LOOPBACK, check_port_is_free, free_port, free_ports, is_loopback, reachable
 from octavo.shared.tracing.options import check_tracing_packages
@@ -75,13 +75,8 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
     check_port_is_free(scheduler.host, port)
     taken = [port, serve.http_port, scheduler.metrics_port, scheduler.control_port]
     ports = free_ports(serve.workers, besides=taken)
-    cores = _cores_to_pin(worker)
-    available = min(available_cores(), len(cores)) if cores else available_cores()
     num_ranks = worker.num_ranks
-    threads = worker.num_threads or max(1, available // (serve.workers * num_ranks))
-    if cores and len(cores) < threads * num_ranks * serve.workers:
-        of_ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
-        raise PlanError(f"cpu_pinning: {len(cores)} cores for {serve.workers} workers{of_ranks} of {threads} threads")
+    threads = worker.num_threads or max(1, available_cores() // (serve.workers * num_ranks))
     worker = dataclasses.replace(worker, num_threads=threads, memory_share=worker.memory_share / serve.workers)
     scheduler = dataclasses.replace(
         scheduler,
@@ -99,9 +94,6 @@ def plan(serve: ServeConfig, scheduler: SchedulerConfig, worker: WorkerConfig) -
         config = dataclasses.replace(
             worker, host=LOOPBACK, port=worker_port, device=device_of(index, serve.workers, worker.device, num_ranks)
         )
-        if cores:
-            own = cores[index * num_ranks * threads : (index + 1) * num_ranks * threads]
-            config = dataclasses.replace(config, cpu_pinning=",".join(map(str, own)))
         children.append(_child(name, "worker", config, worker_environment(threads), essential=False))
     return address, children
 
@@ -135,13 +127,6 @@ def _gateway(serve: ServeConfig, address: str, scheduler: SchedulerConfig) -> Ch
     )
     child = _child("gateway", "gateway", config, environment_without_options(), essential=False)
     return dataclasses.replace(child, drain_s=config.drain_timeout, is_front=True)
-
-
-def _cores_to_pin(worker: WorkerConfig) -> list[int]:
-    """Cores that the workers divide among themselves; empty: no pinning is set, or no worker computes on cores."""
-    if worker.cpu_pinning == "none" or not computes_on_host(worker.device):
-        return []
-    return allowed_cores() if worker.cpu_pinning == "auto" else parse_cores(worker.cpu_pinning)
 
 
 def _child(name: str, command: str, config: object, environment: Mapping[str, str], *, essential: bool) -> Child:

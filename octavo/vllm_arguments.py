@@ -69,8 +69,8 @@ OF_LLM = (
         "enable_eplb eplb_config enable_elastic_ep elastic_ep_* enable_dbo ubatch_size dbo_* "
         "enable_batch_sharded_sampling enable_hc_sp enable_ep_weight_filter expert_placement_strategy dcp_* cp_* "
         "dp_sync_interval disable_nccl_for_dp_synchronization enable_fault_tolerance fault_tolerance_config",
-        "a worker's ranks are of one machine here; `octavo serve --workers N` serves from several, and cpu_pinning "
-        "chooses cores",
+        "a worker's ranks are of one machine here; `octavo serve --workers N` serves from several; taskset and "
+        "numactl choose cores",
     ),
     Elsewhere(
         "distributed_executor_backend worker_use_ray engine_use_ray",

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.shared.cores import parse_cores
 from octavo.shared.log import LEVELS
 from octavo.shared.options import COMMON, LOGGING, check_port, check_tls_files, option
 from octavo.shared.tracing.options import ENDPOINT_HELP, check_endpoint
@@ -124,12 +123,6 @@ class WorkerConfig:
     num_threads: int = option(
         0, "threads that compute, of each rank; 0: OMP_NUM_THREADS, or one for each core", group=COMPUTE
     )
-    cpu_pinning: str = option(
-        "none",
-        "cores to keep these threads on, such as 0-3,8; auto: a core each; none: any core",
-        group=COMPUTE,
-        metavar="CORES",
-    )
     batch_invariant: bool = option(
         False, "logits do not depend on the batch, bit for bit, on a GPU too (on a CPU they never do)", group=COMPUTE
     )
@@ -211,13 +204,6 @@ class WorkerConfig:
             raise ValueError(f"memory_share is {self.memory_share}, not within (0, 1]")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}, at least 0 is accepted")
-        if self.cpu_pinning not in ("none", AUTO):
-            try:
-                num_cores = len(parse_cores(self.cpu_pinning))
-            except ValueError as error:
-                raise ValueError(f"cpu_pinning: {error}; auto and none are accepted, too") from None
-            if self.num_threads > num_cores:
-                raise ValueError(f"cpu_pinning {self.cpu_pinning} is too few cores for {self.num_threads} threads")
         if not 0 <= self.finish_timeout <= MAX_FINISH_TIMEOUT_S:
             accepted = f"0 to {MAX_FINISH_TIMEOUT_S:g} are accepted"
             raise ValueError(f"finish_timeout is {self.finish_timeout} s, {accepted}")

@@ -221,7 +221,7 @@ def load(config: WorkerConfig, group: ParallelGroup | None = None) -> tuple[Mode
     """
     local_rank, local_size = (group.member.local_rank, group.member.local_size) if group else (0, 1)
     device = choose_device(config.device, local_rank)
-    set_threads(config, device, local_rank, local_size)
+    set_threads(config, local_size)
     of_cache = cache_dtype(config.kv_cache_dtype, device)
     asked, started_s = config.max_model_len, time.monotonic()
     path = available(config.model, load_format=config.load_format, download_dir=config.download_dir or None)

@@ -7,7 +7,6 @@ stopped, all together, for the rest of every period. Linux, control groups of ve
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,19 +22,6 @@ def available_cores(root: Path = _ROOT) -> int:
 def allowed_cores() -> list[int]:
     """Numbers of the cores of this process's affinity, in order."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def parse_cores(text: str) -> list[int]:
-    """Numbers in a list such as "0-3,8", in its order. Raises ValueError for anything else and for repeated ones."""
-    cores: list[int] = []
-    for part in text.split(","):
-        if not (match := re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())):
-            raise ValueError(f"{text!r} is no list of cores such as 0-3,8")
-        first, last = int(match[1]), int(match[2] or match[1])
-        cores.extend(range(first, last + 1))
-    if not cores or len(set(cores)) < len(cores):
-        raise ValueError(f"{text!r} has a core twice, or a range without any")
-    return cores
 
 
 def _quotas(root: Path) -> Iterator[float]:

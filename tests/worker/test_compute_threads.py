@@ -1,12 +1,10 @@
-"""Threads that compute, the cores they are kept on, and when they leave some of them to others. What pins a thread runs
-in one of its own, and ends with it."""
+"""Threads that compute, and when they leave some cores to others."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +17,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kernels.cpu import pinning
 from kernels.cpu.library import library
-from kernels.cpu.pinning import pin_threads
 from octavo.shared.cores import allowed_cores
 from tests.worker.fake_model import fake_config
 from worker_svc.config import WorkerConfig
-from worker_svc.errors import StartupError
+from worker_svc.host import compute_threads
 from worker_svc.host.busy_cores import CoreTimes, read_core_times, used_by_others
 from worker_svc.host.compute_threads import log_arithmetic, set_threads
 from worker_svc.steps.giving_way import STALE_S, WINDOW_S, GivingWay, may_give_way
@@ -46,66 +42,21 @@ def in_own_thread(function: Callable[[], T]) -> T:
         return executor.submit(function).result()
 
 
-def test_each_thread_of_the_pool_stays_on_its_core_and_no_other_thread_does():
-    cores = allowed_cores()[::-1]
-
-    def pinned() -> tuple[int, dict[int, set[int]]]:
-        torch.set_num_threads(len(cores))
-        threads = pin_threads(cores)
-        return threading.get_native_id(), {thread: os.sched_getaffinity(thread) for thread in threads}
-
-    caller, threads = in_own_thread(pinned)
-    assert list(threads.values()) == [{core} for core in cores]
-    assert next(iter(threads)) == caller
-    assert os.sched_getaffinity(0) == set(cores), "this thread is in no pool"
-
-
-def test_a_core_that_may_not_be_used_and_a_wrong_number_of_them():
-    def refused() -> None:
-        torch.set_num_threads(1)
-        for core in (1023, 4096):
-            with pytest.raises(ValueError, match=f"core {core} may not be used"):
-                pin_threads([core])
-        with pytest.raises(ValueError, match="2 cores for 1 threads"):
-            pin_threads([0, 1])
-
-    in_own_thread(refused)
-
-
-def test_the_option_pins_as_many_threads_as_compute():
-    last = allowed_cores()[-1]
-
-    def affinities(config: WorkerConfig) -> tuple[int, set[int]]:
-        torch.set_num_threads(len(allowed_cores()))
-        set_threads(config, CPU)
-        return torch.get_num_threads(), os.sched_getaffinity(0)
-
-    everywhere = set(allowed_cores())
-    assert in_own_thread(lambda: affinities(WorkerConfig(num_threads=1))) == (1, everywhere)
-    assert in_own_thread(lambda: affinities(WorkerConfig(cpu_pinning=str(last)))) == (1, {last})
-    first = {allowed_cores()[0]}
-    assert in_own_thread(lambda: affinities(WorkerConfig(cpu_pinning="auto", num_threads=1))) == (1, first)
-
-
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (WorkerConfig(cpu_pinning="auto", num_threads=3000), "3000 threads, and"),
-        (WorkerConfig(cpu_pinning="1023"), "cpu_pinning 1023: core 1023 may not be used"),
-    ],
+    ("config", "local_size", "expected"),
+    [(WorkerConfig(num_threads=3), 1, 3), (WorkerConfig(), 1, 4), (WorkerConfig(), 2, 2)],
 )
-def test_what_cannot_be_pinned_prevents_the_start(config, message):
-    with pytest.raises(StartupError, match=message):
-        in_own_thread(lambda: set_threads(config, CPU))
+def test_as_many_threads_compute_as_there_are_cores_for_each_rank(
+    config: WorkerConfig, local_size: int, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compute_threads, "available_cores", lambda: 4)
 
+    def set_and_count() -> int:
+        torch.set_num_threads(8)
+        set_threads(config, local_size)
+        return torch.get_num_threads()
 
-def test_a_thread_that_does_not_come_prevents_the_start(monkeypatch: pytest.MonkeyPatch):
-    def pin_nothing(cores: list[int]) -> None:
-        raise RuntimeError("of 2 threads only 1 came")
-
-    monkeypatch.setattr(pinning, "pin_threads", pin_nothing)
-    with pytest.raises(StartupError, match="cpu_pinning auto: of 2 threads only 1 came"):
-        in_own_thread(lambda: set_threads(WorkerConfig(cpu_pinning="auto"), CPU))
+    assert in_own_thread(set_and_count) == expected
 
 
 @pytest.mark.parametrize(("level", "severity"), [("avx512-bf16", "info"), ("plain", "warning")])
@@ -249,17 +200,16 @@ def test_a_busy_process_is_seen_and_the_own_time_is_not_counted():
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "impl", "may"),
+    ("device", "impl", "may"),
     [
-        (WorkerConfig(), CPU, "octavo", True),
-        (WorkerConfig(cpu_pinning="auto"), CPU, "octavo", False),
-        (WorkerConfig(), torch.device("cuda"), "octavo", False),
-        (WorkerConfig(), CPU, "transformers", False),
+        (CPU, "octavo", True),
+        (torch.device("cuda"), "octavo", False),
+        (CPU, "transformers", False),
     ],
 )
-def test_the_number_changes_only_where_it_changes_no_bit(config, device, impl, may):
+def test_the_number_changes_only_where_it_changes_no_bit(device, impl, may):
     model = replace(fake_config(), impl=impl, dtype=torch.bfloat16)
-    assert in_own_thread(lambda: may_give_way(config, model, device)) is may
+    assert in_own_thread(lambda: may_give_way(model, device)) is may
 
 
 def test_threads_that_are_bound_to_cores_stay():
@@ -269,6 +219,6 @@ def test_threads_that_are_bound_to_cores_stay():
 
     def may() -> bool:
         os.sched_setaffinity(0, allowed[:1])  # as OpenMP does with OMP_PROC_BIND
-        return may_give_way(WorkerConfig(), model, CPU)
+        return may_give_way(model, CPU)
 
     assert not in_own_thread(may)

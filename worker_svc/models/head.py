@@ -56,7 +56,7 @@ class Head:
     def __call__(
         self, residual: torch.Tensor, update: torch.Tensor, least_rows: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """f32[R, vocab_size], contiguous, of R rows, whose residual is overwritten; computed with `least_rows` at least.
+        """f32[R, vocab_size], contiguous, of R rows; computed with `least_rows` at least. `residual` is overwritten.
 
         `out`: where they are written; None: to a new tensor.
         """

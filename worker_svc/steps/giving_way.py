@@ -10,7 +10,6 @@ import structlog
 import torch
 
 from octavo.shared.cores import allowed_cores
-from worker_svc.config import WorkerConfig
 from worker_svc.host.busy_cores import CoreTimes, read_core_times, used_by_others
 from worker_svc.models import ModelConfig
 
@@ -24,10 +23,10 @@ STALE_S, LEAST_BUSY = 1.0, 0.25
 GIVE_WAY, COME_BACK = 0.75, 0.5
 
 
-def may_give_way(config: WorkerConfig, model: ModelConfig, device: torch.device) -> bool:
+def may_give_way(model: ModelConfig, device: torch.device) -> bool:
     """Whether the number of threads may change from step to step: where it changes no bit of what they compute, and
     cores have not been set aside for them. To be called on the thread that runs the model."""
-    return device.type == "cpu" and config.cpu_pinning == "none" and model.impl == "octavo" and not _is_bound()
+    return device.type == "cpu" and model.impl == "octavo" and not _is_bound()
 
 
 def _is_bound() -> bool:

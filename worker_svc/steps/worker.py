@@ -143,7 +143,7 @@ class Worker:
         if self._profile is None:
             row.draw("warming up: the first steps")
             self._profile = self._profiler.measure(self.bounds)
-            if self._group is None and may_give_way(self.config, runner.config, runner.device):
+            if self._group is None and may_give_way(runner.config, runner.device):
                 self._giving_way = GivingWay()
         if self._touching is not None:
             self._touching.stop()

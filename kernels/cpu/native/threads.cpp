@@ -199,23 +199,3 @@ void *scratch(Slot slot, i64 bytes) {
     }
     return piece.memory;
 }
-
-// Keeps the calling thread on cores[0] and helper i on cores[i]; their ids, or 0 of one that did not come. -1: done;
-// otherwise the place of a core that may not be used.
-EXPORT i64 octavo_pin_threads(const i64 *cores, i64 *thread_ids, i64 count) {
-    i64 failed = -1;
-    int32_t arrived = 0;
-    in_parallel(count, 1, [&](Team &team) {
-        count_on(&arrived,
-                 1);  // the caller stays until all have come, or for a second or so: work would end without them
-        for (int looks = 0; look_at(&arrived) < team.threads && looks < 1000000; looks++) sched_yield();
-        cpu_set_t mask;
-        CPU_ZERO(&mask);
-        bool is_pinned = cores[team.thread] < CPU_SETSIZE;
-        if (is_pinned) CPU_SET(cores[team.thread], &mask);
-        thread_ids[team.thread] = (i64)syscall(SYS_gettid);
-        if (!is_pinned || sched_setaffinity(0, sizeof mask, &mask))
-            __atomic_store_n(&failed, (i64)team.thread, __ATOMIC_SEQ_CST);
-    });
-    return failed;
-}
