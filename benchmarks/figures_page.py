@@ -63,7 +63,7 @@ def blocks() -> dict[str, str]:
 
 def draw(path: Path) -> None:
     """The README's plot: tokens/s of each workload by engine, bfloat16 on the left, 8 bits on the right."""
-    results, places = newest("peers-qwen3-0.6b"), list(range(len(WORKLOADS)))
+    results, places = newest("peers-smollm2-135m-instruct"), list(range(len(WORKLOADS)))
     charts = []
     for title, engines in (
         ("bfloat16, higher is better", {"octavo-bfloat16": 0, "openvino-bfloat16": 1, "vllm-bfloat16": 2}),
