@@ -103,15 +103,15 @@ def _peers(model: str) -> str:
 
 
 def _peers_ratios() -> str:
-    """For the README: Octavo's speed over that of the best other engine, by model and type of weights."""
+    """For the README: Octavo's speed over that of the best other engine, one request and then 32."""
+    ours = {"octavo": "float32", "octavo-bfloat16": "bfloat16", "octavo-int8": "int8", "octavo-int4": "int4"}
+    ours |= {"octavo-gguf4": "4-bit GGUF"}
     rows = []
     for model, name in MODELS.items():
         results = newest(f"peers-{model}")
-        for engine in filter(peers.is_ours, results["engines"]):
-            cells = [f"{ratio:.2f}" if (ratio := _ratio(results, engine, each)) else "" for each in WORKLOADS]
-            if any(cells):
-                rows.append([name, results["engines"][engine]["type"], *cells])
-    return markdown_table(["model", "weights", *WORKLOADS], rows)
+        ratios = [[_ratio(results, engine, each) or math.nan for each in ("W1", "W2")] for engine in ours]
+        rows.append([name, *(f"{one:.1f}, {many:.1f}" for one, many in ratios)])
+    return markdown_table(["W1, W2", *ours.values()], rows)
 
 
 def _ratio(results: dict[str, Any], engine: str, workload: str) -> float | None:
